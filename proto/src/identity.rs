@@ -1,0 +1,180 @@
+//! Who a peer is: the role and name in its certificate, never what it claims.
+//!
+//! Certificates of our CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`.
+
+use std::time::{Duration, SystemTime};
+
+use rustls_pki_types::CertificateDer;
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+use crate::wire::name::NodeName;
+
+const SCHEME: &str = "culvert://";
+
+/// What a certificate of our CA entitles to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Role {
+    /// Serves the node of this name.
+    Agent(NodeName),
+    /// Accepts agents.
+    Server,
+}
+
+impl Role {
+    /// The SAN URI of the role.
+    #[must_use]
+    pub fn uri(&self) -> String {
+        match self {
+            Self::Agent(name) => format!("{SCHEME}agent/{name}"),
+            Self::Server => format!("{SCHEME}server"),
+        }
+    }
+
+    fn from_uri(uri: &str) -> Option<Self> {
+        let rest = uri.strip_prefix(SCHEME)?;
+        if rest == "server" {
+            return Some(Self::Server);
+        }
+        let name = rest.strip_prefix("agent/")?;
+        // Only the canonical form counts, so that one certificate has one reading.
+        let parsed: NodeName = name.parse().ok()?;
+        (parsed.as_str() == name).then_some(Self::Agent(parsed))
+    }
+}
+
+/// A verified peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerIdentity {
+    /// Its role.
+    pub role: Role,
+    /// When its certificate ends.
+    pub not_after: SystemTime,
+}
+
+/// Why a certificate names nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum IdentityError {
+    /// The peer sent none.
+    #[error("no certificate")]
+    NoCertificate,
+    /// It does not parse.
+    #[error("certificate is malformed")]
+    Malformed,
+    /// No SAN URI of ours, more than one, or one that does not parse.
+    #[error("certificate carries no single culvert:// role")]
+    NoRole,
+    /// The role is another than the one needed here.
+    #[error("certificate has the wrong role")]
+    WrongRole,
+}
+
+impl PeerIdentity {
+    /// Reads the identity from a certificate whose chain has been verified elsewhere.
+    ///
+    /// # Errors
+    /// [`IdentityError`] when there is not exactly one role of ours in it.
+    pub fn from_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+        let (_, certificate) =
+            X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+        let names = certificate
+            .subject_alternative_name()
+            .map_err(|_twice| IdentityError::Malformed)?;
+        let mut ours = names
+            .iter()
+            .flat_map(|names| &names.value.general_names)
+            .filter_map(|name| match name {
+                GeneralName::URI(uri) if uri.starts_with(SCHEME) => Some(*uri),
+                _ => None,
+            });
+        let (Some(uri), None) = (ours.next(), ours.next()) else {
+            return Err(IdentityError::NoRole);
+        };
+        let role = Role::from_uri(uri).ok_or(IdentityError::NoRole)?;
+        let seconds = u64::try_from(certificate.validity().not_after.timestamp()).unwrap_or(0);
+        Ok(Self {
+            role,
+            not_after: SystemTime::UNIX_EPOCH + Duration::from_secs(seconds),
+        })
+    }
+
+    /// The node, when the peer is an agent.
+    #[must_use]
+    pub fn node(&self) -> Option<&NodeName> {
+        match &self.role {
+            Role::Agent(name) => Some(name),
+            Role::Server => None,
+        }
+    }
+}
+
+/// SHA-256 of a certificate's SubjectPublicKeyInfo, the form in which join tokens pin a CA (as RFC 7469 does).
+///
+/// # Errors
+/// [`IdentityError::Malformed`].
+pub fn spki_sha256(der: &CertificateDer<'_>) -> Result<[u8; 32], IdentityError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+    Ok(sha256(certificate.public_key().raw))
+}
+
+/// SHA-256.
+#[must_use]
+pub fn sha256(bytes: &[u8]) -> [u8; 32] {
+    let mut out = [0; 32];
+    out.copy_from_slice(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes).as_ref());
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::string::Ia5String;
+    use rcgen::{CertificateParams, KeyPair, SanType};
+
+    use super::*;
+
+    fn certificate(uris: &[&str]) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = uris
+            .iter()
+            .map(|uri| SanType::URI(Ia5String::try_from(*uri).unwrap()))
+            .collect();
+        params
+            .self_signed(&KeyPair::generate().unwrap())
+            .unwrap()
+            .der()
+            .clone()
+    }
+
+    #[test]
+    fn role_is_read_from_the_single_uri() {
+        let agent = PeerIdentity::from_certificate(&certificate(&[
+            "spiffe://x/y",
+            "culvert://agent/worker-1",
+        ]))
+        .unwrap();
+        assert_eq!(agent.node().unwrap().as_str(), "worker-1");
+        let server = PeerIdentity::from_certificate(&certificate(&["culvert://server"])).unwrap();
+        assert_eq!(server.role, Role::Server);
+    }
+
+    #[test]
+    fn ambiguous_or_odd_roles_name_nobody() {
+        for uris in [
+            &[][..],
+            &["culvert://agent/a", "culvert://agent/b"],
+            &["culvert://agent/a", "culvert://server"],
+            &["culvert://agent/A"],
+            &["culvert://agent/a."],
+            &["culvert://agent/"],
+            &["culvert://agent/a/b"],
+            &["culvert://server/"],
+            &["culvert://root"],
+        ] {
+            assert_eq!(
+                PeerIdentity::from_certificate(&certificate(uris)),
+                Err(IdentityError::NoRole),
+                "{uris:?}"
+            );
+        }
+    }
+}

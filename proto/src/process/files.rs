@@ -1,0 +1,175 @@
+//! Files of a data directory: private, replaced atomically, never through a link.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Largest file of ours that is read; a known-nodes file of 10,000 nodes is a few MiB.
+const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
+const PRIVATE: u32 = 0o600;
+/// Bits that let others write.
+const OTHERS_WRITE: u32 = 0o022;
+const NOT_A_FILE: &str = "is not a regular file";
+
+/// Makes a directory for private files unless it is there.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn make_private_dir(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// Reads a file, or `None` when there is none. Refuses links, other file types and files that others can write.
+///
+/// # Errors
+/// As the system says, with the path; `InvalidData` for a refused file.
+pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(at(path, &error)),
+    };
+    if !metadata.is_file() {
+        return Err(refused(path, NOT_A_FILE));
+    }
+    if metadata.mode() & OTHERS_WRITE != 0 {
+        return Err(refused(
+            path,
+            "can be written by others; run: chmod go-w on it",
+        ));
+    }
+    if metadata.len() > FILE_MAX_BYTES {
+        return Err(refused(path, "is too large to be one of ours"));
+    }
+    let file = File::open(path).map_err(|error| at(path, &error))?;
+    let opened = file.metadata().map_err(|error| at(path, &error))?;
+    if (opened.dev(), opened.ino()) != (metadata.dev(), metadata.ino()) {
+        return Err(refused(path, "changed while it was opened"));
+    }
+    let mut content = Vec::new();
+    file.take(FILE_MAX_BYTES)
+        .read_to_end(&mut content)
+        .map_err(|error| at(path, &error))?;
+    Ok(Some(content))
+}
+
+/// Replaces a file as a whole: readers see the old content or the new one, also after a crash. Mode 0600.
+///
+/// # Errors
+/// As the system says, with the path; the old content is then still there.
+pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(format!(".{}.new", std::process::id()));
+    let temporary = Path::new(&temporary);
+    let written = write_new(temporary, content).and_then(|()| fs::rename(temporary, path));
+    if let Err(error) = written {
+        let _nothing_to_remove = fs::remove_file(temporary);
+        return Err(at(path, &error));
+    }
+    // The rename itself must survive a crash; where a directory cannot be synced the content is still whole.
+    if let Some(directory) = path.parent().and_then(|parent| File::open(parent).ok()) {
+        let _best_effort = directory.sync_all();
+    }
+    Ok(())
+}
+
+/// Takes the lock of a data directory, or `None` when another process holds it. The lock ends with the file.
+///
+/// # Errors
+/// When the lock file cannot be opened.
+pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
+    let file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(PRIVATE)
+        .open(path)
+        .map_err(|error| at(path, &error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(at(path, &error)),
+    }
+}
+
+fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
+    // A leftover of a killed process with the same id; `create_new` below refuses anything that appears meanwhile.
+    let _nothing_left_over = fs::remove_file(path);
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(PRIVATE)
+        .open(path)?;
+    file.write_all(content)?;
+    file.sync_all()
+}
+
+fn at(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+fn refused(path: &Path, why: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("{} {why}", path.display()),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn scratch(name: &str) -> std::path::PathBuf {
+        let path =
+            std::env::temp_dir().join(format!("culvert-files-{}-{name}", std::process::id()));
+        let _absent = fs::remove_dir_all(&path);
+        make_private_dir(&path).unwrap();
+        path
+    }
+
+    #[test]
+    fn replaced_files_are_private_and_whole() {
+        let dir = scratch("replace");
+        let path = dir.join("key");
+        replace(&path, b"one").unwrap();
+        replace(&path, b"two").unwrap();
+        assert_eq!(read(&path).unwrap().unwrap(), b"two");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(
+            fs::read_dir(&dir).unwrap().count(),
+            1,
+            "no temporary file is left"
+        );
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn links_and_files_that_others_can_write_are_refused() {
+        let dir = scratch("refuse");
+        let path = dir.join("key");
+        assert!(read(&path).unwrap().is_none());
+        replace(&path, b"x").unwrap();
+        symlink(&path, dir.join("link")).unwrap();
+        assert!(
+            read(&dir.join("link"))
+                .unwrap_err()
+                .to_string()
+                .contains("regular file")
+        );
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("chmod"));
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn lock_is_held_by_one() {
+        let dir = scratch("lock");
+        let held = try_lock(&dir.join("lock")).unwrap().unwrap();
+        assert!(try_lock(&dir.join("lock")).unwrap().is_none());
+        drop(held);
+        assert!(try_lock(&dir.join("lock")).unwrap().is_some());
+        fs::remove_dir_all(dir).unwrap();
+    }
+}

@@ -1,0 +1,259 @@
+//! The meta port: `/livez`, `/readyz[?verbose]`, `/metrics`, and what a binary adds. Plain HTTP/1.1, read-only.
+
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tracing::{debug, warn};
+
+use super::shutdown::Shutdown;
+
+/// Connections at once; more wait to be accepted. Probes and one or two scrapers need a handful.
+const CONNECTIONS_MAX: usize = 64;
+/// A caller must send its request head within this time.
+const HEAD_LIMIT: Duration = Duration::from_secs(5);
+/// Pause after an accept error such as "too many open files", so that the loop does not spin.
+pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// An answer of the meta port.
+pub type Answer = Response<Full<Bytes>>;
+
+/// An extra endpoint: called with the caller's address.
+pub type Endpoint = Box<dyn Fn(SocketAddr) -> Answer + Send + Sync>;
+
+/// What the meta port serves.
+pub struct Meta {
+    readiness: Readiness,
+    metrics: Registry,
+    endpoints: Vec<(&'static str, Endpoint)>,
+}
+
+impl std::fmt::Debug for Meta {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Meta")
+            .field("readiness", &self.readiness)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Meta {
+    /// Serves the readiness and metrics of a process.
+    #[must_use]
+    pub fn new(readiness: Readiness, metrics: Registry) -> Self {
+        Self {
+            readiness,
+            metrics,
+            endpoints: Vec::new(),
+        }
+    }
+
+    /// Adds an endpoint for GET on exactly `path`.
+    #[must_use]
+    pub fn with(mut self, path: &'static str, endpoint: Endpoint) -> Self {
+        self.endpoints.push((path, endpoint));
+        self
+    }
+
+    /// Serves until `stop`.
+    pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
+        let meta = Arc::new(self);
+        let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let state = shutdown.clone();
+        shutdown.spawn_service(async move {
+            while let Ok(permit) = permits.clone().acquire_owned().await {
+                let (socket, peer) = match listener.accept().await {
+                    Ok(accepted) => accepted,
+                    Err(error) => {
+                        warn!(%error, listener = "meta", "cannot accept connections");
+                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                        continue;
+                    }
+                };
+                let meta = meta.clone();
+                state.spawn_service(async move {
+                    meta.serve(socket, peer).await;
+                    drop(permit);
+                });
+            }
+        });
+    }
+
+    async fn serve(&self, socket: TcpStream, peer: SocketAddr) {
+        let service = service_fn(async |request| Ok::<_, Infallible>(self.answer(&request, peer)));
+        let mut server = hyper::server::conn::http1::Builder::new();
+        server
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEAD_LIMIT);
+        if let Err(error) = server.serve_connection(TokioIo::new(socket), service).await {
+            debug!(%error, %peer, "meta connection ended");
+        }
+    }
+
+    fn answer(&self, request: &Request<Incoming>, peer: SocketAddr) -> Answer {
+        if request.method() != Method::GET && request.method() != Method::HEAD {
+            return text(StatusCode::METHOD_NOT_ALLOWED, "only GET here\n");
+        }
+        match request.uri().path() {
+            "/livez" => text(StatusCode::OK, "ok\n"),
+            "/readyz" => self.ready(request.uri().query() == Some("verbose")),
+            "/metrics" => self.metrics(),
+            path => match self.endpoints.iter().find(|(known, _)| *known == path) {
+                Some((_, endpoint)) => endpoint(peer),
+                None => text(
+                    StatusCode::NOT_FOUND,
+                    "not found; there are /livez /readyz /metrics\n",
+                ),
+            },
+        }
+    }
+
+    fn ready(&self, verbose: bool) -> Answer {
+        let (waiting, done) = self.readiness.read();
+        let status = if waiting.is_empty() {
+            StatusCode::OK
+        } else {
+            StatusCode::SERVICE_UNAVAILABLE
+        };
+        let mut body = String::new();
+        if verbose {
+            for (mark, parts) in [("+", &done), ("-", &waiting)] {
+                for part in parts {
+                    let _infallible = writeln!(body, "[{mark}] {part}");
+                }
+            }
+        }
+        body.push_str(if waiting.is_empty() {
+            "ok\n"
+        } else {
+            "not ready\n"
+        });
+        text(status, body)
+    }
+
+    fn metrics(&self) -> Answer {
+        let mut body = String::new();
+        if prometheus_client::encoding::text::encode(&mut body, &self.metrics).is_err() {
+            return text(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "metrics cannot be encoded\n",
+            );
+        }
+        let mut answer = text(StatusCode::OK, body);
+        let kind = http::HeaderValue::from_static(
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        );
+        answer
+            .headers_mut()
+            .insert(http::header::CONTENT_TYPE, kind);
+        answer
+    }
+}
+
+/// A plain text answer.
+#[must_use]
+pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Answer {
+    let mut answer = Response::new(Full::new(body.into()));
+    *answer.status_mut() = status;
+    let kind = http::HeaderValue::from_static("text/plain; charset=utf-8");
+    answer
+        .headers_mut()
+        .insert(http::header::CONTENT_TYPE, kind);
+    answer
+}
+
+/// A JSON answer.
+#[must_use]
+pub fn json(status: StatusCode, value: &serde_json::Value) -> Answer {
+    let mut answer = text(status, format!("{value}\n"));
+    let kind = http::HeaderValue::from_static("application/json");
+    answer
+        .headers_mut()
+        .insert(http::header::CONTENT_TYPE, kind);
+    answer
+}
+
+/// Readiness by named blocks: the process is ready when no block is held.
+#[derive(Debug, Clone, Default)]
+pub struct Readiness(Arc<Mutex<ReadinessState>>);
+
+#[derive(Debug, Default)]
+struct ReadinessState {
+    waiting: BTreeSet<&'static str>,
+    done: BTreeSet<&'static str>,
+}
+
+impl Readiness {
+    /// Holds readiness back until the block is dropped.
+    #[must_use]
+    pub fn block(&self, part: &'static str) -> ReadinessBlock {
+        self.change(|state| {
+            state.waiting.insert(part);
+            state.done.remove(part);
+        });
+        ReadinessBlock {
+            readiness: self.clone(),
+            part,
+        }
+    }
+
+    /// The parts that are waited for, and those that are ready.
+    #[must_use]
+    pub fn read(&self) -> (Vec<&'static str>, Vec<&'static str>) {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (
+            state.waiting.iter().copied().collect(),
+            state.done.iter().copied().collect(),
+        )
+    }
+
+    fn change(&self, change: impl FnOnce(&mut ReadinessState)) {
+        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// See [`Readiness::block`].
+#[derive(Debug)]
+pub struct ReadinessBlock {
+    readiness: Readiness,
+    part: &'static str,
+}
+
+impl Drop for ReadinessBlock {
+    fn drop(&mut self) {
+        self.readiness.change(|state| {
+            state.waiting.remove(self.part);
+            state.done.insert(self.part);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readiness_waits_for_every_block() {
+        let readiness = Readiness::default();
+        let first = readiness.block("listeners");
+        let second = readiness.block("session");
+        drop(first);
+        assert_eq!(readiness.read(), (vec!["session"], vec!["listeners"]));
+        drop(second);
+        assert!(readiness.read().0.is_empty());
+        let _again = readiness.block("session");
+        assert_eq!(readiness.read().0, ["session"]);
+    }
+}

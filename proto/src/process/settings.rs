@@ -1,0 +1,240 @@
+//! Settings by layers: defaults < file < environment < flags; durations, sizes and port lists as people write them.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::wire::name::Port;
+
+/// Declares a structure of optional settings that clap fills from flags and environment and serde from a YAML file,
+/// and how one layer overrides another. Every field is an `Option`, or a `Vec` that replaces as a whole.
+#[macro_export]
+macro_rules! layered {
+    ($(#[$meta:meta])* pub struct $name:ident { $($(#[$fmeta:meta])* pub $field:ident: $type:ty,)+ }) => {
+        $(#[$meta])*
+        pub struct $name { $($(#[$fmeta])* pub $field: $type,)+ }
+
+        impl $name {
+            /// This layer where it says something, else `lower`.
+            #[must_use]
+            pub fn or(self, lower: Self) -> Self {
+                Self { $($field: $crate::process::settings::Layer::or(self.$field, lower.$field),)+ }
+            }
+        }
+    };
+}
+
+/// A setting that may be absent from a layer.
+pub trait Layer {
+    /// Itself when present, else `lower`.
+    #[must_use]
+    fn or(self, lower: Self) -> Self;
+}
+
+impl<T> Layer for Option<T> {
+    fn or(self, lower: Self) -> Self {
+        Self::or(self, lower)
+    }
+}
+
+impl<T> Layer for Vec<T> {
+    fn or(self, lower: Self) -> Self {
+        if self.is_empty() { lower } else { self }
+    }
+}
+
+/// Collects all mistakes of a configuration, so that a person sees them at once.
+#[derive(Debug, Default)]
+pub struct Mistakes(Vec<String>);
+
+impl Mistakes {
+    /// Notes a mistake of a setting, named as the flag.
+    pub fn add(&mut self, setting: &str, problem: impl std::fmt::Display) {
+        self.0.push(format!("{setting}: {problem}"));
+    }
+
+    /// The value, or a note and the stand-in that lets checking go on.
+    pub fn take<T, E: std::fmt::Display>(
+        &mut self,
+        setting: &str,
+        parsed: Result<T, E>,
+        stand_in: T,
+    ) -> T {
+        parsed.unwrap_or_else(|problem| {
+            self.add(setting, problem);
+            stand_in
+        })
+    }
+
+    /// The configuration if there was no mistake.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with every mistake.
+    pub fn finish<T>(self, value: T) -> Result<T, ConfigError> {
+        if self.0.is_empty() {
+            Ok(value)
+        } else {
+            Err(ConfigError(self.0))
+        }
+    }
+}
+
+/// All mistakes of a configuration; one a line.
+#[derive(Debug, thiserror::Error)]
+#[error("configuration has {} mistake(s):\n  {}", .0.len(), .0.join("\n  "))]
+pub struct ConfigError(pub Vec<String>);
+
+/// Names of environment variables with our prefix that mean nothing to us. Kubernetes injects some for every Service.
+#[must_use]
+pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> {
+    std::env::vars_os()
+        .filter_map(|(name, _)| name.into_string().ok())
+        .filter(|name| name.starts_with(prefix) && !known.contains(name))
+        .collect()
+}
+
+/// Parses a size such as `64KiB`, `2MiB`, `1GiB` or plain bytes.
+///
+/// # Errors
+/// A line for people.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.trim_end_matches(|character: char| !character.is_ascii_digit());
+    let unit = match text[digits.len()..].trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        other => return Err(format!("unknown unit {other:?}; use B, KiB, MiB or GiB")),
+    };
+    let number: u64 = digits
+        .parse()
+        .map_err(|_parse| format!("{text:?} is not a size such as 64KiB"))?;
+    number
+        .checked_mul(unit)
+        .ok_or_else(|| format!("{text:?} is too large"))
+}
+
+/// Shows a size in the form that [`parse_size`] takes.
+#[must_use]
+pub fn format_size(bytes: u64) -> String {
+    for (unit, name) in [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")] {
+        if bytes >= unit && bytes.is_multiple_of(unit) {
+            return format!("{}{name}", bytes / unit);
+        }
+    }
+    format!("{bytes}B")
+}
+
+/// Ports and port ranges, as in `2379-2381, 10248`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PortSet(Vec<(u16, u16)>);
+
+impl PortSet {
+    /// Whether the port is in the set.
+    #[must_use]
+    pub fn contains(&self, port: Port) -> bool {
+        self.0
+            .iter()
+            .any(|(low, high)| (*low..=*high).contains(&port.get()))
+    }
+
+    /// The ranges, lowest and highest port of each.
+    pub fn ranges(&self) -> impl Iterator<Item = (u16, u16)> + '_ {
+        self.0.iter().copied()
+    }
+
+    /// Every port. Meant for short lists.
+    pub fn ports(&self) -> impl Iterator<Item = Port> + '_ {
+        self.0
+            .iter()
+            .flat_map(|(low, high)| (*low..=*high).filter_map(Port::new))
+    }
+}
+
+impl std::str::FromStr for PortSet {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut ranges = Vec::new();
+        for part in text
+            .split(',')
+            .map(str::trim)
+            .filter(|part| !part.is_empty())
+        {
+            let port = |text: &str| {
+                text.trim()
+                    .parse::<Port>()
+                    .map_err(|error| format!("{part:?}: {error}"))
+            };
+            let (low, high) = match part.split_once('-') {
+                Some((low, high)) => (port(low)?, port(high)?),
+                None => (port(part)?, port(part)?),
+            };
+            if low > high {
+                return Err(format!("{part:?}: the range is the wrong way round"));
+            }
+            ranges.push((low.get(), high.get()));
+        }
+        Ok(Self(ranges))
+    }
+}
+
+impl std::fmt::Display for PortSet {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (index, (low, high)) in self.0.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            if low == high {
+                write!(formatter, "{comma}{low}")?
+            } else {
+                write!(formatter, "{comma}{low}-{high}")?
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks a duration that must not be zero.
+///
+/// # Errors
+/// A line for people.
+pub fn positive(duration: Duration) -> Result<Duration, &'static str> {
+    if duration.is_zero() {
+        Err("must be more than 0")
+    } else {
+        Ok(duration)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_binary_units() {
+        for (text, bytes) in [
+            ("64KiB", 65536),
+            ("2 MiB", 2 << 20),
+            ("1GiB", 1 << 30),
+            ("12", 12),
+            ("12B", 12),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes));
+            assert_eq!(parse_size(&format_size(bytes)), Ok(bytes));
+        }
+        for text in ["", "KiB", "1KB", "-1", "1.5MiB", "99999999999GiB"] {
+            assert!(parse_size(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn port_lists_hold_single_ports_and_ranges() {
+        let ports: PortSet = "2379-2381, 10248,,".parse().unwrap();
+        assert!(ports.contains(Port::new(2380).unwrap()));
+        assert!(!ports.contains(Port::new(2382).unwrap()));
+        assert_eq!(ports.to_string(), "2379-2381, 10248");
+        assert_eq!(ports.ports().count(), 4);
+        for text in ["a", "0", "70000", "9-1", "1-", "-1"] {
+            assert!(text.parse::<PortSet>().is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Stopping in two steps: *drain* (no new work) and *stop* (now), with one deadline between them.
+
+use std::future::Future;
+use std::io;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
+use tracing::{info, warn};
+
+/// What every part of a process needs to end well. Clones share one state.
+#[derive(Debug, Clone, Default)]
+pub struct Shutdown {
+    drain: CancellationToken,
+    stop: CancellationToken,
+    /// Work that a drain waits for: streams, requests.
+    work: TaskTracker,
+    /// Everything else; ends by itself soon after `stop`.
+    services: TaskTracker,
+}
+
+impl Shutdown {
+    /// A fresh state.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Cancelled when no new work may begin.
+    #[must_use]
+    pub fn drain(&self) -> &CancellationToken {
+        &self.drain
+    }
+
+    /// Cancelled when everything must end now.
+    #[must_use]
+    pub fn stop(&self) -> &CancellationToken {
+        &self.stop
+    }
+
+    /// Runs work that a drain waits for and `stop` drops.
+    pub fn spawn_work(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let stop = self.stop.clone();
+        self.work.spawn(async move {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => {}
+                () = work => {}
+            }
+        });
+    }
+
+    /// Runs a service that is dropped at `stop` and that no drain waits for.
+    pub fn spawn_service(&self, service: impl Future<Output = ()> + Send + 'static) {
+        let stop = self.stop.clone();
+        self.services.spawn(async move {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => {}
+                () = service => {}
+            }
+        });
+    }
+
+    /// Keeps a drain waiting for as long as it lives.
+    #[must_use]
+    pub fn work_token(&self) -> TaskTrackerToken {
+        self.work.token()
+    }
+
+    /// How much work is left.
+    #[must_use]
+    pub fn work_left(&self) -> usize {
+        self.work.len()
+    }
+
+    /// Begins the drain and waits until all work has ended, `deadline` is over or `stop` was asked for. Says which.
+    pub async fn drain_within(&self, deadline: Duration) -> DrainEnd {
+        self.drain.cancel();
+        self.work.close();
+        tokio::select! {
+            biased;
+            () = self.stop.cancelled() => DrainEnd::Stopped,
+            () = self.work.wait() => DrainEnd::Complete,
+            () = tokio::time::sleep(deadline) => DrainEnd::Deadline,
+        }
+    }
+
+    /// Stops everything and waits for it.
+    pub async fn finish(&self) {
+        self.stop.cancel();
+        self.work.close();
+        self.services.close();
+        self.work.wait().await;
+        self.services.wait().await;
+    }
+}
+
+/// How a drain ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrainEnd {
+    /// All work ended by itself.
+    Complete,
+    /// The deadline cut what was left.
+    Deadline,
+    /// Somebody asked to stop at once.
+    Stopped,
+}
+
+/// Listens for SIGTERM and SIGINT: the first begins the drain, the second stops at once.
+///
+/// # Errors
+/// When the handlers cannot be installed.
+pub fn on_signals(shutdown: &Shutdown) -> io::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let state = shutdown.clone();
+    shutdown.spawn_service(async move {
+        let mut next = async || {
+            tokio::select! {
+                _ = terminate.recv() => "SIGTERM",
+                _ = interrupt.recv() => "SIGINT",
+            }
+        };
+        let signal = next().await;
+        info!(
+            signal,
+            streams = state.work_left(),
+            "draining; a second signal stops at once"
+        );
+        state.drain.cancel();
+        let signal = next().await;
+        warn!(signal, streams = state.work_left(), "stopping at once");
+        state.stop.cancel();
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_waits_for_work_but_not_for_services() {
+        let shutdown = Shutdown::new();
+        shutdown.spawn_work(tokio::time::sleep(Duration::from_secs(5)));
+        shutdown.spawn_service(std::future::pending());
+        assert_eq!(
+            shutdown.drain_within(Duration::from_secs(30)).await,
+            DrainEnd::Complete
+        );
+        shutdown.finish().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn deadline_and_stop_end_a_drain() {
+        let shutdown = Shutdown::new();
+        shutdown.spawn_work(std::future::pending());
+        assert_eq!(
+            shutdown.drain_within(Duration::from_secs(1)).await,
+            DrainEnd::Deadline
+        );
+        shutdown.stop().cancel();
+        assert_eq!(
+            shutdown.drain_within(Duration::from_secs(1)).await,
+            DrainEnd::Stopped
+        );
+        shutdown.finish().await;
+        assert_eq!(shutdown.work_left(), 0);
+    }
+}

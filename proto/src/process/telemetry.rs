@@ -1,0 +1,88 @@
+//! Logs: text on a terminal, JSON elsewhere, one level for our crates and a quieter one for libraries.
+
+use std::io::IsTerminal;
+use std::str::FromStr;
+
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
+use tracing_subscriber::{Layer, fmt};
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl LogFormat {
+    /// Text when standard error is a terminal, else JSON.
+    #[must_use]
+    pub fn detect() -> Self {
+        if std::io::stderr().is_terminal() {
+            Self::Text
+        } else {
+            Self::Json
+        }
+    }
+}
+
+impl FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            other => Err(format!(
+                "log format {other:?} is neither \"text\" nor \"json\""
+            )),
+        }
+    }
+}
+
+/// Starts logging to standard error. Libraries log at `warn`, except at `trace`, where they log at `debug`.
+///
+/// # Errors
+/// When logging was started before.
+pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> {
+    let libraries = if level == LevelFilter::TRACE {
+        LevelFilter::DEBUG
+    } else {
+        level.min(LevelFilter::WARN)
+    };
+    let ours = [
+        "tunnel_proto",
+        "tunnel_server",
+        "tunnel_agent",
+        "tunnel_tests",
+        "access",
+    ];
+    let filter = Targets::new()
+        .with_default(libraries)
+        .with_targets(ours.map(|target| (target, level)));
+    let registry = tracing_subscriber::registry();
+    match format {
+        LogFormat::Text => {
+            let ansi = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+            let layer = fmt::layer()
+                .with_writer(std::io::stderr)
+                .with_ansi(ansi)
+                .with_target(false);
+            registry.with(layer.with_filter(filter)).try_init()
+        }
+        LogFormat::Json => {
+            let layer = fmt::layer()
+                .json()
+                .flatten_event(true)
+                .with_current_span(true)
+                .with_span_list(false);
+            registry
+                .with(layer.with_writer(std::io::stderr).with_filter(filter))
+                .try_init()
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Copies bytes both ways between a socket and a stream: half-close is kept, a cut on one side is told to the other.
+//!
+//! - End of input on one side becomes `shutdown` of the other; the opposite direction goes on.
+//! - A failed read means that bytes may be missing: the relay ends at once with [`RelayEnd::Cut`] and the caller drops
+//!   both sides in the way that tells a cut (a stream resets on drop; a TCP socket needs zero linger).
+//! - A failed write ends only its direction: the other side may still have a complete answer under way (a server that
+//!   answers and closes before it has read the whole request).
+
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+/// First size of a direction's buffer. Most streams are short or quiet.
+const BUFFER_FIRST_BYTES: usize = 8 * 1024;
+/// Largest size: a buffer that was filled by one read doubles up to here. Beyond 64 KiB little is gained.
+const BUFFER_MOST_BYTES: usize = 64 * 1024;
+
+/// Which side of the relay, by argument position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The first argument.
+    Left,
+    /// The second argument.
+    Right,
+}
+
+/// How a relay ended.
+#[derive(Debug)]
+pub enum RelayEnd {
+    /// Both sides ended cleanly.
+    Clean,
+    /// Both inputs ended, but this side stopped reading before it had everything, as TCP peers may.
+    ReaderLeft(Side),
+    /// A read failed: bytes may be missing on the other side.
+    Cut(Side, io::Error),
+    /// Nothing moved for the idle limit.
+    Idle,
+}
+
+/// Totals and end of a relay.
+#[derive(Debug)]
+pub struct Relayed {
+    /// Bytes from left to right.
+    pub left_to_right: u64,
+    /// Bytes from right to left.
+    pub right_to_left: u64,
+    /// How it ended.
+    pub end: RelayEnd,
+}
+
+impl Relayed {
+    /// Whether every byte that was read reached the other side.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        matches!(self.end, RelayEnd::Clean)
+    }
+}
+
+/// Relays until both directions have ended, one is cut, or nothing moved for `idle` (`None`: no limit).
+///
+/// Cancel-safe in the sense of a cut: dropped early, bytes in flight are lost and the caller drops both sides.
+pub async fn relay<L, R>(left: &mut L, right: &mut R, idle: Option<Duration>) -> Relayed
+where
+    L: AsyncRead + AsyncWrite + Unpin + ?Sized,
+    R: AsyncRead + AsyncWrite + Unpin + ?Sized,
+{
+    let (mut there, mut back) = (Direction::new(), Direction::new());
+    let mut idle = idle.map(|limit| (limit, Box::pin(tokio::time::sleep(limit))));
+    let end = poll_fn(|cx| {
+        let before = there.moved + back.moved;
+        let first = there
+            .poll(cx, left, right)
+            .map_err(|error| RelayEnd::Cut(Side::Left, error));
+        let second = back
+            .poll(cx, right, left)
+            .map_err(|error| RelayEnd::Cut(Side::Right, error));
+        match (first, second) {
+            (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(end),
+            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(if there.reader_left {
+                RelayEnd::ReaderLeft(Side::Right)
+            } else if back.reader_left {
+                RelayEnd::ReaderLeft(Side::Left)
+            } else {
+                RelayEnd::Clean
+            }),
+            (Poll::Pending, _) | (_, Poll::Pending) => {
+                poll_idle(cx, idle.as_mut(), there.moved + back.moved != before)
+                    .map(|()| RelayEnd::Idle)
+            }
+        }
+    })
+    .await;
+    Relayed {
+        left_to_right: there.moved,
+        right_to_left: back.moved,
+        end,
+    }
+}
+
+fn poll_idle(
+    cx: &mut Context<'_>,
+    idle: Option<&mut (Duration, Pin<Box<Sleep>>)>,
+    moved: bool,
+) -> Poll<()> {
+    let Some((limit, sleep)) = idle else {
+        return Poll::Pending;
+    };
+    if moved {
+        sleep.as_mut().reset(Instant::now() + *limit);
+    }
+    sleep.as_mut().poll(cx)
+}
+
+/// Reading, until the input ends; then ending the output; then done.
+enum Phase {
+    Copying,
+    Ending,
+    Done,
+}
+
+struct Direction {
+    phase: Phase,
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
+    moved: u64,
+    unflushed: bool,
+    reader_left: bool,
+}
+
+impl Direction {
+    fn new() -> Self {
+        Self {
+            phase: Phase::Copying,
+            buffer: Vec::new(),
+            start: 0,
+            end: 0,
+            moved: 0,
+            unflushed: false,
+            reader_left: false,
+        }
+    }
+
+    /// Ready with an error only when the input was cut.
+    fn poll<I, O>(
+        &mut self,
+        cx: &mut Context<'_>,
+        input: &mut I,
+        output: &mut O,
+    ) -> Poll<io::Result<()>>
+    where
+        I: AsyncRead + Unpin + ?Sized,
+        O: AsyncWrite + Unpin + ?Sized,
+    {
+        // A fast pair of sides must not keep the task from its other direction and its neighbours.
+        let coop = ready!(tokio::task::coop::poll_proceed(cx));
+        loop {
+            match self.phase {
+                Phase::Copying => {
+                    while self.start < self.end {
+                        let data = &self.buffer[self.start..self.end];
+                        match ready!(Pin::new(&mut *output).poll_write(cx, data)) {
+                            Ok(count) if count > 0 => {
+                                self.start += count;
+                                self.moved += count as u64;
+                                self.unflushed = true;
+                                coop.made_progress();
+                            }
+                            Ok(_) | Err(_) => return self.reader_left(),
+                        }
+                    }
+                    match self.poll_fill(cx, input) {
+                        Poll::Ready(Ok(0)) => self.phase = Phase::Ending,
+                        Poll::Ready(Ok(_)) => coop.made_progress(),
+                        Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                        Poll::Pending => {
+                            // The input is quiet, so what was written must not wait in the output's buffers.
+                            if self.unflushed {
+                                if ready!(Pin::new(&mut *output).poll_flush(cx)).is_err() {
+                                    return self.reader_left();
+                                }
+                                self.unflushed = false;
+                            }
+                            return Poll::Pending;
+                        }
+                    }
+                }
+                Phase::Ending => {
+                    if ready!(Pin::new(&mut *output).poll_shutdown(cx)).is_err() {
+                        return self.reader_left();
+                    }
+                    self.phase = Phase::Done;
+                }
+                Phase::Done => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+
+    fn reader_left(&mut self) -> Poll<io::Result<()>> {
+        self.reader_left = true;
+        self.phase = Phase::Done;
+        self.buffer = Vec::new();
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_fill<I: AsyncRead + Unpin + ?Sized>(
+        &mut self,
+        cx: &mut Context<'_>,
+        input: &mut I,
+    ) -> Poll<io::Result<usize>> {
+        if self.buffer.is_empty() {
+            self.buffer = vec![0; BUFFER_FIRST_BYTES];
+        } else if self.end == self.buffer.len() && self.end < BUFFER_MOST_BYTES {
+            self.buffer.resize(self.end * 2, 0);
+        }
+        let mut read = ReadBuf::new(&mut self.buffer);
+        ready!(Pin::new(input).poll_read(cx, &mut read))?;
+        (self.start, self.end) = (0, read.filled().len());
+        Poll::Ready(Ok(self.end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+    use tokio_util::task::AbortOnDropHandle;
+
+    use super::*;
+
+    #[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
+    fn start(
+        idle: Option<Duration>,
+    ) -> (
+        tokio::io::DuplexStream,
+        tokio::io::DuplexStream,
+        AbortOnDropHandle<Relayed>,
+    ) {
+        let (left, mut left_inner) = duplex(1024);
+        let (right, mut right_inner) = duplex(1024);
+        let task =
+            tokio::spawn(async move { relay(&mut left_inner, &mut right_inner, idle).await });
+        (left, right, AbortOnDropHandle::new(task))
+    }
+
+    #[tokio::test]
+    async fn half_close_ends_one_direction_and_the_other_goes_on() {
+        let (mut left, mut right, task) = start(None);
+        left.write_all(b"question").await.unwrap();
+        left.shutdown().await.unwrap();
+        let mut got = Vec::new();
+        right.read_to_end(&mut got).await.unwrap();
+        assert_eq!(got, b"question");
+        let answer = vec![7; 300_000];
+        let (_, got) = tokio::join!(
+            async {
+                right.write_all(&answer).await.unwrap();
+                right.shutdown().await.unwrap();
+            },
+            async {
+                let mut got = Vec::new();
+                left.read_to_end(&mut got).await.unwrap();
+                got
+            }
+        );
+        assert_eq!(got, answer);
+        let relayed = task.await.unwrap();
+        assert!(relayed.is_clean());
+        assert_eq!((relayed.left_to_right, relayed.right_to_left), (8, 300_000));
+    }
+
+    #[tokio::test]
+    async fn reader_that_left_does_not_stop_the_answer() {
+        let (mut left, right, task) = start(None);
+        let (mut right_read, right_write) = tokio::io::split(right);
+        left.write_all(b"x").await.unwrap();
+        assert_eq!(right_read.read_u8().await.unwrap(), b'x');
+        drop((right_read, right_write));
+        // The relay's right side is gone in both directions: its input ends, its output fails.
+        let mut got = Vec::new();
+        left.write_all(b"lost").await.unwrap();
+        left.read_to_end(&mut got).await.unwrap();
+        drop(left);
+        assert!(matches!(
+            task.await.unwrap().end,
+            RelayEnd::ReaderLeft(Side::Right)
+        ));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_limit_counts_from_the_last_byte() {
+        let (mut left, mut right, task) = start(Some(Duration::from_secs(10)));
+        let began = Instant::now();
+        tokio::time::advance(Duration::from_secs(9)).await;
+        left.write_all(b"x").await.unwrap();
+        right.read_u8().await.unwrap();
+        assert!(matches!(task.await.unwrap().end, RelayEnd::Idle));
+        assert!(
+            began.elapsed() >= Duration::from_secs(19),
+            "{:?}",
+            began.elapsed()
+        );
+    }
+
+    #[tokio::test]
+    async fn failed_read_is_a_cut() {
+        let mut left = tokio_test_reader(io::ErrorKind::ConnectionReset);
+        let (mut right, _keep) = duplex(64);
+        let relayed = relay(&mut left, &mut right, None).await;
+        assert!(matches!(relayed.end, RelayEnd::Cut(Side::Left, _)));
+    }
+
+    fn tokio_test_reader(kind: io::ErrorKind) -> FailingReader {
+        FailingReader(kind)
+    }
+
+    struct FailingReader(io::ErrorKind);
+
+    impl AsyncRead for FailingReader {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Ready(Err(self.0.into()))
+        }
+    }
+
+    impl AsyncWrite for FailingReader {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            data: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Ready(Ok(data.len()))
+        }
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+}

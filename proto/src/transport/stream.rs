@@ -1,0 +1,447 @@
+//! `Stream`: the bytes of one stream with the reply, refusal, reset and accounting rules that all transports share.
+
+use std::error::Error;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+use crate::wire::code::{RefusalCode, ResetCode};
+use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
+use crate::wire::header::{Refusal, StreamHeader, StreamReply};
+
+/// What a transport offers for each stream; [`Stream`] adds the rules that all share.
+///
+/// `poll_shutdown` ends the sent half and is ready when the peer has everything. A read or write that fails because
+/// the peer reset or stopped the half says so with a [`StreamCut`] inside the `io::Error`.
+pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
+    /// Cuts both directions at once.
+    fn reset(&mut self, code: ResetCode);
+    /// Tells the peer that nothing more of its half is read.
+    fn stop(&mut self, code: ResetCode);
+}
+
+/// The peer, or the loss of the session, cut a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum StreamCut {
+    /// The peer reset its half.
+    #[error("stream was reset by the peer ({0})")]
+    Reset(ResetCode),
+    /// The peer reads no more of ours.
+    #[error("stream is no longer read by the peer ({0})")]
+    Stopped(ResetCode),
+    /// The session ended underneath.
+    #[error("session was lost")]
+    SessionLost,
+    /// The half ended before its reply.
+    #[error("stream ended without a reply")]
+    NoReply,
+    /// The reply did not come in time.
+    #[error("peer did not answer in time")]
+    ReplyTimeout,
+}
+
+impl From<StreamCut> for io::Error {
+    fn from(cut: StreamCut) -> Self {
+        let kind = match cut {
+            StreamCut::Reset(_) => io::ErrorKind::ConnectionReset,
+            StreamCut::Stopped(_) => io::ErrorKind::BrokenPipe,
+            StreamCut::SessionLost => io::ErrorKind::ConnectionAborted,
+            StreamCut::NoReply => io::ErrorKind::UnexpectedEof,
+            StreamCut::ReplyTimeout => io::ErrorKind::TimedOut,
+        };
+        Self::new(kind, cut)
+    }
+}
+
+/// Finds a [`Refusal`] (or, with another type, any cause) inside an error from reading or writing a stream, however
+/// deep libraries wrapped it.
+#[must_use]
+pub fn cause_in<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
+    let mut next = Some(error);
+    while let Some(current) = next {
+        if let Some(found) = current.downcast_ref::<T>() {
+            return Some(found);
+        }
+        // An io::Error hides its payload from `source` (it gives the payload's source instead).
+        next = match current
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref)
+        {
+            Some(inner) => Some(inner),
+            None => current.source(),
+        };
+    }
+    None
+}
+
+/// Totals of one session's streams.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    bytes_in: AtomicU64,
+    bytes_out: AtomicU64,
+    streams: AtomicUsize,
+}
+
+impl Traffic {
+    /// Stream bytes received and sent, and streams open now.
+    #[must_use]
+    pub fn read(&self) -> (u64, u64, usize) {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (
+            load(&self.bytes_in),
+            load(&self.bytes_out),
+            self.streams.load(Ordering::Relaxed),
+        )
+    }
+}
+
+/// A stream of a session, both halves. Dropping it before `shutdown` resets it.
+pub struct Stream {
+    raw: Box<dyn RawStream>,
+    reply: Reply,
+    /// The writer met an error while the reply was outstanding; reported once the reply is known.
+    write_failure: Option<io::Error>,
+    /// Whoever polled the other half while the reply was outstanding.
+    reply_waiters: [Option<Waker>; 2],
+    read_ended: bool,
+    shut_down: bool,
+    bytes: (u64, u64),
+    traffic: Arc<Traffic>,
+    attachment: Option<Box<dyn Send>>,
+}
+
+enum Reply {
+    /// This end accepted the stream; it sends the reply.
+    Ours,
+    /// Opened here, and nothing complete has come back.
+    Awaited {
+        buffer: BytesMut,
+        deadline: Pin<Box<Sleep>>,
+    },
+    Accepted {
+        dialled: String,
+    },
+    Refused(Refusal),
+    Failed(StreamCut),
+}
+
+#[derive(Clone, Copy)]
+enum Half {
+    Read = 0,
+    Write = 1,
+}
+
+impl Stream {
+    /// A stream opened here, its header already written.
+    #[must_use]
+    pub fn opened(raw: Box<dyn RawStream>, traffic: Arc<Traffic>, reply_within: Duration) -> Self {
+        let deadline = Box::pin(tokio::time::sleep(reply_within));
+        Self::new(
+            raw,
+            Reply::Awaited {
+                buffer: BytesMut::new(),
+                deadline,
+            },
+            traffic,
+        )
+    }
+
+    fn new(raw: Box<dyn RawStream>, reply: Reply, traffic: Arc<Traffic>) -> Self {
+        traffic.streams.fetch_add(1, Ordering::Relaxed);
+        Self {
+            raw,
+            reply,
+            write_failure: None,
+            reply_waiters: [None, None],
+            read_ended: false,
+            shut_down: false,
+            bytes: (0, 0),
+            traffic,
+            attachment: None,
+        }
+    }
+
+    /// Keeps a value (a permit, a guard) until the stream is gone.
+    pub fn attach(&mut self, value: impl Send + 'static) {
+        self.attachment = Some(Box::new((self.attachment.take(), value)));
+    }
+
+    /// Cuts both directions.
+    pub fn reset(&mut self, code: ResetCode) {
+        self.raw.reset(code);
+        self.read_ended = true;
+        self.shut_down = true;
+    }
+
+    /// Payload bytes received and sent so far.
+    #[must_use]
+    pub fn bytes(&self) -> (u64, u64) {
+        self.bytes
+    }
+
+    /// Waits for the peer's reply and says which address it dialled (empty when it did not say). For openers;
+    /// cancel-safe.
+    ///
+    /// # Errors
+    /// An `io::Error` around [`Refusal`] or [`StreamCut`].
+    pub async fn accepted(&mut self) -> io::Result<&str> {
+        std::future::poll_fn(|cx| self.poll_reply(cx, Half::Read)).await?;
+        match &self.reply {
+            Reply::Accepted { dialled } => Ok(dialled),
+            Reply::Ours | Reply::Awaited { .. } | Reply::Refused(_) | Reply::Failed(_) => Ok(""),
+        }
+    }
+
+    /// For acceptors: says that the target is connected. Must come before any payload. Not cancel-safe.
+    ///
+    /// # Errors
+    /// When the stream or its session was cut.
+    pub async fn accept(&mut self, dialled: &str) -> io::Result<()> {
+        let mut buffer = BytesMut::new();
+        let reply = StreamReply::Accepted {
+            dialled: dialled.to_owned(),
+        };
+        reply.encode(&mut buffer).map_err(invalid)?;
+        self.raw.write_all(&buffer).await
+    }
+
+    /// For acceptors: refuses the stream with a reply and a clean end, and reads no more of it. Returns when the peer
+    /// has the reply, or the session is gone. Not cancel-safe.
+    pub async fn refuse(mut self, code: RefusalCode, detail: &str) {
+        let mut buffer = BytesMut::new();
+        // Encoding cannot fail: a refusal's detail is bounded below the cap.
+        let encoded = StreamReply::refused(code, detail).encode(&mut buffer);
+        self.raw.stop(ResetCode::Refused);
+        self.read_ended = true;
+        if encoded.is_ok() && self.raw.write_all(&buffer).await.is_ok() {
+            let _cut_anyway = self.shutdown().await;
+        }
+    }
+
+    /// Ready when the reply is known and positive; an error when it is a refusal or cannot come.
+    fn poll_reply(&mut self, cx: &mut Context<'_>, half: Half) -> Poll<io::Result<()>> {
+        let Reply::Awaited { buffer, deadline } = &mut self.reply else {
+            return Poll::Ready(match &self.reply {
+                Reply::Refused(refusal) => Err(io::Error::new(
+                    io::ErrorKind::ConnectionRefused,
+                    refusal.clone(),
+                )),
+                Reply::Failed(cut) => Err((*cut).into()),
+                Reply::Ours | Reply::Accepted { .. } | Reply::Awaited { .. } => Ok(()),
+            });
+        };
+        let outcome = match poll_reply_frame(&mut *self.raw, buffer, cx) {
+            Poll::Ready(Ok(StreamReply::Accepted { dialled })) => Reply::Accepted { dialled },
+            Poll::Ready(Ok(StreamReply::Refused(refusal))) => Reply::Refused(refusal),
+            Poll::Ready(Err(error)) => Reply::Failed(
+                cause_in::<StreamCut>(&error)
+                    .copied()
+                    .unwrap_or(StreamCut::NoReply),
+            ),
+            Poll::Pending if deadline.as_mut().poll(cx).is_ready() => {
+                Reply::Failed(StreamCut::ReplyTimeout)
+            }
+            Poll::Pending => {
+                self.reply_waiters[half as usize] = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+        };
+        self.reply = outcome;
+        for waker in self.reply_waiters.iter_mut().filter_map(Option::take) {
+            waker.wake();
+        }
+        self.poll_reply(cx, half)
+    }
+
+    /// Holds a write error back until the reply is known: a refusal explains it.
+    fn poll_write_failure(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if let Err(explained) = ready!(self.poll_reply(cx, Half::Write)) {
+            return Poll::Ready(explained);
+        }
+        Poll::Ready(
+            self.write_failure
+                .take()
+                .unwrap_or_else(|| io::ErrorKind::BrokenPipe.into()),
+        )
+    }
+}
+
+fn poll_reply_frame(
+    raw: &mut dyn RawStream,
+    buffer: &mut BytesMut,
+    cx: &mut Context<'_>,
+) -> Poll<io::Result<StreamReply>> {
+    loop {
+        if let Some(frame) = frame::take(buffer, STREAM_MESSAGE_MAX).map_err(invalid)? {
+            return Poll::Ready(StreamReply::decode(&frame).map_err(invalid));
+        }
+        // Never beyond the frame: what follows belongs to the reader.
+        let missing = frame::missing(buffer, STREAM_MESSAGE_MAX)
+            .map_err(invalid)?
+            .min(512);
+        let mut chunk = [0; 512];
+        let mut chunk = ReadBuf::new(&mut chunk[..missing]);
+        ready!(Pin::new(&mut *raw).poll_read(cx, &mut chunk))?;
+        if chunk.filled().is_empty() {
+            return Poll::Ready(Err(StreamCut::NoReply.into()));
+        }
+        buffer.extend_from_slice(chunk.filled());
+    }
+}
+
+fn invalid(error: FrameError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        ready!(this.poll_reply(cx, Half::Read))?;
+        let before = out.filled().len();
+        ready!(Pin::new(&mut this.raw).poll_read(cx, out))?;
+        let count = (out.filled().len() - before) as u64;
+        if count == 0 && out.remaining() > 0 {
+            this.read_ended = true;
+        }
+        this.bytes.0 += count;
+        this.traffic.bytes_in.fetch_add(count, Ordering::Relaxed);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if this.write_failure.is_none() {
+            match ready!(Pin::new(&mut this.raw).poll_write(cx, data)) {
+                Ok(count) => {
+                    this.bytes.1 += count as u64;
+                    this.traffic
+                        .bytes_out
+                        .fetch_add(count as u64, Ordering::Relaxed);
+                    return Poll::Ready(Ok(count));
+                }
+                Err(error) => this.write_failure = Some(error),
+            }
+        }
+        this.poll_write_failure(cx).map(Err)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.write_failure.is_none() {
+            match ready!(Pin::new(&mut this.raw).poll_flush(cx)) {
+                Ok(()) => return Poll::Ready(Ok(())),
+                Err(error) => this.write_failure = Some(error),
+            }
+        }
+        this.poll_write_failure(cx).map(Err)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.shut_down = true;
+        if this.write_failure.is_none() {
+            match ready!(Pin::new(&mut this.raw).poll_shutdown(cx)) {
+                Ok(()) => return Poll::Ready(Ok(())),
+                Err(error) => this.write_failure = Some(error),
+            }
+        }
+        this.poll_write_failure(cx).map(Err)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
+        if !self.shut_down {
+            self.raw.reset(ResetCode::Dropped);
+        } else if !self.read_ended {
+            self.raw.stop(ResetCode::Dropped);
+        }
+    }
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Stream")
+            .field("bytes", &self.bytes)
+            .field("shut_down", &self.shut_down)
+            .field("read_ended", &self.read_ended)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stream of the peer whose header has not been read yet. Dropping it resets the stream.
+#[derive(Debug)]
+pub struct IncomingStream(Stream);
+
+impl IncomingStream {
+    /// A stream accepted by a transport.
+    #[must_use]
+    pub fn new(raw: Box<dyn RawStream>, traffic: Arc<Traffic>) -> Self {
+        Self(Stream::new(raw, Reply::Ours, traffic))
+    }
+
+    /// Reads the header. Not cancel-safe: dropped early, the stream is reset.
+    ///
+    /// # Errors
+    /// When the header is malformed, too large, cut or not complete by `deadline`; the stream is then reset.
+    pub async fn header(mut self, deadline: Instant) -> io::Result<(StreamHeader, Stream)> {
+        let read =
+            tokio::time::timeout_at(deadline, read_frame(&mut self.0.raw, STREAM_MESSAGE_MAX))
+                .await;
+        let decoded = match read {
+            Ok(Ok(frame)) => StreamHeader::decode(&frame).map_err(invalid),
+            Ok(Err(error)) => Err(error),
+            Err(_elapsed) => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "stream header did not come in time",
+            )),
+        };
+        match decoded {
+            Ok(header) => Ok((header, self.0)),
+            Err(error) => {
+                self.0.reset(ResetCode::Protocol);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Reads exactly one frame, never a byte beyond it. Not cancel-safe.
+///
+/// # Errors
+/// As the reader, or `InvalidData` around [`FrameError`], or `UnexpectedEof` when the input ends first.
+pub async fn read_frame<R: AsyncRead + Unpin + ?Sized>(
+    reader: &mut R,
+    limit: usize,
+) -> io::Result<bytes::Bytes> {
+    let mut buffer = BytesMut::new();
+    loop {
+        if let Some(frame) = frame::take(&mut buffer, limit).map_err(invalid)? {
+            return Ok(frame);
+        }
+        let missing = frame::missing(&buffer, limit).map_err(invalid)?;
+        let count = reader.take(missing as u64).read_buf(&mut buffer).await?;
+        if count == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Typed messages of the control stream.
+
+use std::time::Duration;
+
+use bytes::BytesMut;
+use prost::Message;
+
+use super::code::CloseCode;
+use super::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
+use super::header::one_line;
+use super::name::{InstanceId, NodeName, SessionId};
+use super::pb;
+
+/// Most entries of a repeated field that are looked at.
+const LIST_MAX: usize = 64;
+
+/// A message of the control stream, after its header and reply.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ControlMessage {
+    /// Agent: who I am and what I speak.
+    Hello(Hello),
+    /// Server: admitted.
+    Welcome(Welcome),
+    /// Server, instead of Welcome: not admitted.
+    NotAdmitted(CloseCode, String),
+    /// Server: finish what runs within the given time, connect elsewhere.
+    Drain(Duration),
+    /// Agent: open no more streams.
+    Withdraw,
+    /// Either: the session ends on purpose.
+    Bye(String),
+    /// A message of a later version; ignored.
+    Unknown,
+}
+
+/// First message of an agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// Lowest and highest version spoken.
+    pub versions: (u32, u32),
+    /// Optional abilities by name; unknown ones are ignored.
+    pub capabilities: Vec<String>,
+    /// Must equal the credential's name.
+    pub node_name: NodeName,
+    /// This process of the agent.
+    pub instance: InstanceId,
+    /// Version of the agent's software, for people.
+    pub software: String,
+    /// What the agent takes for its node address: shown, never used for routing.
+    pub node_ip: String,
+}
+
+/// The server's answer to [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Welcome {
+    /// The version that holds from here on.
+    pub version: u32,
+    /// The session at this server.
+    pub session: SessionId,
+    /// Abilities of the server.
+    pub capabilities: Vec<String>,
+    /// How many streams the server may have open at once.
+    pub streams_per_agent: u32,
+    /// Where sessions may go, `HOST:PORT`, this replica first.
+    pub replicas: Vec<String>,
+    /// How long the agent may take to dial a target.
+    pub target_dial_timeout: Duration,
+}
+
+impl ControlMessage {
+    /// Appends the framed message. [`ControlMessage::Unknown`] becomes an empty one.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`CONTROL_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        use pb::control_message::Kind;
+        let kind = match self {
+            Self::Hello(hello) => Some(Kind::Hello(pb::Hello {
+                version_min: hello.versions.0,
+                version_max: hello.versions.1,
+                capabilities: hello.capabilities.clone(),
+                node_name: hello.node_name.to_string(),
+                instance_id: hello.instance.as_bytes().to_vec(),
+                software: hello.software.clone(),
+                node_ip: hello.node_ip.clone(),
+            })),
+            Self::Welcome(welcome) => Some(Kind::Welcome(pb::Welcome {
+                version: welcome.version,
+                session_id: welcome.session.0,
+                capabilities: welcome.capabilities.clone(),
+                streams_per_agent: welcome.streams_per_agent,
+                replicas: welcome.replicas.clone(),
+                target_dial_timeout_millis: millis(welcome.target_dial_timeout),
+            })),
+            Self::NotAdmitted(code, detail) => Some(Kind::NotAdmitted(pb::NotAdmitted {
+                code: code.number(),
+                detail: detail.clone(),
+            })),
+            Self::Drain(deadline) => Some(Kind::Drain(pb::Drain {
+                deadline_millis: millis(*deadline),
+            })),
+            Self::Withdraw => Some(Kind::Withdraw(pb::Withdraw {})),
+            Self::Bye(reason) => Some(Kind::Bye(pb::Bye {
+                reason: reason.clone(),
+            })),
+            Self::Unknown => None,
+        };
+        frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
+    }
+
+    /// Decodes one frame's content.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        use pb::control_message::Kind;
+        let Some(kind) = pb::ControlMessage::decode(frame)?.kind else {
+            return Ok(Self::Unknown);
+        };
+        Ok(match kind {
+            Kind::Hello(hello) => {
+                let instance: [u8; 16] = hello
+                    .instance_id
+                    .try_into()
+                    .map_err(|_length| FrameError::Invalid("instance id"))?;
+                Self::Hello(Hello {
+                    versions: (hello.version_min, hello.version_max),
+                    capabilities: lines(hello.capabilities),
+                    node_name: hello
+                        .node_name
+                        .parse()
+                        .map_err(|_syntax| FrameError::Invalid("node name"))?,
+                    instance: InstanceId::new(instance),
+                    software: one_line(&hello.software),
+                    node_ip: one_line(&hello.node_ip),
+                })
+            }
+            Kind::Welcome(welcome) => Self::Welcome(Welcome {
+                version: welcome.version,
+                session: SessionId(welcome.session_id),
+                capabilities: lines(welcome.capabilities),
+                streams_per_agent: welcome.streams_per_agent,
+                replicas: lines(welcome.replicas),
+                target_dial_timeout: Duration::from_millis(welcome.target_dial_timeout_millis),
+            }),
+            Kind::NotAdmitted(refusal) => Self::NotAdmitted(
+                CloseCode::from_number(refusal.code),
+                one_line(&refusal.detail),
+            ),
+            Kind::Drain(drain) => Self::Drain(Duration::from_millis(drain.deadline_millis)),
+            Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
+            Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
+        })
+    }
+}
+
+fn lines(texts: Vec<String>) -> Vec<String> {
+    texts
+        .iter()
+        .take(LIST_MAX)
+        .map(|text| one_line(text))
+        .collect()
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        Hello {
+            versions: (1, 2),
+            capabilities: vec!["a".into()],
+            node_name: "worker-1".parse().unwrap(),
+            instance: InstanceId::new([7; 16]),
+            software: "0.1.0".into(),
+            node_ip: "192.168.33.221".into(),
+        }
+    }
+
+    #[test]
+    fn messages_round_trip() {
+        for message in [
+            ControlMessage::Hello(hello()),
+            ControlMessage::Welcome(Welcome {
+                version: 1,
+                session: SessionId(9),
+                capabilities: vec![],
+                streams_per_agent: 256,
+                replicas: vec!["a:10262".into(), "b:10262".into()],
+                target_dial_timeout: Duration::from_secs(5),
+            }),
+            ControlMessage::NotAdmitted(CloseCode::NameInUse, "worker-1 is live".into()),
+            ControlMessage::Drain(Duration::from_secs(30)),
+            ControlMessage::Withdraw,
+            ControlMessage::Bye("stopping".into()),
+            ControlMessage::Unknown,
+        ] {
+            let mut buffer = BytesMut::new();
+            message.encode(&mut buffer).unwrap();
+            let frame = frame::take(&mut buffer, CONTROL_MESSAGE_MAX)
+                .unwrap()
+                .unwrap();
+            assert_eq!(ControlMessage::decode(&frame).unwrap(), message);
+        }
+    }
+
+    #[test]
+    fn hello_with_a_bad_name_or_instance_is_refused() {
+        let decode = |name: &str, instance: &[u8]| {
+            let hello = pb::Hello {
+                node_name: name.into(),
+                instance_id: instance.to_vec(),
+                ..pb::Hello::default()
+            };
+            let kind = Some(pb::control_message::Kind::Hello(hello));
+            ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec())
+        };
+        assert!(decode("worker-1", &[0; 16]).is_ok());
+        assert!(decode("worker 1", &[0; 16]).is_err());
+        assert!(decode("worker-1", &[0; 15]).is_err());
+    }
+}

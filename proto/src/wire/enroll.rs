@@ -1,0 +1,327 @@
+//! Typed messages of enrolment, and the join token (`ID.SECRET.CAHASH`).
+
+use std::fmt;
+use std::str::FromStr;
+
+use bytes::BytesMut;
+use prost::Message;
+
+use super::code::EnrollCode;
+use super::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
+use super::header::one_line;
+use super::name::NodeName;
+use super::pb;
+
+/// Characters of a token's id.
+pub const TOKEN_ID_LEN: usize = 12;
+/// Bytes of a token's secret (128 bits and more cannot be guessed).
+pub const TOKEN_SECRET_BYTES: usize = 24;
+/// Bytes of the CA's hash: SHA-256 of its SubjectPublicKeyInfo.
+pub const CA_HASH_BYTES: usize = 32;
+
+/// What an agent sends to get its first certificate.
+#[derive(Clone, PartialEq, Eq)]
+pub struct EnrollRequest {
+    /// The join token as given to the agent.
+    pub token: String,
+    /// PKCS#10 in DER; its names are ignored.
+    pub csr: Vec<u8>,
+    /// The node that the agent believes to be.
+    pub node_name: NodeName,
+}
+
+impl fmt::Debug for EnrollRequest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("EnrollRequest")
+            .field("node_name", &self.node_name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EnrollReply {
+    /// Certificates in DER.
+    Issued {
+        /// Leaf first.
+        chain: Vec<Vec<u8>>,
+        /// The roots that servers of this installation chain to.
+        roots: Vec<Vec<u8>>,
+    },
+    /// No certificate, with a line for people.
+    Refused(EnrollCode, String),
+}
+
+impl EnrollRequest {
+    /// Appends the framed request.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`ENROLL_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        let message = pb::EnrollRequest {
+            token: self.token.clone(),
+            csr: self.csr.clone(),
+            node_name: self.node_name.to_string(),
+        };
+        frame::encode(&message, ENROLL_MESSAGE_MAX, out)
+    }
+
+    /// Decodes one frame's content.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        let message = pb::EnrollRequest::decode(frame)?;
+        let node_name = message
+            .node_name
+            .parse()
+            .map_err(|_syntax| FrameError::Invalid("node name"))?;
+        Ok(Self {
+            token: message.token,
+            csr: message.csr,
+            node_name,
+        })
+    }
+}
+
+impl EnrollReply {
+    /// Appends the framed reply.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`ENROLL_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        let message = match self {
+            Self::Issued { chain, roots } => pb::EnrollReply {
+                code: 0,
+                detail: String::new(),
+                certificate_chain: chain.clone(),
+                roots: roots.clone(),
+            },
+            Self::Refused(code, detail) => pb::EnrollReply {
+                code: code.number(),
+                detail: one_line(detail),
+                certificate_chain: Vec::new(),
+                roots: Vec::new(),
+            },
+        };
+        frame::encode(&message, ENROLL_MESSAGE_MAX, out)
+    }
+
+    /// Decodes one frame's content.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        let message = pb::EnrollReply::decode(frame)?;
+        Ok(match message.code {
+            0 => Self::Issued {
+                chain: message.certificate_chain,
+                roots: message.roots,
+            },
+            code => Self::Refused(EnrollCode::from_number(code), one_line(&message.detail)),
+        })
+    }
+}
+
+/// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enrol, the hash
+/// pins the server's CA, so that the token is never sent to anyone else.
+#[derive(Clone, PartialEq, Eq)]
+pub struct JoinToken {
+    id: String,
+    secret: Vec<u8>,
+    ca_hash: [u8; CA_HASH_BYTES],
+}
+
+/// Why a text is not a join token. The text itself is never repeated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum TokenError {
+    /// Not three parts separated by dots.
+    #[error(
+        "not a join token: expected ID.SECRET.CAHASH, as printed by 'tunnel-server token create'"
+    )]
+    Shape,
+    /// A part has the wrong length or characters.
+    #[error("join token is damaged in its {0}; copy it again as a whole")]
+    Part(&'static str),
+}
+
+impl JoinToken {
+    /// Puts a token together.
+    ///
+    /// # Errors
+    /// [`TokenError::Part`] when the id or the secret has another form than ours.
+    pub fn new(id: &str, secret: &[u8], ca_hash: [u8; CA_HASH_BYTES]) -> Result<Self, TokenError> {
+        let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+        if id.len() != TOKEN_ID_LEN || !id.bytes().all(plain) {
+            return Err(TokenError::Part("id"));
+        }
+        if secret.len() != TOKEN_SECRET_BYTES {
+            return Err(TokenError::Part("secret"));
+        }
+        Ok(Self {
+            id: id.to_owned(),
+            secret: secret.to_vec(),
+            ca_hash,
+        })
+    }
+
+    /// The public part.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The secret part.
+    #[must_use]
+    pub fn secret(&self) -> &[u8] {
+        &self.secret
+    }
+
+    /// SHA-256 of the CA's SubjectPublicKeyInfo.
+    #[must_use]
+    pub fn ca_hash(&self) -> &[u8; CA_HASH_BYTES] {
+        &self.ca_hash
+    }
+
+    /// The token as text, with its secret.
+    #[must_use]
+    pub fn reveal(&self) -> String {
+        format!("{}.{}.{}", self.id, hex(&self.secret), hex(&self.ca_hash))
+    }
+}
+
+impl fmt::Debug for JoinToken {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("JoinToken")
+            .field("id", &self.id)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FromStr for JoinToken {
+    type Err = TokenError;
+
+    fn from_str(text: &str) -> Result<Self, TokenError> {
+        let mut parts = text.trim().split('.');
+        let (Some(id), Some(secret), Some(hash), None) =
+            (parts.next(), parts.next(), parts.next(), parts.next())
+        else {
+            return Err(TokenError::Shape);
+        };
+        let secret = unhex(secret).ok_or(TokenError::Part("secret"))?;
+        let hash = unhex(hash)
+            .and_then(|bytes| bytes.try_into().ok())
+            .ok_or(TokenError::Part("CA hash"))?;
+        Self::new(id, &secret, hash)
+    }
+}
+
+/// Lower-case hexadecimal.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    use fmt::Write as _;
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            let _infallible = write!(text, "{byte:02x}");
+            text
+        })
+}
+
+/// Bytes of a hexadecimal text, or `None`.
+#[must_use]
+pub fn unhex(text: &str) -> Option<Vec<u8>> {
+    if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    text.as_bytes()
+        .chunks_exact(2)
+        .map(|pair| {
+            std::str::from_utf8(pair)
+                .ok()
+                .and_then(|digits| u8::from_str_radix(digits, 16).ok())
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn token() -> JoinToken {
+        JoinToken::new(
+            "abcdef012345",
+            &[0xa5; TOKEN_SECRET_BYTES],
+            [0x11; CA_HASH_BYTES],
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn token_round_trips_and_forgives_white_space_around_it() {
+        assert_eq!(token().reveal().parse::<JoinToken>().unwrap(), token());
+        assert_eq!(
+            format!(" {}\n", token().reveal())
+                .parse::<JoinToken>()
+                .unwrap(),
+            token()
+        );
+    }
+
+    #[test]
+    fn damaged_tokens_are_refused_and_the_message_holds_no_secret() {
+        let text = token().reveal();
+        for bad in [
+            "",
+            "abc",
+            "a.b.c.d",
+            &text[..text.len() - 1],
+            &text[1..],
+            &text.replace("a5", "zz"),
+        ] {
+            let error = bad.parse::<JoinToken>().unwrap_err().to_string();
+            assert!(!error.contains("a5a5"), "{error}");
+        }
+    }
+
+    #[test]
+    fn debug_never_prints_the_secret() {
+        let request = EnrollRequest {
+            token: token().reveal(),
+            csr: vec![1],
+            node_name: "n".parse().unwrap(),
+        };
+        assert!(!format!("{request:?} {:?}", token()).contains("a5a5"));
+    }
+
+    #[test]
+    fn messages_round_trip() {
+        let request = EnrollRequest {
+            token: "t".into(),
+            csr: vec![1, 2],
+            node_name: "n".parse().unwrap(),
+        };
+        let mut buffer = BytesMut::new();
+        request.encode(&mut buffer).unwrap();
+        let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
+            .unwrap()
+            .unwrap();
+        assert_eq!(EnrollRequest::decode(&frame).unwrap(), request);
+        for reply in [
+            EnrollReply::Issued {
+                chain: vec![vec![1]],
+                roots: vec![vec![2], vec![3]],
+            },
+            EnrollReply::Refused(EnrollCode::TokenUsed, "used".into()),
+        ] {
+            let mut buffer = BytesMut::new();
+            reply.encode(&mut buffer).unwrap();
+            let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
+                .unwrap()
+                .unwrap();
+            assert_eq!(EnrollReply::decode(&frame).unwrap(), reply);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Length-delimited framing of protobuf messages with a hard cap; pure functions over buffers.
+//!
+//! A frame is the message's length as a protobuf varint, then the message. The length is checked against the cap
+//! before anything is allocated for it (the lesson of CVE-2026-62370).
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use prost::Message;
+
+/// Cap of a stream header or reply, bytes. A header is a few dozen bytes; a host name adds at most 253.
+pub const STREAM_MESSAGE_MAX: usize = 4 * 1024;
+/// Cap of a control message, bytes. A Welcome lists replicas, so it is the largest.
+pub const CONTROL_MESSAGE_MAX: usize = 64 * 1024;
+/// Cap of an enrolment message, bytes (a CSR or a certificate chain with its roots).
+pub const ENROLL_MESSAGE_MAX: usize = 16 * 1024;
+
+/// A length prefix longer than this cannot be below any of our caps (5 x 7 bits hold 32 bits).
+const PREFIX_MAX: usize = 5;
+
+/// Why bytes are not a frame.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum FrameError {
+    /// The announced length exceeds the cap.
+    #[error("message of {announced} bytes exceeds the limit of {limit}")]
+    TooLarge {
+        /// What the prefix says.
+        announced: u64,
+        /// The cap in force.
+        limit: usize,
+    },
+    /// The length prefix is not a varint of at most 32 bits.
+    #[error("length prefix is malformed")]
+    BadPrefix,
+    /// The message does not decode.
+    #[error("message is malformed")]
+    Malformed(#[from] prost::DecodeError),
+    /// The message decodes but a field breaks a rule.
+    #[error("message is invalid: {0}")]
+    Invalid(&'static str),
+}
+
+/// Appends one frame to `out`.
+///
+/// # Errors
+/// [`FrameError::TooLarge`] when the message exceeds `limit`; nothing is appended then.
+pub(crate) fn encode<M: Message>(
+    message: &M,
+    limit: usize,
+    out: &mut BytesMut,
+) -> Result<(), FrameError> {
+    let length = message.encoded_len();
+    if length > limit {
+        return Err(FrameError::TooLarge {
+            announced: length as u64,
+            limit,
+        });
+    }
+    out.reserve(PREFIX_MAX + length);
+    prost::encode_length_delimiter(length, out).map_err(|_full| FrameError::BadPrefix)?;
+    message
+        .encode(out)
+        .map_err(|_full| FrameError::Invalid("buffer too small"))?;
+    Ok(())
+}
+
+/// Takes the first frame from `buffer`, or `None` when it is not complete yet.
+///
+/// # Errors
+/// As [`FrameError`]; the buffer is then of no further use.
+pub fn take(buffer: &mut BytesMut, limit: usize) -> Result<Option<Bytes>, FrameError> {
+    let Some((length, prefix)) = parse_prefix(buffer, limit)? else {
+        return Ok(None);
+    };
+    if buffer.len() < prefix + length {
+        return Ok(None);
+    }
+    buffer.advance(prefix);
+    Ok(Some(buffer.split_to(length).freeze()))
+}
+
+/// How many bytes to read next at most so as never to read beyond the first frame: 1 while the prefix is incomplete.
+///
+/// # Errors
+/// As [`take`].
+pub fn missing(buffer: &[u8], limit: usize) -> Result<usize, FrameError> {
+    match parse_prefix(buffer, limit)? {
+        None => Ok(1),
+        Some((length, prefix)) => Ok((prefix + length).saturating_sub(buffer.len())),
+    }
+}
+
+fn parse_prefix(buffer: &[u8], limit: usize) -> Result<Option<(usize, usize)>, FrameError> {
+    let mut length: u64 = 0;
+    for (index, byte) in buffer.iter().take(PREFIX_MAX).enumerate() {
+        length |= u64::from(byte & 0x7f) << (7 * index);
+        if byte & 0x80 == 0 {
+            return match usize::try_from(length) {
+                Ok(fits) if fits <= limit => Ok(Some((fits, index + 1))),
+                _ => Err(FrameError::TooLarge {
+                    announced: length,
+                    limit,
+                }),
+            };
+        }
+    }
+    if buffer.len() >= PREFIX_MAX {
+        Err(FrameError::BadPrefix)
+    } else {
+        Ok(None)
+    }
+}
+
+/// Puts a bare length prefix, for peers scripted by tests.
+pub fn put_prefix(length: u64, out: &mut BytesMut) {
+    let mut rest = length;
+    while rest >= 0x80 {
+        out.put_u8((rest & 0x7f) as u8 | 0x80);
+        rest >>= 7;
+    }
+    out.put_u8((rest & 0x7f) as u8);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::pb;
+
+    fn reply(detail: &str) -> pb::StreamReply {
+        pb::StreamReply {
+            code: 7,
+            detail: detail.into(),
+            dialled: String::new(),
+        }
+    }
+
+    #[test]
+    fn frame_survives_any_split_of_its_bytes() {
+        let mut whole = BytesMut::new();
+        encode(&reply(&"x".repeat(300)), STREAM_MESSAGE_MAX, &mut whole).unwrap();
+        for cut in 0..whole.len() {
+            let mut buffer = BytesMut::from(&whole[..cut]);
+            assert_eq!(
+                take(&mut buffer, STREAM_MESSAGE_MAX).unwrap(),
+                None,
+                "cut at {cut}"
+            );
+            buffer.extend_from_slice(&whole[cut..]);
+            buffer.extend_from_slice(b"next");
+            let frame = take(&mut buffer, STREAM_MESSAGE_MAX).unwrap().unwrap();
+            assert_eq!(
+                pb::StreamReply::decode(frame).unwrap(),
+                reply(&"x".repeat(300))
+            );
+            assert_eq!(&buffer[..], b"next");
+        }
+    }
+
+    #[test]
+    fn reading_what_is_missing_never_reads_beyond_the_frame() {
+        let mut whole = BytesMut::new();
+        encode(&reply(&"x".repeat(200)), STREAM_MESSAGE_MAX, &mut whole).unwrap();
+        let mut at = 0;
+        while let next @ 1.. = missing(&whole[..at], STREAM_MESSAGE_MAX).unwrap() {
+            at += next;
+        }
+        assert_eq!(at, whole.len());
+    }
+
+    #[test]
+    fn length_above_the_cap_is_refused_before_the_body_arrives() {
+        let mut buffer = BytesMut::new();
+        put_prefix(u64::from(u32::MAX), &mut buffer);
+        assert!(matches!(
+            take(&mut buffer, 100),
+            Err(FrameError::TooLarge { limit: 100, .. })
+        ));
+        let mut buffer = BytesMut::new();
+        put_prefix(101, &mut buffer);
+        assert!(matches!(
+            take(&mut buffer, 100),
+            Err(FrameError::TooLarge { announced: 101, .. })
+        ));
+        let mut buffer = BytesMut::new();
+        put_prefix(100, &mut buffer);
+        assert_eq!(take(&mut buffer, 100).unwrap(), None);
+    }
+
+    #[test]
+    fn endless_prefix_is_refused() {
+        let mut buffer = BytesMut::from(&[0xff; 5][..]);
+        assert_eq!(take(&mut buffer, 100), Err(FrameError::BadPrefix));
+    }
+
+    #[test]
+    fn message_above_the_cap_is_not_sent() {
+        let mut out = BytesMut::new();
+        let error = encode(&reply(&"x".repeat(5000)), STREAM_MESSAGE_MAX, &mut out).unwrap_err();
+        assert!(matches!(error, FrameError::TooLarge { .. }));
+        assert!(out.is_empty());
+    }
+}

@@ -1,0 +1,340 @@
+//! Typed stream header and reply: what the opener asks for and what the acceptor answers.
+
+use bytes::BytesMut;
+use prost::Message;
+
+use super::code::RefusalCode;
+use super::frame::{self, FrameError, STREAM_MESSAGE_MAX};
+use super::name::Port;
+use super::pb;
+
+/// Longest detail of a reply, bytes; longer ones are cut at a character boundary.
+const DETAIL_MAX: usize = 512;
+/// Longest `traceparent` that is passed on (W3C Trace Context has 55 characters in version 00).
+const TRACE_PARENT_MAX: usize = 64;
+/// Longest host of a target: a DNS name or an IPv6 address with a zone.
+const HOST_MAX: usize = 253;
+
+/// First message of a stream, from its opener.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StreamHeader {
+    /// What the stream is.
+    pub kind: StreamKind,
+    /// W3C `traceparent` for the other end's logs; at most 64 bytes, empty when there is none.
+    pub trace_parent: String,
+}
+
+/// What a stream is for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StreamKind {
+    /// The session's control stream, with the opener's version range.
+    Control {
+        /// Lowest version spoken.
+        version_min: u32,
+        /// Highest version spoken.
+        version_max: u32,
+    },
+    /// Bytes to a TCP port.
+    Target(Target),
+}
+
+/// A TCP port as seen from the acceptor of the stream. The server chooses the class, the agent turns it into an
+/// address and applies its own policy to that.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// A port of the agent's node address.
+    Node(Port),
+    /// A port of the loopback of the agent's host.
+    Loopback(Port),
+    /// A port of another host, by name or address.
+    Host(Box<str>, Port),
+}
+
+impl Target {
+    /// The port.
+    #[must_use]
+    pub fn port(&self) -> Port {
+        match self {
+            Self::Node(port) | Self::Loopback(port) | Self::Host(_, port) => *port,
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Node(port) => write!(formatter, "node:{port}"),
+            Self::Loopback(port) => write!(formatter, "loopback:{port}"),
+            Self::Host(host, port) => write!(formatter, "{host}:{port}"),
+        }
+    }
+}
+
+impl StreamHeader {
+    /// A header without trace context.
+    #[must_use]
+    pub fn new(kind: StreamKind) -> Self {
+        Self {
+            kind,
+            trace_parent: String::new(),
+        }
+    }
+
+    /// Appends the framed header.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`STREAM_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        let kind = match &self.kind {
+            StreamKind::Control {
+                version_min,
+                version_max,
+            } => pb::stream_header::Kind::Control(pb::ControlStream {
+                version_min: *version_min,
+                version_max: *version_max,
+            }),
+            StreamKind::Target(target) => {
+                let (class, host) = match target {
+                    Target::Node(_) => (pb::TargetClass::Node, ""),
+                    Target::Loopback(_) => (pb::TargetClass::Loopback, ""),
+                    Target::Host(host, _) => (pb::TargetClass::Host, &**host),
+                };
+                pb::stream_header::Kind::Target(pb::TargetStream {
+                    class: class.into(),
+                    host: host.to_owned(),
+                    port: target.port().get().into(),
+                })
+            }
+        };
+        let message = pb::StreamHeader {
+            kind: Some(kind),
+            trace_parent: self.trace_parent.clone(),
+        };
+        frame::encode(&message, STREAM_MESSAGE_MAX, out)
+    }
+
+    /// Decodes one frame's content.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        let message = pb::StreamHeader::decode(frame)?;
+        if message.trace_parent.len() > TRACE_PARENT_MAX
+            || !message.trace_parent.bytes().all(|b| b.is_ascii_graphic())
+        {
+            return Err(FrameError::Invalid("trace context"));
+        }
+        let kind = match message
+            .kind
+            .ok_or(FrameError::Invalid("stream without a kind"))?
+        {
+            pb::stream_header::Kind::Control(control) => StreamKind::Control {
+                version_min: control.version_min,
+                version_max: control.version_max,
+            },
+            pb::stream_header::Kind::Target(target) => StreamKind::Target(decode_target(target)?),
+        };
+        Ok(Self {
+            kind,
+            trace_parent: message.trace_parent,
+        })
+    }
+}
+
+fn decode_target(target: pb::TargetStream) -> Result<Target, FrameError> {
+    let port = u16::try_from(target.port)
+        .ok()
+        .and_then(Port::new)
+        .ok_or(FrameError::Invalid("port"))?;
+    match pb::TargetClass::try_from(target.class) {
+        Ok(pb::TargetClass::Node) => Ok(Target::Node(port)),
+        Ok(pb::TargetClass::Loopback) => Ok(Target::Loopback(port)),
+        Ok(pb::TargetClass::Host) => {
+            let printable = target.host.bytes().all(|byte| byte.is_ascii_graphic());
+            if target.host.is_empty() || target.host.len() > HOST_MAX || !printable {
+                return Err(FrameError::Invalid("host"));
+            }
+            Ok(Target::Host(target.host.into(), port))
+        }
+        Ok(pb::TargetClass::Unspecified) | Err(_) => Err(FrameError::Invalid("target class")),
+    }
+}
+
+/// First message of the acceptor's half.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StreamReply {
+    /// The target is connected; `dialled` is its address, for logs.
+    Accepted {
+        /// The address that was dialled, empty when there is none.
+        dialled: String,
+    },
+    /// The stream ends here.
+    Refused(Refusal),
+}
+
+/// A refusal with its reason.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("refused ({code}): {detail}")]
+pub struct Refusal {
+    /// Why, for programs.
+    pub code: RefusalCode,
+    /// Why, for people: one line.
+    pub detail: String,
+}
+
+impl StreamReply {
+    /// A refusal; the detail is cut to one line of 512 bytes.
+    #[must_use]
+    pub fn refused(code: RefusalCode, detail: &str) -> Self {
+        Self::Refused(Refusal {
+            code,
+            detail: one_line(detail),
+        })
+    }
+
+    /// Appends the framed reply.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`STREAM_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        let message = match self {
+            Self::Accepted { dialled } => pb::StreamReply {
+                code: 0,
+                detail: String::new(),
+                dialled: dialled.clone(),
+            },
+            Self::Refused(refusal) => pb::StreamReply {
+                code: refusal.code.number(),
+                detail: refusal.detail.clone(),
+                dialled: String::new(),
+            },
+        };
+        frame::encode(&message, STREAM_MESSAGE_MAX, out)
+    }
+
+    /// Decodes one frame's content. Text for people is made printable, since it ends in logs and answers.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        let message = pb::StreamReply::decode(frame)?;
+        Ok(match message.code {
+            0 => Self::Accepted {
+                dialled: one_line(&message.dialled),
+            },
+            code => Self::refused(RefusalCode::from_number(code), &message.detail),
+        })
+    }
+}
+
+/// One printable line of at most 512 bytes: control characters become spaces, so that a peer's text cannot forge log
+/// lines or header fields.
+#[must_use]
+pub fn one_line(text: &str) -> String {
+    let mut line = String::new();
+    for character in text.chars() {
+        if line.len() + character.len_utf8() > DETAIL_MAX {
+            break;
+        }
+        let hidden = matches!(character, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+        line.push(if character.is_control() || hidden {
+            ' '
+        } else {
+            character
+        });
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn port(number: u16) -> Port {
+        Port::new(number).unwrap()
+    }
+
+    fn round_trip(header: &StreamHeader) -> StreamHeader {
+        let mut buffer = BytesMut::new();
+        header.encode(&mut buffer).unwrap();
+        let frame = frame::take(&mut buffer, STREAM_MESSAGE_MAX)
+            .unwrap()
+            .unwrap();
+        assert!(buffer.is_empty());
+        StreamHeader::decode(&frame).unwrap()
+    }
+
+    #[test]
+    fn headers_round_trip() {
+        for kind in [
+            StreamKind::Control {
+                version_min: 1,
+                version_max: 3,
+            },
+            StreamKind::Target(Target::Node(port(10250))),
+            StreamKind::Target(Target::Loopback(port(10266))),
+            StreamKind::Target(Target::Host("db.local".into(), port(5432))),
+        ] {
+            let header = StreamHeader {
+                kind,
+                trace_parent: "00-abc-def-01".into(),
+            };
+            assert_eq!(round_trip(&header), header);
+        }
+    }
+
+    #[test]
+    fn headers_without_meaning_are_refused() {
+        let target = |class, host: &str, port| {
+            let target = pb::TargetStream {
+                class,
+                host: host.into(),
+                port,
+            };
+            let kind = Some(pb::stream_header::Kind::Target(target));
+            StreamHeader::decode(
+                &pb::StreamHeader {
+                    kind,
+                    trace_parent: String::new(),
+                }
+                .encode_to_vec(),
+            )
+        };
+        assert!(target(1, "", 80).is_ok());
+        assert!(target(0, "", 80).is_err());
+        assert!(target(9, "", 80).is_err());
+        assert!(target(1, "", 0).is_err());
+        assert!(target(1, "", 65536).is_err());
+        assert!(target(3, "", 80).is_err());
+        assert!(target(3, "a b", 80).is_err());
+        assert!(StreamHeader::decode(&[]).is_err());
+        assert!(StreamHeader::decode(&[0xff, 0xff]).is_err());
+    }
+
+    #[test]
+    fn unknown_fields_are_ignored() {
+        let mut bytes = pb::StreamHeader {
+            kind: Some(pb::stream_header::Kind::Control(pb::ControlStream {
+                version_min: 1,
+                version_max: 1,
+            })),
+            trace_parent: String::new(),
+        }
+        .encode_to_vec();
+        bytes.extend_from_slice(&[0xfa, 0x01, 0x02, b'h', b'i']); // field 31, two bytes
+        assert!(StreamHeader::decode(&bytes).is_ok());
+    }
+
+    #[test]
+    fn details_are_one_printable_line() {
+        let long = "ä".repeat(600);
+        let StreamReply::Refused(refusal) = StreamReply::refused(
+            RefusalCode::Policy,
+            &format!("a\r\nb\u{1b}[31m\u{202e}{long}"),
+        ) else {
+            panic!("not a refusal")
+        };
+        assert!(refusal.detail.starts_with("a  b [31m ä"));
+        assert!(refusal.detail.len() <= DETAIL_MAX);
+    }
+}

@@ -1,0 +1,211 @@
+//! Names that cross the wire or come from people: parsed once, then trusted.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Longest DNS name in text form (RFC 1035, section 2.3.4, less the root label).
+const NAME_MAX: usize = 253;
+/// Longest DNS label (RFC 1035, section 2.3.4).
+const LABEL_MAX: usize = 63;
+
+/// Why a text is not a node name.
+#[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
+pub enum NameError {
+    /// Nothing, or only a dot.
+    #[error("name is empty")]
+    Empty,
+    /// More than 253 characters, or a label of more than 63.
+    #[error("name is too long")]
+    TooLong,
+    /// A character outside a-z, 0-9, `-` and `.`, an empty label, or a label that begins or ends with `-`.
+    #[error("name is not a DNS subdomain (letters, digits, '-' and '.')")]
+    Syntax,
+    /// It reads as an IP address, which a host name must not (RFC 1123, section 2.1).
+    #[error("name looks like an IP address")]
+    Address,
+}
+
+/// A node's name: a DNS subdomain (RFC 1123), kept in lower case without a trailing dot.
+///
+/// Names compare without case, as DNS does, because they are lowered when parsed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeName(Box<str>);
+
+impl NodeName {
+    /// The name in lower case without a trailing dot.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for NodeName {
+    type Err = NameError;
+
+    fn from_str(text: &str) -> Result<Self, NameError> {
+        let text = text.strip_suffix('.').unwrap_or(text);
+        if text.is_empty() {
+            return Err(NameError::Empty);
+        }
+        if text.len() > NAME_MAX {
+            return Err(NameError::TooLong);
+        }
+        for label in text.split('.') {
+            if label.len() > LABEL_MAX {
+                return Err(NameError::TooLong);
+            }
+            let inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+            if label.is_empty()
+                || label.starts_with('-')
+                || label.ends_with('-')
+                || !label.bytes().all(inner)
+            {
+                return Err(NameError::Syntax);
+            }
+        }
+        let last = text.rsplit('.').next().unwrap_or(text);
+        if text.contains('.') && last.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(NameError::Address);
+        }
+        Ok(Self(text.to_ascii_lowercase().into()))
+    }
+}
+
+impl fmt::Display for NodeName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// One process of an agent: random, so that two hosts with one identity are told apart.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct InstanceId([u8; 16]);
+
+impl InstanceId {
+    /// From 16 random bytes.
+    #[must_use]
+    pub fn new(random: [u8; 16]) -> Self {
+        Self(random)
+    }
+
+    /// The bytes as they travel.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for InstanceId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0[..4]
+            .iter()
+            .try_for_each(|byte| write!(formatter, "{byte:02x}"))
+    }
+}
+
+/// A session at one server process, counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub u64);
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
+    }
+}
+
+/// A TCP or UDP port, 1 to 65535.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Port(std::num::NonZeroU16);
+
+impl Port {
+    /// The port, or `None` for 0.
+    #[must_use]
+    pub fn new(number: u16) -> Option<Self> {
+        std::num::NonZeroU16::new(number).map(Self)
+    }
+
+    /// The number.
+    #[must_use]
+    pub fn get(self) -> u16 {
+        self.0.get()
+    }
+}
+
+impl fmt::Display for Port {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
+    }
+}
+
+impl FromStr for Port {
+    type Err = PortError;
+
+    fn from_str(text: &str) -> Result<Self, PortError> {
+        let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let number = if digits {
+            text.parse::<u16>().ok()
+        } else {
+            None
+        };
+        number.and_then(Self::new).ok_or(PortError)
+    }
+}
+
+/// A text is not a port.
+#[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
+#[error("port is not a number from 1 to 65535")]
+pub struct PortError;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_names_are_lowered_and_lose_a_trailing_dot() {
+        for text in ["worker-1", "Worker-1", "WORKER-1."] {
+            assert_eq!(text.parse::<NodeName>().unwrap().as_str(), "worker-1");
+        }
+        assert_eq!(
+            "a.b-c.example".parse::<NodeName>().unwrap().as_str(),
+            "a.b-c.example"
+        );
+        assert_eq!("1".parse::<NodeName>().unwrap().as_str(), "1");
+    }
+
+    #[test]
+    fn hostile_names_are_refused() {
+        let long_label = "x".repeat(64);
+        let long_name = ["x".repeat(60).as_str(); 5].join(".");
+        for text in [
+            "",
+            ".",
+            "..",
+            "a..b",
+            "-a",
+            "a-",
+            "a b",
+            "a\tb",
+            "a\nb",
+            "a#b",
+            "a\0b",
+            "ä",
+            "a_b",
+            "*.x",
+            "a/b",
+            "10.0.0.1",
+            "1.2",
+            &long_label,
+            &long_name,
+        ] {
+            assert!(text.parse::<NodeName>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn ports_are_plain_decimal_from_1_to_65535() {
+        assert_eq!("9100".parse::<Port>().unwrap().get(), 9100);
+        for text in ["", "0", "65536", "+80", "-1", "0x50", " 80", "80 ", "8a"] {
+            assert!(text.parse::<Port>().is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Waiting for something to become true, with a patience that suits the speed of the machine.
+
+use std::fmt::Display;
+use std::hint::black_box;
+use std::panic::Location;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant as Clock};
+
+use tokio::time::{Instant, sleep, timeout_at};
+
+/// Asks `check` every 20 ms until it succeeds and returns what it found.
+///
+/// A check succeeds with `Ok` or `Some`; the text of the last `Err` ends up in the panic. `patience` is meant for the
+/// reference machine and is multiplied by [`calibration`]. At least one check is made.
+///
+/// # Panics
+/// When no check has succeeded before the scaled patience is over: with `what`, the place of the call and the last
+/// failure.
+#[track_caller]
+pub fn eventually<F, Fut>(what: &str, patience: Duration, mut check: F) -> impl Future<Output = Found<Fut>>
+where
+    F: FnMut() -> Fut,
+    Fut: Future,
+    Fut::Output: Verdict,
+{
+    let caller = Location::caller();
+    async move {
+        let limit = scaled(patience);
+        let deadline = Instant::now() + limit;
+        let mut last = "no check was made".to_owned();
+        loop {
+            last = match timeout_at(deadline, check()).await {
+                Ok(verdict) => match verdict.into_found() {
+                    Ok(found) => return found,
+                    Err(failure) => failure,
+                },
+                Err(_elapsed) => format!("the check gave no answer; before that: {last}"),
+            };
+            if Instant::now() >= deadline {
+                give_up(what, limit, &last, caller);
+            }
+            sleep(PAUSE).await;
+        }
+    }
+}
+
+/// What a check given to [`eventually`] finds when it succeeds.
+pub type Found<Fut> = <<Fut as Future>::Output as Verdict>::Found;
+
+/// The answer of one check: found, or not yet.
+pub trait Verdict {
+    /// What a successful check hands on.
+    type Found;
+
+    /// Splits the answer into what was found and why nothing was.
+    ///
+    /// # Errors
+    /// The reason for "not yet", as text.
+    fn into_found(self) -> Result<Self::Found, String>;
+}
+
+impl<T, E: Display> Verdict for Result<T, E> {
+    type Found = T;
+
+    fn into_found(self) -> Result<T, String> {
+        self.map_err(|failure| failure.to_string())
+    }
+}
+
+impl<T> Verdict for Option<T> {
+    type Found = T;
+
+    fn into_found(self) -> Result<T, String> {
+        self.ok_or_else(|| "nothing yet".to_owned())
+    }
+}
+
+/// `patience` for the reference machine, in the time of this machine.
+pub fn scaled(patience: Duration) -> Duration {
+    patience.mul_f64(calibration())
+}
+
+/// How much slower this machine is than the reference machine: 1 to 10.
+///
+/// Measured once per process, in some 20 ms of one core, and printed to stderr. The environment variable
+/// `CULVERT_TEST_PATIENCE` (a positive number) replaces the measurement.
+pub fn calibration() -> f64 {
+    static FACTOR: OnceLock<f64> = OnceLock::new();
+    *FACTOR.get_or_init(|| {
+        let wish = std::env::var(PATIENCE_VARIABLE).ok();
+        let (factor, origin) = match wish.as_deref().and_then(parse_factor) {
+            Some(factor) => (factor, PATIENCE_VARIABLE),
+            None => (factor_for(measure()), "measured"),
+        };
+        announce(factor, origin);
+        factor
+    })
+}
+
+fn parse_factor(text: &str) -> Option<f64> {
+    let factor = text.trim().parse::<f64>().ok()?;
+    (factor > 0.0 && factor <= LARGEST_WISH).then_some(factor)
+}
+
+fn factor_for(measured: Duration) -> f64 {
+    (measured.as_secs_f64() / REFERENCE.as_secs_f64()).clamp(1.0, 10.0)
+}
+
+/// Wall-clock time of the loop, so that a busy machine counts as a slow one.
+fn measure() -> Duration {
+    let start = Clock::now();
+    let mut state = 1_u64;
+    for round in 0..ROUNDS {
+        state = black_box(state.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29) ^ round);
+    }
+    black_box(state);
+    start.elapsed()
+}
+
+#[expect(clippy::print_stderr, reason = "a test run tells its factor once, since it explains its durations")]
+fn announce(factor: f64, origin: &str) {
+    eprintln!("test patience factor {factor:.2} ({origin})");
+}
+
+#[expect(clippy::panic, reason = "a condition that never came true is a failed test")]
+fn give_up(what: &str, limit: Duration, last: &str, caller: &Location<'_>) -> ! {
+    panic!("{what}: not within {limit:?} ({caller}); last: {last}")
+}
+
+/// Short beside every patience in use, long enough to leave the processor to what is waited for.
+const PAUSE: Duration = Duration::from_millis(20);
+
+const PATIENCE_VARIABLE: &str = "CULVERT_TEST_PATIENCE";
+
+/// Beyond this a wish is a mistake; it also keeps the arithmetic on durations from overflowing.
+const LARGEST_WISH: f64 = 1000.0;
+
+/// Long enough to be measured well on a fast machine, short enough for the start of every test process.
+const ROUNDS: u64 = if cfg!(debug_assertions) { 1_000_000 } else { 10_000_000 };
+
+/// Time of the loop on an unloaded server core of about 3 GHz: unoptimised and optimised code run different numbers of
+/// rounds in about the same time.
+const REFERENCE: Duration = Duration::from_millis(25);
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn returns_what_the_first_successful_check_found() {
+        let checks = Cell::new(0);
+        let found = eventually("three checks", Duration::from_secs(5), || async {
+            checks.set(checks.get() + 1);
+            if checks.get() < 3 { Err(format!("only {}", checks.get())) } else { Ok("third") }
+        })
+        .await;
+        assert_eq!(found, "third");
+        assert_eq!(checks.get(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    #[should_panic(expected = "the impossible: not within")]
+    async fn panics_with_the_name_of_what_was_awaited() {
+        eventually("the impossible", Duration::from_secs(1), || async { None::<()> }).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    #[should_panic(expected = "the check gave no answer")]
+    async fn a_check_that_hangs_counts_as_failure() {
+        eventually("an answer", Duration::from_secs(1), std::future::pending::<Option<()>>).await;
+    }
+
+    #[test]
+    fn factor_stays_between_one_and_ten() {
+        assert_eq!(factor_for(Duration::ZERO), 1.0);
+        assert_eq!(factor_for(REFERENCE * 3), 3.0);
+        assert_eq!(factor_for(REFERENCE * 30), 10.0);
+    }
+
+    #[test]
+    fn only_positive_finite_wishes_count() {
+        assert_eq!(parse_factor(" 2.5 "), Some(2.5));
+        for nonsense in ["", "fast", "0", "-1", "inf", "NaN"] {
+            assert_eq!(parse_factor(nonsense), None, "{nonsense}");
+        }
+    }
+
+    #[test]
+    fn calibration_is_stable_within_a_process() {
+        assert_eq!(calibration(), calibration());
+    }
+}

@@ -1,0 +1,10 @@
+//! Culvert's test harness: stand-in targets, raw clients, real tools, namespaces and the processes under test.
+//!
+//! Scenarios live in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
+
+pub mod client;
+pub mod eventually;
+pub mod netns;
+pub mod process;
+pub mod targets;
+pub mod tools;

@@ -1,0 +1,31 @@
+//! Stand-in servers that the tunnel's agent dials: exporters, a kubelet and raw TCP targets.
+//!
+//! Each binds a free port of 127.0.0.1 unless told otherwise, counts its connections ([`Traffic`]) and stops when
+//! dropped.
+
+mod accept;
+mod answers;
+mod body;
+mod data;
+mod exporter;
+mod feed;
+mod head;
+mod kubelet;
+mod raw;
+mod script;
+mod tls;
+mod wire;
+
+pub use accept::Traffic;
+pub use body::BodyEnd;
+pub use data::{Sha256, deterministic_bytes, sha256_hex};
+pub use exporter::Exporter;
+pub use kubelet::StandInKubelet;
+pub use raw::{EchoTarget, HalfCloseTarget, ResetTarget, SilentTarget};
+pub use script::Received;
+pub use tls::TargetTls;
+
+pub(crate) use body::{BodyReader, Framing};
+pub(crate) use data::websocket_accept;
+pub(crate) use head::{Head, all_values, first_value};
+pub(crate) use wire::Wire;

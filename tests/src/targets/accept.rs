@@ -1,0 +1,199 @@
+//! The accept loop that all targets share, and what it counts.
+
+use std::future::Future;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use anyhow::{Context, Result};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::tls::TargetTls;
+use super::wire::Wire;
+
+/// What a target has seen of its connections so far.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    accepted: AtomicU64,
+    open: AtomicU64,
+    requests: AtomicU64,
+    fins: AtomicU64,
+    cuts: AtomicU64,
+    bytes_in: AtomicU64,
+}
+
+impl Traffic {
+    /// Connections accepted.
+    pub fn accepted(&self) -> u64 {
+        self.accepted.load(SeqCst)
+    }
+
+    /// Connections open at this moment.
+    pub fn open(&self) -> u64 {
+        self.open.load(SeqCst)
+    }
+
+    /// Request heads read (HTTP targets only).
+    pub fn requests(&self) -> u64 {
+        self.requests.load(SeqCst)
+    }
+
+    /// Connections whose peer ended its direction cleanly: FIN, over TLS close_notify.
+    pub fn fins(&self) -> u64 {
+        self.fins.load(SeqCst)
+    }
+
+    /// Connections whose peer cut them: TCP reset, or a TLS end without close_notify.
+    pub fn cuts(&self) -> u64 {
+        self.cuts.load(SeqCst)
+    }
+
+    /// Bytes received (raw targets only).
+    pub fn bytes_in(&self) -> u64 {
+        self.bytes_in.load(SeqCst)
+    }
+
+    pub(crate) fn count_request(&self) {
+        self.requests.fetch_add(1, SeqCst);
+    }
+
+    pub(crate) fn count_fin(&self) {
+        self.fins.fetch_add(1, SeqCst);
+    }
+
+    pub(crate) fn count_cut(&self) {
+        self.cuts.fetch_add(1, SeqCst);
+    }
+
+    pub(crate) fn count_bytes_in(&self, n: usize) {
+        self.bytes_in.fetch_add(n as u64, SeqCst);
+    }
+}
+
+/// A bound listener and the task that accepts on it; both end when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Listening {
+    addr: SocketAddr,
+    traffic: Arc<Traffic>,
+    stop: CancellationToken,
+    accepting: JoinSet<()>,
+}
+
+impl Listening {
+    /// Binds `bind` and hands each connection, after its TLS handshake if there is `tls`, to `serve`.
+    pub(crate) async fn start<S, Fut>(bind: SocketAddr, tls: Option<TargetTls>, serve: S) -> Result<Self>
+    where
+        S: Fn(Wire, Arc<Traffic>) -> Fut + Clone + Send + 'static,
+        Fut: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let listener = TcpListener::bind(bind).await.with_context(|| format!("bind target on {bind}"))?;
+        let addr = listener.local_addr().context("address of target")?;
+        let traffic = Arc::new(Traffic::default());
+        let stop = CancellationToken::new();
+        let mut accepting = JoinSet::new();
+        accepting.spawn(accept(listener, stop.clone(), Arc::clone(&traffic), move |tcp, traffic| {
+            let (serve, tls) = (serve.clone(), tls.clone());
+            async move {
+                let wire = match tls {
+                    Some(tls) => Wire::tls(tls.acceptor().accept(tcp).await?),
+                    None => Wire::plain(tcp),
+                };
+                serve(wire.observed_by(Arc::clone(&traffic)), traffic).await
+            }
+        }));
+        Ok(Self { addr, traffic, stop, accepting })
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    pub(crate) fn traffic(&self) -> &Traffic {
+        &self.traffic
+    }
+
+    /// Closes the listener and all connections, and returns when that is done.
+    pub(crate) async fn stop(mut self) {
+        self.stop.cancel();
+        while self.accepting.join_next().await.is_some() {}
+    }
+}
+
+async fn accept<S, Fut>(listener: TcpListener, stop: CancellationToken, traffic: Arc<Traffic>, serve: S)
+where
+    S: Fn(TcpStream, Arc<Traffic>) -> Fut,
+    Fut: Future<Output = io::Result<()>> + Send + 'static,
+{
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => match accepted {
+                Ok((tcp, _peer)) => {
+                    let open = Open::count(&traffic);
+                    let serving = serve(tcp, Arc::clone(&traffic));
+                    connections.spawn(async move {
+                        // How a connection broke is the test's business and visible in the counts.
+                        let _end = serving.await;
+                        drop(open);
+                    });
+                }
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(_) => break,
+            },
+            // A panic has been printed by the panic hook; the test fails for want of an answer.
+            Some(_end) = connections.join_next() => {}
+        }
+    }
+    drop(listener);
+    connections.shutdown().await;
+}
+
+/// Counts a connection as open for as long as it lives.
+#[derive(Debug)]
+struct Open(Arc<Traffic>);
+
+impl Open {
+    fn count(traffic: &Arc<Traffic>) -> Self {
+        traffic.accepted.fetch_add(1, SeqCst);
+        traffic.open.fetch_add(1, SeqCst);
+        Self(Arc::clone(traffic))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Gives a target with a field `listening` the methods that all targets have.
+macro_rules! target_methods {
+    ($target:ty) => {
+        impl $target {
+            /// Where this target listens.
+            pub fn addr(&self) -> std::net::SocketAddr {
+                self.listening.addr()
+            }
+
+            /// What this target has seen of its connections so far.
+            pub fn traffic(&self) -> &crate::targets::Traffic {
+                self.listening.traffic()
+            }
+
+            /// Closes the listener and all connections, and returns when that is done. Dropping does the same without
+            /// waiting.
+            pub async fn stop(self) {
+                self.listening.stop().await;
+            }
+        }
+    };
+}
+pub(crate) use target_methods;
+
+/// A free port of the loopback interface.
+pub(crate) const ANY_LOOPBACK_PORT: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);

@@ -1,0 +1,172 @@
+//! Requests as the HTTP targets see them, and the ways to answer.
+
+use std::io;
+
+use http::StatusCode;
+use tokio::io::AsyncWriteExt;
+
+use super::accept::Traffic;
+use super::body::{BodyReader, Framing};
+use super::data::ByteSource;
+use super::head::Head;
+use super::wire::Wire;
+
+/// What becomes of the connection when an answer is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum After {
+    /// Next request, unless this one asked for the end.
+    KeepAlive,
+    /// FIN, over TLS close_notify.
+    Close,
+    /// TCP reset.
+    Reset,
+}
+
+/// A request whose body is still on the wire.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) received: Head,
+    pub(crate) body: BodyReader,
+    method: String,
+    path: String,
+    query: String,
+}
+
+impl Request {
+    /// The next request; `None` at the clean end of the connection.
+    pub(crate) async fn read(wire: &mut Wire, traffic: &Traffic) -> io::Result<Option<Self>> {
+        let Some(raw) = wire.read_head().await? else { return Ok(None) };
+        traffic.count_request();
+        let received = Head::parse(raw)?;
+        let mut words = received.start_line.split(' ');
+        let method = words.next().unwrap_or_default().to_owned();
+        let target = words.next().unwrap_or_default();
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
+        let (path, query) = (path.to_owned(), query.to_owned());
+        let body = BodyReader::new(Framing::of_request(&received));
+        Ok(Some(Self { received, body, method, path, query }))
+    }
+
+    /// Does what `after` says, and returns the wire when another request may follow.
+    pub(crate) async fn settle(mut self, mut wire: Wire, after: After) -> io::Result<Option<Wire>> {
+        match after {
+            After::Reset => wire.reset().await.map(|()| None),
+            After::Close => wire.close().await.map(|()| None),
+            After::KeepAlive if self.ends_connection() => wire.close().await.map(|()| None),
+            After::KeepAlive => {
+                while self.body.data(&mut wire).await.is_some() {}
+                Ok(self.body.ended().is_some_and(|end| end.is_clean()).then_some(wire))
+            }
+        }
+    }
+
+    pub(crate) fn is_head(&self) -> bool {
+        self.method == "HEAD"
+    }
+
+    pub(crate) fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The value of `key` in the query, as it stands there.
+    pub(crate) fn query(&self, key: &str) -> Option<&str> {
+        let mut pairs = self.query.split('&').filter_map(|pair| pair.split_once('='));
+        pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
+    }
+
+    pub(crate) fn expects_continue(&self) -> bool {
+        self.received.lists("expect", "100-continue")
+    }
+
+    /// A body that waits for a "100 Continue" which nobody sent leaves the connection unusable.
+    fn ends_connection(&self) -> bool {
+        self.received.lists("connection", "close")
+            || self.received.start_line.ends_with("HTTP/1.0")
+            || (self.expects_continue() && self.body.ended().is_none())
+    }
+
+    /// An HTTP/1.1 head with `fields`.
+    pub(crate) fn head(&self, status: u16, fields: &[(&str, &str)]) -> Vec<u8> {
+        let reason = StatusCode::from_u16(status).ok().and_then(|status| status.canonical_reason());
+        let mut head = format!("HTTP/1.1 {status} {}\r\n", reason.unwrap_or("Unnamed"));
+        for (name, value) in fields {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+        if self.ends_connection() {
+            head.push_str("Connection: close\r\n");
+        }
+        head.push_str("\r\n");
+        head.into_bytes()
+    }
+
+    /// A whole answer with Content-Length.
+    pub(crate) async fn answer(&self, wire: &mut Wire, status: u16, body: &str) -> io::Result<After> {
+        let length = body.len().to_string();
+        let mut fields = vec![("Content-Type", "text/plain; version=0.0.4; charset=utf-8")];
+        let may_have_body = status != 204 && status != 304;
+        if may_have_body {
+            fields.push(("Content-Length", &length));
+        }
+        let mut answer = self.head(status, &fields);
+        if may_have_body && !self.is_head() {
+            answer.extend_from_slice(body.as_bytes());
+        }
+        wire.write_all(&answer).await?;
+        wire.flush().await?;
+        Ok(After::KeepAlive)
+    }
+}
+
+/// The parts of a path between its slashes.
+pub(crate) fn segments(path: &str) -> Vec<&str> {
+    path.split('/').filter(|segment| !segment.is_empty()).collect()
+}
+
+/// Sends `head` and behind it the first `n` bytes of sequence `seed`, the beginning of both in one write.
+pub(crate) async fn send_bytes(wire: &mut Wire, head: Vec<u8>, seed: u64, n: u64) -> io::Result<()> {
+    send_pieces(wire, head, seed, n, |piece, out| out.extend_from_slice(piece)).await
+}
+
+/// As [`send_bytes`], each piece of 16 KiB as a chunk; the last chunk is not sent.
+pub(crate) async fn send_chunks(wire: &mut Wire, head: Vec<u8>, seed: u64, n: u64) -> io::Result<()> {
+    send_pieces(wire, head, seed, n, |piece, out| out.extend(chunk(piece))).await
+}
+
+async fn send_pieces(
+    wire: &mut Wire,
+    head: Vec<u8>,
+    seed: u64,
+    n: u64,
+    wrap: impl Fn(&[u8], &mut Vec<u8>),
+) -> io::Result<()> {
+    let mut source = ByteSource::new(seed);
+    let mut piece = vec![0; PIECE_BYTES];
+    let mut out = head;
+    let mut left = n;
+    while left > 0 {
+        piece.truncate(usize::try_from(left).unwrap_or(usize::MAX));
+        source.fill(&mut piece);
+        left -= piece.len() as u64;
+        wrap(&piece, &mut out);
+        wire.write_all(&out).await?;
+        out.clear();
+    }
+    wire.write_all(&out).await?;
+    wire.flush().await
+}
+
+/// `data` as one chunk (RFC 9112, section 7.1).
+pub(crate) fn chunk(data: &[u8]) -> Vec<u8> {
+    let mut chunk = format!("{:x}\r\n", data.len()).into_bytes();
+    chunk.extend_from_slice(data);
+    chunk.extend_from_slice(b"\r\n");
+    chunk
+}
+
+/// The end of a chunked body without trailers.
+pub(crate) fn last_chunk() -> &'static [u8] {
+    b"0\r\n\r\n"
+}
+
+/// Enough for throughput, and many pieces in the sizes that tests use.
+const PIECE_BYTES: usize = 16 * 1024;

@@ -1,0 +1,95 @@
+//! Heads of HTTP/1.1 messages: a start line and the headers in the order they came.
+
+use std::io;
+
+/// A message head, read leniently: the harness looks at it, the tunnel is what has to be strict.
+#[derive(Debug, Clone)]
+pub(crate) struct Head {
+    /// Exactly as received, with the empty line.
+    pub(crate) raw: Vec<u8>,
+    pub(crate) start_line: String,
+    pub(crate) headers: Vec<(String, String)>,
+}
+
+impl Head {
+    pub(crate) fn parse(raw: Vec<u8>) -> io::Result<Self> {
+        let text = String::from_utf8_lossy(&raw);
+        let mut lines = text.split("\r\n").take_while(|line| !line.is_empty());
+        let start_line = lines.next().unwrap_or_default().to_owned();
+        let headers = lines.map(parse_header).collect::<Option<Vec<_>>>();
+        let Some(headers) = headers else {
+            return Err(invalid(format!("header without a colon in {text:?}")));
+        };
+        Ok(Self { raw, start_line, headers })
+    }
+
+    pub(crate) fn first(&self, name: &str) -> Option<&str> {
+        first_value(&self.headers, name)
+    }
+
+    /// Whether the comma-separated list in header `name` holds `token`.
+    pub(crate) fn lists(&self, name: &str, token: &str) -> bool {
+        all_values(&self.headers, name)
+            .flat_map(|list| list.split(','))
+            .any(|listed| listed.trim().eq_ignore_ascii_case(token))
+    }
+
+    /// The status of a reply head.
+    pub(crate) fn status(&self) -> io::Result<u16> {
+        let mut words = self.start_line.split(' ');
+        let version = words.next().unwrap_or_default();
+        let status = words.next().and_then(|word| word.parse().ok());
+        match status {
+            Some(status) if version.starts_with("HTTP/1.") => Ok(status),
+            _ => Err(invalid(format!("not a status line: {:?}", self.start_line))),
+        }
+    }
+}
+
+/// The first value of header `name`, compared without case.
+pub(crate) fn first_value<'a>(headers: &'a [(String, String)], name: &str) -> Option<&'a str> {
+    all_values(headers, name).next()
+}
+
+/// All values of header `name` in their order, compared without case.
+pub(crate) fn all_values<'a>(headers: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a str> {
+    headers.iter().filter(move |(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+}
+
+fn parse_header(line: &str) -> Option<(String, String)> {
+    let (name, value) = line.split_once(':')?;
+    Some((name.to_owned(), value.trim().to_owned()))
+}
+
+fn invalid(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keeps_order_case_and_duplicates() {
+        let head = Head::parse(b"GET / HTTP/1.1\r\nHost: a\r\nX-B: 2\r\nx-b:1\r\n\r\n".to_vec()).unwrap();
+        assert_eq!(head.start_line, "GET / HTTP/1.1");
+        let names: Vec<_> = head.headers.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["Host", "X-B", "x-b"]);
+        assert_eq!(all_values(&head.headers, "X-b").collect::<Vec<_>>(), ["2", "1"]);
+    }
+
+    #[test]
+    fn reads_status_of_a_reply_only() {
+        let reply = Head::parse(b"HTTP/1.1 404 Not Found\r\n\r\n".to_vec()).unwrap();
+        assert_eq!(reply.status().unwrap(), 404);
+        let nonsense = Head::parse(b"SSH-2.0-x\r\n\r\n".to_vec()).unwrap();
+        assert!(nonsense.status().is_err());
+    }
+
+    #[test]
+    fn finds_tokens_in_lists() {
+        let head = Head::parse(b"x\r\nConnection: keep-alive, Upgrade\r\n\r\n".to_vec()).unwrap();
+        assert!(head.lists("connection", "upgrade"));
+        assert!(!head.lists("connection", "close"));
+    }
+}

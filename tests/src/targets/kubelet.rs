@@ -1,0 +1,186 @@
+//! A stand-in for a kubelet: metrics, logs that follow, and the upgrades of exec and attach.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
+use super::answers::{After, Request, segments};
+use super::data::{sha256_hex, websocket_accept};
+use super::exporter::Site;
+use super::feed::Following;
+use super::head::Head;
+use super::script::{Received, ReceivedLog, Script};
+use super::tls::TargetTls;
+use super::wire::Wire;
+
+/// A server with the paths of a kubelet, and for all others those of an [`Exporter`](super::Exporter).
+///
+/// | path | answer |
+/// |---|---|
+/// | `/healthz` | `ok` |
+/// | `/containerLogs/NS/POD/C` | one line that names the node; with `?follow=true` further ones from [`Self::emit`] |
+/// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the protocol asked for, then a script on the bare bytes |
+/// | `/client-certificate` | SHA-256 of the certificate the client presented, or `none` |
+///
+/// Query of the upgrades:
+/// - `script=echo` (the default): sends back what comes, until FIN, then FIN;
+/// - `script=sink-then-send&bytes=N`: reads to FIN, then sends the SHA-256 of what came as a line, N bytes of sequence 0
+///   and FIN;
+/// - `script=send-then-sink&bytes=N`: sends N bytes of sequence 0 (their beginning together with the 101) and FIN, then
+///   reads to FIN;
+/// - `script=reset`: after the first byte sends 64 KiB, then a TCP reset;
+/// - `script=silent`: reads to FIN; `script=deaf`: does not even read;
+/// - `refuse=STATUS`: no upgrade, but an answer with that status and a body;
+/// - `mismatch=true`: a 101 for another protocol than the one asked for.
+#[derive(Debug)]
+pub struct StandInKubelet {
+    listening: Listening,
+    site: Arc<Site>,
+    log: Arc<ReceivedLog>,
+    tls: Option<TargetTls>,
+}
+
+target_methods!(StandInKubelet);
+
+impl StandInKubelet {
+    /// A kubelet of `node` with a self-signed certificate, on a free loopback port.
+    ///
+    /// # Errors
+    /// The certificate cannot be made or the port not be bound.
+    pub async fn start(node: &str) -> Result<Self> {
+        let tls = TargetTls::self_signed(&[node, "localhost", "127.0.0.1"])?;
+        Self::start_on(ANY_LOOPBACK_PORT, node, Some(tls)).await
+    }
+
+    /// A kubelet of `node` without TLS, on a free loopback port.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn plain(node: &str) -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT, node, None).await
+    }
+
+    /// A kubelet of `node` on `bind`, over TLS when there is `tls`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
+        let (site, log) = (Arc::new(Site::new(node)), Arc::new(ReceivedLog::default()));
+        let (served, kept) = (Arc::clone(&site), Arc::clone(&log));
+        let listening = Listening::start(bind, tls.clone(), move |wire, traffic| {
+            serve(Arc::clone(&served), Arc::clone(&kept), wire, traffic)
+        });
+        Ok(Self { listening: listening.await?, site, log, tls })
+    }
+
+    /// Certificate and key, when it serves TLS.
+    pub fn tls(&self) -> Option<&TargetTls> {
+        self.tls.as_ref()
+    }
+
+    /// Hands `line` (without line end) to all that follow logs and returns their number.
+    pub fn emit(&self, line: &str) -> usize {
+        self.site.feed.emit(line)
+    }
+
+    /// Ends all following answers cleanly and returns their number.
+    pub fn end_follows(&self) -> usize {
+        self.site.feed.end()
+    }
+
+    /// Requests for logs that are being followed.
+    pub fn followers(&self) -> usize {
+        self.site.feed.followers()
+    }
+
+    /// What the upgraded connections received that ended cleanly.
+    pub fn received(&self) -> Vec<Received> {
+        self.log.all()
+    }
+}
+
+async fn serve(site: Arc<Site>, log: Arc<ReceivedLog>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+    while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
+        let path = request.path().to_owned();
+        let after = match *segments(&path) {
+            ["healthz"] => request.answer(&mut wire, 200, "ok").await?,
+            ["containerLogs", _, pod, container] => {
+                let first_line = format!("{}: log of {pod}/{container}", site.node);
+                logs(&site, &mut wire, &request, first_line).await?
+            }
+            ["exec" | "attach" | "portForward", ..] => upgrade(&mut wire, &request, &traffic, &log).await?,
+            ["client-certificate"] => {
+                let digest = wire.peer_certificate().map(|certificate| sha256_hex(certificate));
+                request.answer(&mut wire, 200, &format!("{}\n", digest.as_deref().unwrap_or("none"))).await?
+            }
+            _ => site.answer(&mut wire, &mut request, &traffic).await?,
+        };
+        match request.settle(wire, after).await? {
+            Some(kept) => wire = kept,
+            None => return Ok(()),
+        }
+    }
+    wire.close().await
+}
+
+async fn logs(site: &Site, wire: &mut Wire, request: &Request, first_line: String) -> io::Result<After> {
+    if request.query("follow") != Some("true") {
+        return request.answer(wire, 200, &format!("{first_line}\n")).await;
+    }
+    let following = Following { first_line: Some(first_line), ..Following::default() };
+    site.feed.follow(wire, request, following).await
+}
+
+async fn upgrade(wire: &mut Wire, request: &Request, traffic: &Traffic, log: &ReceivedLog) -> io::Result<After> {
+    if let Some(status) = request.query("refuse") {
+        let status = status.parse().unwrap_or(403);
+        return request.answer(wire, status, &format!("refused with {status} as ordered\n")).await;
+    }
+    let Some(script) = Script::asked_for(request) else {
+        return request.answer(wire, 400, "no such script\n").await;
+    };
+    let Some(mut fields) = switching_fields(&request.received) else {
+        return request.answer(wire, 400, "not an upgrade that this kubelet knows\n").await;
+    };
+    if request.query("mismatch") == Some("true") {
+        fields.retain(|(name, _)| *name != "Upgrade");
+        fields.push(("Upgrade", "something-else/1"));
+    }
+    let head = switching_head(&fields);
+    script.act(wire, head, traffic, log).await
+}
+
+/// The fields of the 101 that answers `request`, if that asks for an upgrade.
+fn switching_fields(request: &Head) -> Option<Vec<(&'static str, String)>> {
+    let protocol = request.first("upgrade").filter(|_| request.lists("connection", "upgrade"))?;
+    let mut fields = vec![("Connection", "Upgrade".to_owned()), ("Upgrade", protocol.to_owned())];
+    if protocol.eq_ignore_ascii_case("websocket") {
+        fields.push(("Sec-WebSocket-Accept", websocket_accept(request.first("sec-websocket-key")?)));
+        if let Some(chosen) = chosen_protocol(request, "sec-websocket-protocol") {
+            fields.push(("Sec-WebSocket-Protocol", chosen));
+        }
+    } else if let Some(chosen) = chosen_protocol(request, "x-stream-protocol-version") {
+        fields.push(("X-Stream-Protocol-Version", chosen));
+    }
+    Some(fields)
+}
+
+/// The newest remote command protocol if offered, else the first offer.
+fn chosen_protocol(request: &Head, field: &str) -> Option<String> {
+    if request.lists(field, NEWEST_PROTOCOL) {
+        return Some(NEWEST_PROTOCOL.to_owned());
+    }
+    let first = request.first(field)?.split(',').next()?;
+    Some(first.trim().to_owned())
+}
+
+fn switching_head(fields: &[(&str, String)]) -> Vec<u8> {
+    let fields: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    format!("HTTP/1.1 101 Switching Protocols\r\n{fields}\r\n").into_bytes()
+}
+
+/// The one that kubectl speaks over WebSocket.
+const NEWEST_PROTOCOL: &str = "v5.channel.k8s.io";

@@ -1,0 +1,169 @@
+//! Targets of bare TCP: echo, reset, half-close and silence.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
+use super::answers::After;
+use super::script::{Received, ReceivedLog, Script};
+use super::wire::Wire;
+
+/// Sends back what comes, until FIN, then FIN.
+#[derive(Debug)]
+pub struct EchoTarget {
+    listening: Listening,
+    log: Arc<ReceivedLog>,
+}
+
+/// Sends some bytes, then cuts with a TCP reset.
+#[derive(Debug)]
+pub struct ResetTarget {
+    listening: Listening,
+}
+
+/// Reads to FIN, then sends some bytes and FIN; or the other way round.
+#[derive(Debug)]
+pub struct HalfCloseTarget {
+    listening: Listening,
+    log: Arc<ReceivedLog>,
+}
+
+/// Accepts, never sends a byte, and closes when its peer has.
+#[derive(Debug)]
+pub struct SilentTarget {
+    listening: Listening,
+}
+
+target_methods!(EchoTarget);
+target_methods!(ResetTarget);
+target_methods!(HalfCloseTarget);
+target_methods!(SilentTarget);
+
+impl EchoTarget {
+    /// An echo on a free loopback port.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start() -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT).await
+    }
+
+    /// An echo on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr) -> Result<Self> {
+        let (listening, log) = start(bind, Script::Echo).await?;
+        Ok(Self { listening, log })
+    }
+
+    /// What the connections received that ended cleanly.
+    pub fn received(&self) -> Vec<Received> {
+        self.log.all()
+    }
+}
+
+impl ResetTarget {
+    /// Resets behind the first `bytes` of sequence 0, sent at once.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start(bytes: u64) -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT, false, bytes).await
+    }
+
+    /// As [`Self::start`], but only after the peer's first byte.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start_waiting(bytes: u64) -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT, true, bytes).await
+    }
+
+    /// As the others, on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr, waits: bool, bytes: u64) -> Result<Self> {
+        let (listening, _log) = start(bind, Script::Reset { waits, bytes }).await?;
+        Ok(Self { listening })
+    }
+}
+
+impl HalfCloseTarget {
+    /// Reads to FIN, then sends the first `bytes` of sequence 0 and FIN.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start(bytes: u64) -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT, bytes).await
+    }
+
+    /// As [`Self::start`], on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr, bytes: u64) -> Result<Self> {
+        let (listening, log) = start(bind, Script::SinkThenSend { bytes, digest: false }).await?;
+        Ok(Self { listening, log })
+    }
+
+    /// Sends the first `bytes` of sequence 0 and FIN, then reads to FIN.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start_sending(bytes: u64) -> Result<Self> {
+        let (listening, log) = start(ANY_LOOPBACK_PORT, Script::SendThenSink { bytes }).await?;
+        Ok(Self { listening, log })
+    }
+
+    /// What the connections received that ended cleanly.
+    pub fn received(&self) -> Vec<Received> {
+        self.log.all()
+    }
+}
+
+impl SilentTarget {
+    /// Reads all that comes, so that it notices its peer's end.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start() -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT).await
+    }
+
+    /// As [`Self::start`], on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr) -> Result<Self> {
+        let (listening, _log) = start(bind, Script::Silent).await?;
+        Ok(Self { listening })
+    }
+
+    /// Reads nothing, so that its peer's writes stall, and notices no end.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start_deaf() -> Result<Self> {
+        let (listening, _log) = start(ANY_LOOPBACK_PORT, Script::Deaf).await?;
+        Ok(Self { listening })
+    }
+}
+
+async fn start(bind: SocketAddr, script: Script) -> Result<(Listening, Arc<ReceivedLog>)> {
+    let log = Arc::new(ReceivedLog::default());
+    let kept = Arc::clone(&log);
+    let listening = Listening::start(bind, None, move |wire, traffic| run(script, wire, traffic, Arc::clone(&kept)));
+    Ok((listening.await?, log))
+}
+
+async fn run(script: Script, mut wire: Wire, traffic: Arc<Traffic>, log: Arc<ReceivedLog>) -> io::Result<()> {
+    match script.act(&mut wire, Vec::new(), &traffic, &log).await? {
+        After::KeepAlive | After::Close => wire.close().await,
+        After::Reset => wire.reset().await,
+    }
+}

@@ -1,0 +1,141 @@
+//! What a target does with a byte stream: the scripts behind an upgrade and behind the raw targets.
+
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::accept::Traffic;
+use super::answers::{After, Request, send_bytes};
+use super::data::Sha256;
+use super::wire::Wire;
+
+/// One course of a byte stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Script {
+    /// Sends back what comes, until FIN, then FIN.
+    Echo,
+    /// Reads to FIN, then sends (with `digest` first the line of its SHA-256) `bytes` of sequence 0 and FIN.
+    SinkThenSend { bytes: u64, digest: bool },
+    /// Sends `bytes` of sequence 0 and FIN, then reads to FIN.
+    SendThenSink { bytes: u64 },
+    /// Reads one byte if it `waits`, sends `bytes` of sequence 0, then resets.
+    Reset { waits: bool, bytes: u64 },
+    /// Reads to FIN and sends nothing.
+    Silent,
+    /// Neither reads nor sends.
+    Deaf,
+}
+
+impl Script {
+    /// The script that `request` asks for by `script` and `bytes` in its query; [`Script::Echo`] when it does not say.
+    pub(crate) fn asked_for(request: &Request) -> Option<Self> {
+        let bytes = match request.query("bytes") {
+            Some(bytes) => bytes.parse().ok()?,
+            None => 0,
+        };
+        match request.query("script") {
+            None | Some("echo") => Some(Self::Echo),
+            Some("sink-then-send") => Some(Self::SinkThenSend { bytes, digest: true }),
+            Some("send-then-sink") => Some(Self::SendThenSink { bytes }),
+            Some("reset") => Some(Self::Reset { waits: true, bytes: 64 * 1024 }),
+            Some("silent") => Some(Self::Silent),
+            Some("deaf") => Some(Self::Deaf),
+            Some(_) => None,
+        }
+    }
+
+    /// Sends `head` and acts. What was read to its end goes to `log`.
+    pub(crate) async fn act(
+        self,
+        wire: &mut Wire,
+        head: Vec<u8>,
+        traffic: &Traffic,
+        log: &ReceivedLog,
+    ) -> io::Result<After> {
+        if let Self::SendThenSink { bytes } = self {
+            send_bytes(wire, head, 0, bytes).await?;
+            wire.finish().await?;
+            log.push(sink(wire, traffic).await?);
+            return Ok(After::Close);
+        }
+        wire.write_all(&head).await?;
+        wire.flush().await?;
+        match self {
+            Self::Echo => {
+                log.push(echo(wire, traffic).await?);
+                Ok(After::Close)
+            }
+            Self::SinkThenSend { bytes, digest } => {
+                let received = sink(wire, traffic).await?;
+                let line = if digest { format!("{}\n", received.sha256) } else { String::new() };
+                log.push(received);
+                send_bytes(wire, line.into_bytes(), 0, bytes).await?;
+                Ok(After::Close)
+            }
+            Self::Reset { waits, bytes } => {
+                if waits && wire.read(&mut [0]).await? > 0 {
+                    traffic.count_bytes_in(1);
+                }
+                send_bytes(wire, Vec::new(), 0, bytes).await?;
+                Ok(After::Reset)
+            }
+            Self::SendThenSink { .. } | Self::Silent => {
+                log.push(sink(wire, traffic).await?);
+                Ok(After::Close)
+            }
+            Self::Deaf => std::future::pending().await,
+        }
+    }
+}
+
+/// What a target received up to its peer's clean end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Received {
+    /// Number of bytes.
+    pub bytes: u64,
+    /// SHA-256 in lower-case hexadecimal.
+    pub sha256: String,
+}
+
+/// What the connections of a target received, in the order they ended.
+#[derive(Debug, Default)]
+pub(crate) struct ReceivedLog(Mutex<Vec<Received>>);
+
+impl ReceivedLog {
+    pub(crate) fn all(&self) -> Vec<Received> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn push(&self, received: Received) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(received);
+    }
+}
+
+async fn echo(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
+    let mut digest = Sha256::new();
+    let mut buf = vec![0; BUFFER_BYTES];
+    loop {
+        let n = wire.read(&mut buf).await?;
+        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else { break };
+        digest.update(data);
+        traffic.count_bytes_in(n);
+        wire.write_all(data).await?;
+        wire.flush().await?;
+    }
+    Ok(Received { bytes: digest.bytes(), sha256: digest.finish() })
+}
+
+async fn sink(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
+    let mut digest = Sha256::new();
+    let mut buf = vec![0; BUFFER_BYTES];
+    loop {
+        let n = wire.read(&mut buf).await?;
+        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else { break };
+        digest.update(data);
+        traffic.count_bytes_in(n);
+    }
+    Ok(Received { bytes: digest.bytes(), sha256: digest.finish() })
+}
+
+const BUFFER_BYTES: usize = 16 * 1024;

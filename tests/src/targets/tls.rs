@@ -1,0 +1,120 @@
+//! TLS of the stand-in targets.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
+use tokio_rustls::TlsAcceptor;
+
+/// A serving certificate with its key. Clients are asked for a certificate and may present any or none.
+#[derive(Debug, Clone)]
+pub struct TargetTls {
+    config: Arc<ServerConfig>,
+    certificate: CertificateDer<'static>,
+}
+
+impl TargetTls {
+    /// A new self-signed certificate for `names` (DNS names or IP addresses).
+    ///
+    /// # Errors
+    /// A name is neither.
+    pub fn self_signed(names: &[&str]) -> Result<Self> {
+        let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
+        let made = rcgen::generate_simple_self_signed(names).context("self-signed certificate")?;
+        let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
+        Self::new(vec![made.cert.into()], key.into())
+    }
+
+    /// A given chain and key in PEM.
+    ///
+    /// # Errors
+    /// One of them cannot be read, or they do not belong together.
+    pub fn from_pem(chain: &str, key: &str) -> Result<Self> {
+        let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>();
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).context("key of the target")?;
+        Self::new(chain.context("certificate of the target")?, key)
+    }
+
+    /// A given chain, leaf first, and key.
+    ///
+    /// # Errors
+    /// The chain is empty or the key is not that of the leaf.
+    #[expect(clippy::disallowed_methods, reason = "a target is not the tunnel and needs settings the tunnel must not have")]
+    pub fn new(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self> {
+        let certificate = chain.first().context("chain of the target is empty")?.clone();
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier = AnyClient(Arc::clone(&provider));
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .context("TLS versions of the target")?
+            .with_client_cert_verifier(Arc::new(verifier))
+            .with_single_cert(chain, key)
+            .context("certificate and key of the target")?;
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(Self { config: Arc::new(config), certificate })
+    }
+
+    /// Any other configuration; `certificate` is what [`Self::certificate`] returns.
+    pub fn from_config(config: Arc<ServerConfig>, certificate: CertificateDer<'static>) -> Self {
+        Self { config, certificate }
+    }
+
+    /// The leaf; when self-signed also the root to trust.
+    pub fn certificate(&self) -> &CertificateDer<'static> {
+        &self.certificate
+    }
+
+    pub(crate) fn acceptor(&self) -> TlsAcceptor {
+        TlsAcceptor::from(Arc::clone(&self.config))
+    }
+}
+
+/// Asks for a certificate and accepts each, as long as the client has its key.
+#[derive(Debug)]
+struct AnyClient(Arc<CryptoProvider>);
+
+impl ClientCertVerifier for AnyClient {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
