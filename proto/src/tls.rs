@@ -370,3 +370,9 @@ impl ServerCertVerifier for AnyServer {
         self.algorithms.supported_schemes()
     }
 }
+
+#[cfg(test)]
+pub(crate) mod test_ca;
+
+#[cfg(test)]
+mod tests;

@@ -20,12 +20,15 @@ use crate::wire::header::StreamHeader;
 
 #[cfg(test)]
 mod contract;
+pub mod control;
 #[cfg(any(test, feature = "test-util"))]
 pub mod memory;
 pub mod quic;
 mod stream;
 
-pub use stream::{IncomingStream, RawStream, Stream, StreamCut, Traffic, cause_in, read_frame};
+pub use stream::{
+    ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, cause_in, read_frame,
+};
 
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]

@@ -102,6 +102,24 @@ impl Traffic {
     }
 }
 
+/// Payload bytes of one stream, without its header and reply.
+#[derive(Debug, Default)]
+pub struct ByteCount {
+    received: AtomicU64,
+    sent: AtomicU64,
+}
+
+impl ByteCount {
+    /// Bytes received from the peer and sent to it so far.
+    #[must_use]
+    pub fn read(&self) -> (u64, u64) {
+        (
+            self.received.load(Ordering::Relaxed),
+            self.sent.load(Ordering::Relaxed),
+        )
+    }
+}
+
 /// A stream of a session, both halves. Dropping it before `shutdown` resets it.
 pub struct Stream {
     raw: Box<dyn RawStream>,
@@ -112,7 +130,7 @@ pub struct Stream {
     reply_waiters: [Option<Waker>; 2],
     read_ended: bool,
     shut_down: bool,
-    bytes: (u64, u64),
+    bytes: Arc<ByteCount>,
     traffic: Arc<Traffic>,
     attachment: Option<Box<dyn Send>>,
 }
@@ -162,7 +180,7 @@ impl Stream {
             reply_waiters: [None, None],
             read_ended: false,
             shut_down: false,
-            bytes: (0, 0),
+            bytes: Arc::default(),
             traffic,
             attachment: None,
         }
@@ -180,10 +198,10 @@ impl Stream {
         self.shut_down = true;
     }
 
-    /// Payload bytes received and sent so far.
+    /// The stream's running count, which may be kept beyond the stream (for its access record).
     #[must_use]
-    pub fn bytes(&self) -> (u64, u64) {
-        self.bytes
+    pub fn bytes(&self) -> Arc<ByteCount> {
+        self.bytes.clone()
     }
 
     /// Waits for the peer's reply and says which address it dialled (empty when it did not say). For openers;
@@ -314,7 +332,7 @@ impl AsyncRead for Stream {
         if count == 0 && out.remaining() > 0 {
             this.read_ended = true;
         }
-        this.bytes.0 += count;
+        this.bytes.received.fetch_add(count, Ordering::Relaxed);
         this.traffic.bytes_in.fetch_add(count, Ordering::Relaxed);
         Poll::Ready(Ok(()))
     }
@@ -330,7 +348,7 @@ impl AsyncWrite for Stream {
         if this.write_failure.is_none() {
             match ready!(Pin::new(&mut this.raw).poll_write(cx, data)) {
                 Ok(count) => {
-                    this.bytes.1 += count as u64;
+                    this.bytes.sent.fetch_add(count as u64, Ordering::Relaxed);
                     this.traffic
                         .bytes_out
                         .fetch_add(count as u64, Ordering::Relaxed);

@@ -1,0 +1,144 @@
+use rcgen::ExtendedKeyUsagePurpose;
+use rustls::{ClientConnection, ServerConnection};
+
+use super::test_ca::TestCa;
+use super::*;
+
+/// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.
+fn handshake(
+    client: &Arc<ClientConfig>,
+    server: &Arc<ServerConfig>,
+) -> Result<(ClientConnection, ServerConnection), String> {
+    let mut client = ClientConnection::new(client.clone(), "anything".try_into().unwrap()).unwrap();
+    let mut server = ServerConnection::new(server.clone()).unwrap();
+    for _ in 0..8 {
+        let mut wire = Vec::new();
+        while client.wants_write() {
+            client.write_tls(&mut wire).unwrap();
+        }
+        let mut wire = &wire[..];
+        while !wire.is_empty() {
+            server.read_tls(&mut wire).unwrap();
+        }
+        server
+            .process_new_packets()
+            .map_err(|error| format!("server: {error}"))?;
+        let mut wire = Vec::new();
+        while server.wants_write() {
+            server.write_tls(&mut wire).unwrap();
+        }
+        let mut wire = &wire[..];
+        while !wire.is_empty() {
+            client.read_tls(&mut wire).unwrap();
+        }
+        client
+            .process_new_packets()
+            .map_err(|error| format!("client: {error}"))?;
+    }
+    assert!(!client.is_handshaking() && !server.is_handshaking());
+    Ok((client, server))
+}
+
+fn agent() -> Role {
+    Role::Agent("worker-1".parse().unwrap())
+}
+
+#[test]
+fn only_agents_of_our_ca_get_a_session() {
+    let (ca, foreign) = (TestCa::new(), TestCa::new());
+    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let trust = || Trust::Roots(ca.roots());
+    assert!(handshake(&session_client(ca.key(&agent()), trust()).unwrap(), &server).is_ok());
+    let wrong: [(&str, Arc<CertifiedKey>); 5] = [
+        ("foreign CA", foreign.key(&agent())),
+        ("server's role", ca.key(&Role::Server)),
+        (
+            "agent's URI without the usage",
+            ca.leaf(
+                "culvert://agent/worker-1",
+                ExtendedKeyUsagePurpose::ServerAuth,
+            ),
+        ),
+        (
+            "server's URI with the agent's usage",
+            ca.leaf("culvert://server", ExtendedKeyUsagePurpose::ClientAuth),
+        ),
+        (
+            "no role",
+            ca.leaf("https://example.com", ExtendedKeyUsagePurpose::ClientAuth),
+        ),
+    ];
+    for (what, key) in wrong {
+        let failed = handshake(&session_client(key, trust()).unwrap(), &server);
+        assert!(
+            failed.is_err_and(|error| error.starts_with("server:")),
+            "{what} got in"
+        );
+    }
+    let mut without = ClientConfig::clone(&enroll_client(trust()).unwrap());
+    without.alpn_protocols = vec![ALPN_SESSION.to_vec()];
+    assert!(
+        handshake(&Arc::new(without), &server).is_err(),
+        "no certificate got in"
+    );
+}
+
+#[test]
+fn agent_talks_only_to_a_server_of_its_ca() {
+    let (ca, foreign) = (TestCa::new(), TestCa::new());
+    let pin = Trust::Pin(spki_sha256(&ca.root()).unwrap());
+    for trust in [Trust::Roots(ca.roots()), pin] {
+        let client = enroll_client(trust).unwrap();
+        assert!(handshake(&client, &enroll_server(ca.resolver(&Role::Server)).unwrap()).is_ok());
+        let door_leaf = ca.leaf("https://worker-1", ExtendedKeyUsagePurpose::ServerAuth);
+        for (what, server) in [
+            ("foreign CA", foreign.resolver(&Role::Server)),
+            ("agent's role", ca.resolver(&agent())),
+            (
+                "serving certificate of a door",
+                Arc::new(SingleCertAndKey::from(door_leaf)) as _,
+            ),
+        ] {
+            let failed = handshake(&client, &enroll_server(server).unwrap());
+            assert!(
+                failed.is_err_and(|error| error.starts_with("client:")),
+                "{what} was believed"
+            );
+        }
+    }
+}
+
+#[test]
+fn other_protocol_ids_fail_in_the_handshake() {
+    let ca = TestCa::new();
+    let client = enroll_client(Trust::Roots(ca.roots())).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    assert!(handshake(&client, &server).is_err());
+}
+
+#[test]
+fn sessions_are_never_resumed() {
+    let ca = TestCa::new();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    // A client that would resume if it were offered a ticket.
+    let mut eager =
+        ClientConfig::clone(&session_client(ca.key(&agent()), Trust::Roots(ca.roots())).unwrap());
+    eager.resumption = Resumption::in_memory_sessions(8);
+    let eager = Arc::new(eager);
+    for _ in 0..2 {
+        let (client, server) = handshake(&eager, &server).unwrap();
+        assert_eq!(client.handshake_kind(), Some(rustls::HandshakeKind::Full));
+        assert!(server.peer_certificates().is_some());
+        assert_eq!(client.tls13_tickets_received(), 0);
+    }
+}
+
+#[test]
+fn key_exchange_is_hybrid_post_quantum() {
+    let ca = TestCa::new();
+    let client = session_client(ca.key(&agent()), Trust::Roots(ca.roots())).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let (client, _server) = handshake(&client, &server).unwrap();
+    let group = client.negotiated_key_exchange_group().unwrap().name();
+    assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);
+}

@@ -1,0 +1,175 @@
+//! Control messages over a stream: both ends of a session use it once the control stream's header and reply are done.
+
+use std::io;
+
+use bytes::BytesMut;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+
+use super::Stream;
+use crate::wire::control::ControlMessage;
+use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
+
+/// Splits a control stream into its halves. The stream is dropped, and reset unless it was finished, when both are gone.
+#[must_use]
+pub fn split(stream: Stream) -> (ControlReader, ControlWriter) {
+    let (input, output) = tokio::io::split(stream);
+    let reader = ControlReader {
+        input,
+        buffer: BytesMut::new(),
+    };
+    (reader, ControlWriter { output })
+}
+
+/// Receives control messages.
+#[derive(Debug)]
+pub struct ControlReader {
+    input: ReadHalf<Stream>,
+    /// Bytes of messages that are not complete yet: what makes `receive` cancel-safe.
+    buffer: BytesMut,
+}
+
+impl ControlReader {
+    /// The next message, or `None` when the peer ended its half after a whole message. Cancel-safe.
+    ///
+    /// # Errors
+    /// When the stream was cut or refused, or `InvalidData` around [`FrameError`] when a message is too large or
+    /// malformed; `UnexpectedEof` when the half ends inside a message.
+    pub async fn receive(&mut self) -> io::Result<Option<ControlMessage>> {
+        loop {
+            let complete = frame::take(&mut self.buffer, CONTROL_MESSAGE_MAX).map_err(invalid)?;
+            if let Some(message) = complete {
+                return ControlMessage::decode(&message).map(Some).map_err(invalid);
+            }
+            if self.input.read_buf(&mut self.buffer).await? == 0 {
+                return if self.buffer.is_empty() {
+                    Ok(None)
+                } else {
+                    Err(io::ErrorKind::UnexpectedEof.into())
+                };
+            }
+        }
+    }
+}
+
+/// Sends control messages.
+#[derive(Debug)]
+pub struct ControlWriter {
+    output: WriteHalf<Stream>,
+}
+
+impl ControlWriter {
+    /// Sends one message. Not cancel-safe: dropped early, a part of the message may be on its way.
+    ///
+    /// # Errors
+    /// When the stream was cut or refused, or the message is too large.
+    pub async fn send(&mut self, message: &ControlMessage) -> io::Result<()> {
+        let mut buffer = BytesMut::new();
+        message.encode(&mut buffer).map_err(invalid)?;
+        self.output.write_all(&buffer).await?;
+        self.output.flush().await
+    }
+
+    /// Ends the sent half after the last message; ready when the peer has all of it. Cancel-safe.
+    ///
+    /// # Errors
+    /// When the stream was cut or refused.
+    pub async fn finish(&mut self) -> io::Result<()> {
+        self.output.shutdown().await
+    }
+}
+
+fn invalid(error: FrameError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, SystemTime};
+
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+    use crate::identity::{PeerIdentity, Role};
+    use crate::transport::memory;
+    use crate::wire::header::{StreamHeader, StreamKind};
+
+    const LONG: Duration = Duration::from_secs(5);
+
+    /// The halves at the opener and at the acceptor, and what keeps the sessions alive.
+    async fn control_stream() -> (
+        (ControlReader, ControlWriter),
+        (ControlReader, ControlWriter),
+        impl Sized,
+    ) {
+        let server = PeerIdentity {
+            role: Role::Server,
+            not_after: SystemTime::now(),
+        };
+        let (first, second) = memory::pair(server.clone(), server);
+        let header = StreamHeader::new(StreamKind::Control {
+            version_min: 1,
+            version_max: 1,
+        });
+        let opened = first.open(&header, LONG).await.unwrap();
+        let incoming = second.accept().await.unwrap();
+        let (_, mut accepted) = incoming.header(Instant::now() + LONG).await.unwrap();
+        accepted.accept("").await.unwrap();
+        (split(opened), split(accepted), (first, second))
+    }
+
+    #[tokio::test]
+    async fn messages_arrive_in_order_and_the_end_is_told() {
+        let (mut server, mut agent, _sessions) = control_stream().await;
+        let bye = ControlMessage::Bye("stopping".into());
+        agent.1.send(&ControlMessage::Withdraw).await.unwrap();
+        agent.1.send(&bye).await.unwrap();
+        agent.1.finish().await.unwrap();
+        assert_eq!(
+            server.0.receive().await.unwrap(),
+            Some(ControlMessage::Withdraw)
+        );
+        assert_eq!(server.0.receive().await.unwrap(), Some(bye));
+        assert_eq!(server.0.receive().await.unwrap(), None);
+        let drain = ControlMessage::Drain(LONG);
+        server.1.send(&drain).await.unwrap();
+        assert_eq!(agent.0.receive().await.unwrap(), Some(drain));
+    }
+
+    #[tokio::test]
+    async fn cancelled_receive_loses_no_bytes() {
+        let (mut server, mut agent, _sessions) = control_stream().await;
+        let mut bytes = BytesMut::new();
+        ControlMessage::Bye("in two parts".into())
+            .encode(&mut bytes)
+            .unwrap();
+        let (head, tail) = bytes.split_at(5);
+        agent.1.output.write_all(head).await.unwrap();
+        timeout(Duration::from_millis(20), server.0.receive())
+            .await
+            .unwrap_err();
+        agent.1.output.write_all(tail).await.unwrap();
+        assert_eq!(
+            server.0.receive().await.unwrap(),
+            Some(ControlMessage::Bye("in two parts".into()))
+        );
+    }
+
+    #[tokio::test]
+    async fn message_above_the_cap_or_cut_short_is_an_error() {
+        let (mut server, mut agent, _sessions) = control_stream().await;
+        agent.1.output.write_all(&[0xff, 0xff, 0x7f]).await.unwrap();
+        let error = server.0.receive().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+
+        let (mut server, mut agent, _sessions) = control_stream().await;
+        agent.1.output.write_all(&[9, 1]).await.unwrap();
+        agent.1.finish().await.unwrap();
+        let error = server.0.receive().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+
+        let (mut server, agent, _sessions) = control_stream().await;
+        drop(agent);
+        let error = server.0.receive().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    }
+}
