@@ -1,1 +1,26 @@
-//! Placeholder while the workspace resolves.
+//! Culvert's cloud side: accepts agents and passes requests for edge nodes to them.
+//!
+//! The way of a request: [`ingress`] (a door accepts, hyper reads the head) → [`ingress::target`] with [`routes`] and
+//! [`policy`] (which node, which port) → [`registry`] (the node's session opens a stream) → the agent.
+//! The way of an agent: [`acceptor`] (handshake, or [`enroll`]) → [`session`] (admission, control stream) → [`registry`].
+//! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]).
+//! Operators speak to a running server through [`admin`], with the verbs in [`verbs`].
+
+pub mod acceptor;
+pub mod admin;
+pub mod app;
+pub mod cli;
+pub mod config;
+pub mod data;
+pub mod enroll;
+pub mod ingress;
+pub mod issuer;
+pub mod metrics;
+pub mod nodes;
+pub mod policy;
+pub mod registry;
+pub mod routes;
+pub mod session;
+pub mod status;
+pub mod tokens;
+pub mod verbs;

@@ -3,13 +3,14 @@
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fmt::Write as _;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
-use http_body_util::Full;
+use http_body_util::{BodyExt, Empty, Full, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -24,6 +25,8 @@ use super::shutdown::Shutdown;
 const CONNECTIONS_MAX: usize = 64;
 /// A caller must send its request head within this time.
 const HEAD_LIMIT: Duration = Duration::from_secs(5);
+/// Longest answer that [`get`] takes.
+const ANSWER_MAX_BYTES: usize = 1024 * 1024;
 /// Pause after an accept error such as "too many open files", so that the loop does not spin.
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -185,6 +188,45 @@ pub fn json(status: StatusCode, value: &serde_json::Value) -> Answer {
     answer
 }
 
+/// Asks the meta port at `address` for `path`, within 5 s. Cancel-safe.
+///
+/// # Errors
+/// When there is no answer, or none that is plain text of at most 1 MiB.
+pub async fn get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
+    tokio::time::timeout(HEAD_LIMIT, ask(address, path))
+        .await
+        .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
+}
+
+async fn ask(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
+    let socket = TcpStream::connect(address).await?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
+        .await
+        .map_err(io::Error::other)?;
+    let request = Request::get(path)
+        .header(http::header::HOST, address.to_string())
+        .body(Empty::<Bytes>::new())
+        .map_err(io::Error::other)?;
+    let exchange = async move {
+        let answer = sender
+            .send_request(request)
+            .await
+            .map_err(io::Error::other)?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), ANSWER_MAX_BYTES)
+            .collect()
+            .await
+            .map_err(io::Error::other)?;
+        Ok((
+            status,
+            String::from_utf8_lossy(&body.to_bytes()).into_owned(),
+        ))
+    };
+    // The connection ends with its sender; what it says is in the exchange's result.
+    let (answered, _connection_over) = tokio::join!(exchange, connection);
+    answered
+}
+
 /// Readiness by named blocks: the process is ready when no block is held.
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<ReadinessState>>);
@@ -243,6 +285,24 @@ impl Drop for ReadinessBlock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn readiness_is_answered_and_can_be_asked_for() {
+        let (readiness, shutdown) = (Readiness::default(), Shutdown::new());
+        let block = readiness.block("session");
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        Meta::new(readiness, Registry::default()).start(listener, &shutdown);
+        let (status, body) = get(address, "/readyz?verbose").await.unwrap();
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(body, "[-] session\nnot ready\n");
+        drop(block);
+        let (status, body) = get(address, "/readyz").await.unwrap();
+        assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));
+        assert_eq!(get(address, "/x").await.unwrap().0, StatusCode::NOT_FOUND);
+        shutdown.finish().await;
+        assert!(get(address, "/readyz").await.is_err());
+    }
 
     #[test]
     fn readiness_waits_for_every_block() {

@@ -42,51 +42,6 @@ impl<T> Layer for Vec<T> {
     }
 }
 
-/// A setting as somebody wrote it. In YAML a plain number or boolean is taken for its text, so that `9100` and
-/// `"9100, 9200"` are both port lists.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Text(pub String);
-
-impl std::str::FromStr for Text {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(Self(text.to_owned()))
-    }
-}
-
-impl<'de> serde::Deserialize<'de> for Text {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Scalar;
-
-        impl serde::de::Visitor<'_> for Scalar {
-            type Value = Text;
-
-            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                formatter.write_str("a text, number or boolean")
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Text, E> {
-                Ok(Text(text.to_owned()))
-            }
-
-            fn visit_u64<E>(self, number: u64) -> Result<Text, E> {
-                Ok(Text(number.to_string()))
-            }
-
-            fn visit_i64<E>(self, number: i64) -> Result<Text, E> {
-                Ok(Text(number.to_string()))
-            }
-
-            fn visit_bool<E>(self, value: bool) -> Result<Text, E> {
-                Ok(Text(value.to_string()))
-            }
-        }
-
-        deserializer.deserialize_any(Scalar)
-    }
-}
-
 /// Collects all mistakes of a configuration, so that a person sees them at once.
 #[derive(Debug, Default)]
 pub struct Mistakes(Vec<String>);

@@ -64,7 +64,6 @@ impl Shutdown {
     }
 
     /// Keeps a drain waiting for as long as it lives.
-    #[must_use]
     pub fn work_token(&self) -> TaskTrackerToken {
         self.work.token()
     }

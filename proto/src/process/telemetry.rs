@@ -78,6 +78,8 @@ pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> 
             let layer = fmt::layer()
                 .json()
                 .flatten_event(true)
+                // Events have a field of that name: what a request was for.
+                .with_target(false)
                 .with_current_span(true)
                 .with_span_list(false);
             registry

@@ -161,7 +161,7 @@ impl Session for MemorySession {
             .await
             .ok()
             .and_then(|reason| reason.clone());
-        self.reason(ended.unwrap_or((2, CloseCode::Dead, "gone".into())))
+        self.reason(ended.unwrap_or_else(|| (2, CloseCode::Dead, "gone".into())))
     }
 
     fn peer(&self) -> &PeerIdentity {

@@ -1,0 +1,331 @@
+//! The admin socket: what the command-line verbs ask of a running server, as HTTP/1.1 with JSON on a Unix socket that
+//! only the server's user can open.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use serde::Serialize;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+use tracing::{debug, info, warn};
+use tunnel_proto::process::meta::{ACCEPT_PAUSE, Answer, json, text};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::data::DataDir;
+use crate::issuer::LocalCa;
+use crate::nodes::KnownNodes;
+use crate::tokens::{CreateTokenError, TokenStore};
+
+mod client;
+mod command;
+mod message;
+
+pub use client::{AdminClient, AdminError};
+pub use command::{AgentCommand, agent_command};
+pub use message::{CreateToken, CreatedToken, Problem};
+
+/// What the admin socket gives access to.
+#[derive(Clone)]
+pub struct AdminState {
+    /// The CA.
+    pub ca: Arc<LocalCa>,
+    /// The join tokens.
+    pub tokens: Arc<TokenStore>,
+    /// The known nodes.
+    pub nodes: Arc<KnownNodes>,
+    /// The list of nodes as the meta endpoint gives it.
+    pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
+    /// Addresses that agents should dial, HOST:PORT.
+    pub advertised: Vec<String>,
+}
+
+impl fmt::Debug for AdminState {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("AdminState")
+            .field("advertised", &self.advertised)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Serves the admin socket of a data directory until `stop`, then removes it. A socket that a dead server left behind
+/// is replaced. To be called within a runtime.
+///
+/// # Errors
+/// When another server answers there, or the socket cannot be made, with its path.
+pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
+    let path = dir.admin_socket();
+    let (listener, socket) = bind(dir, &path)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+    let state = Arc::new(state);
+    let tasks = shutdown.clone();
+    shutdown.spawn_service(async move {
+        let _removed_at_the_end = socket;
+        let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        while let Ok(permit) = permits.clone().acquire_owned().await {
+            match listener.accept().await {
+                Ok((socket, _peer)) => {
+                    let state = state.clone();
+                    tasks.spawn_service(async move {
+                        serve(state, socket).await;
+                        drop(permit);
+                    });
+                }
+                Err(error) => {
+                    warn!(%error, listener = "admin", "cannot accept connections");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Binds beside the final name and moves the socket there when it is private, so that it never exists with another
+/// mode.
+fn bind(dir: &DataDir, path: &Path) -> io::Result<(UnixListener, SocketFile)> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            let problem = "is not a socket; remove it";
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+        }
+        Ok(_socket) => match std::os::unix::net::UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
+            Err(error) => return Err(error),
+            Ok(_answered) => {
+                let problem = "another tunnel-server runs with this data directory";
+                return Err(io::Error::new(io::ErrorKind::AddrInUse, problem));
+            }
+        },
+    }
+    let fresh = dir.path().join("admin.new");
+    let _nothing_left_over = fs::remove_file(&fresh);
+    let listener = UnixListener::bind(&fresh)?;
+    fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
+    fs::rename(&fresh, path)?;
+    Ok((listener, SocketFile(path.to_owned())))
+}
+
+/// Removes the socket when the server ends.
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _best_effort = fs::remove_file(&self.0);
+    }
+}
+
+async fn serve(state: Arc<AdminState>, socket: UnixStream) {
+    let service = service_fn(async |request| {
+        let answered = answer(&state, request).await;
+        Ok::<_, Infallible>(answered.unwrap_or_else(Refusal::into_answer))
+    });
+    let mut server = hyper::server::conn::http1::Builder::new();
+    server
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_LIMIT);
+    if let Err(error) = server.serve_connection(TokioIo::new(socket), service).await {
+        debug!(%error, "admin connection ended");
+    }
+}
+
+async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<Answer, Refusal> {
+    let path = request.uri().path().to_owned();
+    let segments: Vec<&str> = path.split('/').skip(1).collect();
+    match (request.method().as_str(), &segments[..]) {
+        ("GET", ["tokens"]) => {
+            let tokens = blocking(state, |state| state.tokens.list(SystemTime::now())).await?;
+            value(StatusCode::OK, &tokens)
+        }
+        ("POST", ["tokens"]) => {
+            let wish = read(request).await?;
+            let created = blocking(state, |state| create_token(&state, wish)).await??;
+            value(StatusCode::CREATED, &created)
+        }
+        ("DELETE", ["tokens", id]) => {
+            let id = (*id).to_owned();
+            let revoked = blocking(state, move |state| {
+                let found = state.tokens.revoke(&id, SystemTime::now());
+                found.map(|found| (found, id))
+            });
+            match revoked.await? {
+                Ok((true, token)) => {
+                    info!(token, "join token revoked");
+                    Ok(text(StatusCode::NO_CONTENT, ""))
+                }
+                Ok((false, id)) => Err(Refusal::not_found(format!("no token has the id {id}"))),
+                Err(error) => Err(Refusal::internal(&error)),
+            }
+        }
+        ("GET", ["nodes"]) => value(StatusCode::OK, &(state.status)()),
+        ("DELETE", ["nodes", name]) => {
+            let node = name
+                .parse()
+                .map_err(|error| Refusal::bad(format!("{name:?}: {error}")))?;
+            blocking(state, move |state| forget_node(&state, &node)).await??;
+            Ok(text(StatusCode::NO_CONTENT, ""))
+        }
+        ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
+        (_, ["tokens" | "nodes" | "ca", ..]) => Err(Refusal {
+            status: StatusCode::METHOD_NOT_ALLOWED,
+            problem: format!("{} {path} is not offered", method(request.method())),
+        }),
+        _ => Err(Refusal::not_found(format!("{path} is not offered"))),
+    }
+}
+
+/// Makes a token, and its node known. Blocks the thread.
+fn create_token(state: &AdminState, wish: CreateToken) -> Result<CreatedToken, Refusal> {
+    let ttl = Duration::from_secs(wish.ttl_seconds);
+    let now = SystemTime::now();
+    let token = state
+        .tokens
+        .create(
+            &wish.node,
+            ttl,
+            wish.ips.clone(),
+            state.ca.spki_sha256(),
+            now,
+        )
+        .map_err(|error| match error {
+            CreateTokenError::Life => Refusal::bad(error.to_string()),
+            CreateTokenError::File(_) | CreateTokenError::Parts(_) => Refusal::internal(&error),
+        })?;
+    state.nodes.record(&wish.node, &wish.ips);
+    state
+        .nodes
+        .save()
+        .map_err(|error| Refusal::internal(&error))?;
+    info!(agent = %wish.node, token = token.id(), "join token created");
+    Ok(CreatedToken::new(
+        &token,
+        &wish.node,
+        now + ttl,
+        &state.advertised,
+    ))
+}
+
+/// Forgets a node that is not connected. Blocks the thread.
+fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), Refusal> {
+    let is_connected = (state.status)()
+        .iter()
+        .any(|status| status["node"] == node.as_str() && status["connected"] == true);
+    if is_connected {
+        return Err(Refusal {
+            status: StatusCode::CONFLICT,
+            problem: format!("{node} is connected; stop its agent first"),
+        });
+    }
+    if !state.nodes.forget(node) {
+        return Err(Refusal::not_found(format!("no node is called {node}")));
+    }
+    info!(agent = %node, "node forgotten");
+    state
+        .nodes
+        .save()
+        .map_err(|error| Refusal::internal(&error))
+}
+
+/// Runs what touches files off the runtime's own threads.
+async fn blocking<T: Send + 'static>(
+    state: &Arc<AdminState>,
+    work: impl FnOnce(Arc<AdminState>) -> T + Send + 'static,
+) -> Result<T, Refusal> {
+    let state = state.clone();
+    tokio::task::spawn_blocking(move || work(state))
+        .await
+        .map_err(|panic| Refusal::internal(&panic))
+}
+
+async fn read<T: serde::de::DeserializeOwned>(request: Request<Incoming>) -> Result<T, Refusal> {
+    let body = Limited::new(request.into_body(), BODY_MAX_BYTES)
+        .collect()
+        .await
+        .map_err(|error| Refusal::bad(format!("cannot read the request: {error}")))?;
+    serde_json::from_slice(&body.to_bytes())
+        .map_err(|error| Refusal::bad(format!("cannot read the request: {error}")))
+}
+
+fn value(status: StatusCode, value: &impl Serialize) -> Result<Answer, Refusal> {
+    match serde_json::to_value(value) {
+        Ok(value) => Ok(json(status, &value)),
+        Err(error) => Err(Refusal::internal(&error)),
+    }
+}
+
+/// The method, if it is one that a person may have meant; others are not repeated.
+fn method(method: &Method) -> &str {
+    let known = [
+        Method::GET,
+        Method::POST,
+        Method::PUT,
+        Method::DELETE,
+        Method::HEAD,
+    ];
+    if known.contains(method) {
+        method.as_str()
+    } else {
+        "this method on"
+    }
+}
+
+/// An answer that says no.
+struct Refusal {
+    status: StatusCode,
+    problem: String,
+}
+
+impl Refusal {
+    fn bad(problem: String) -> Self {
+        Self {
+            status: StatusCode::BAD_REQUEST,
+            problem,
+        }
+    }
+
+    fn not_found(problem: String) -> Self {
+        Self {
+            status: StatusCode::NOT_FOUND,
+            problem,
+        }
+    }
+
+    fn internal(error: &dyn std::error::Error) -> Self {
+        warn!(%error, "admin request failed");
+        Self {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            problem: error.to_string(),
+        }
+    }
+
+    fn into_answer(self) -> Answer {
+        let problem = Problem {
+            error: self.problem,
+        };
+        json(self.status, &serde_json::json!(problem))
+    }
+}
+
+/// Connections at once; more wait. Verbs make one each.
+const CONNECTIONS_MAX: usize = 16;
+/// A caller must send its request head within this time.
+const HEAD_LIMIT: Duration = Duration::from_secs(5);
+/// Largest request; a token with a hundred addresses is a few KiB.
+const BODY_MAX_BYTES: usize = 64 * 1024;
+
+#[cfg(test)]
+mod tests;

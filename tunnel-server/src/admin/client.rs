@@ -1,0 +1,201 @@
+//! The verbs' side of the admin socket.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use tunnel_proto::wire::name::NodeName;
+
+use super::{CreateToken, CreatedToken, Problem};
+use crate::data::DataDir;
+use crate::status::NodeStatus;
+use crate::tokens::TokenInfo;
+
+/// Talks to the server that runs with a data directory. Each call makes a connection of its own.
+#[derive(Debug, Clone)]
+pub struct AdminClient {
+    path: PathBuf,
+}
+
+/// Why the running server did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum AdminError {
+    /// Its socket cannot be opened.
+    #[error("cannot reach the running server at {0}")]
+    Reach(PathBuf, #[source] io::Error),
+    /// The connection broke.
+    #[error("the connection to the running server broke")]
+    Broken(#[source] hyper::Error),
+    /// The answer did not come in time.
+    #[error("the running server gave no answer in {} s", ANSWER_LIMIT.as_secs())]
+    Timeout,
+    /// The answer cannot be read, or is larger than any of ours.
+    #[error("cannot read the answer of the running server: {0}")]
+    Answer(String),
+    /// It says no.
+    #[error("{problem}")]
+    Refused {
+        /// The HTTP status.
+        status: StatusCode,
+        /// Its reason.
+        problem: String,
+    },
+}
+
+impl AdminError {
+    /// Whether what was asked for does not exist.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::Refused { status, .. } if *status == StatusCode::NOT_FOUND)
+    }
+}
+
+impl AdminClient {
+    /// Finds the running server; `None` when there is none.
+    ///
+    /// # Errors
+    /// [`AdminError::Reach`] when there is a socket that may not be opened.
+    pub async fn connect(dir: &DataDir) -> Result<Option<Self>, AdminError> {
+        let path = dir.admin_socket();
+        match UnixStream::connect(&path).await {
+            Ok(_socket) => Ok(Some(Self { path })),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                ) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(AdminError::Reach(path, error)),
+        }
+    }
+
+    /// Makes a join token.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn create_token(&self, wish: &CreateToken) -> Result<CreatedToken, AdminError> {
+        let body =
+            serde_json::to_vec(wish).map_err(|error| AdminError::Answer(error.to_string()))?;
+        parse(&self.call(Method::POST, "/tokens", body).await?)
+    }
+
+    /// All join tokens.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn tokens(&self) -> Result<Vec<TokenInfo>, AdminError> {
+        parse(&self.call(Method::GET, "/tokens", Vec::new()).await?)
+    }
+
+    /// Takes a token back. Says whether there is one of this id.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn revoke_token(&self, id: &str) -> Result<bool, AdminError> {
+        let is_plain = !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        if !is_plain {
+            return Ok(false);
+        }
+        self.delete(&format!("/tokens/{id}")).await
+    }
+
+    /// All known nodes.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn nodes(&self) -> Result<Vec<NodeStatus>, AdminError> {
+        parse(&self.call(Method::GET, "/nodes", Vec::new()).await?)
+    }
+
+    /// Forgets a node that is not connected. Says whether it was known.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {
+        self.delete(&format!("/nodes/{node}")).await
+    }
+
+    /// The CA's certificate as PEM.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn ca(&self) -> Result<String, AdminError> {
+        let body = self.call(Method::GET, "/ca", Vec::new()).await?;
+        String::from_utf8(body.to_vec()).map_err(|error| AdminError::Answer(error.to_string()))
+    }
+
+    async fn delete(&self, path: &str) -> Result<bool, AdminError> {
+        match self.call(Method::DELETE, path, Vec::new()).await {
+            Ok(_empty) => Ok(true),
+            Err(error) if error.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn call(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Bytes, AdminError> {
+        tokio::time::timeout(ANSWER_LIMIT, self.exchange(method, path, body))
+            .await
+            .map_err(|_elapsed| AdminError::Timeout)?
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<Bytes, AdminError> {
+        let socket = UnixStream::connect(&self.path)
+            .await
+            .map_err(|error| AdminError::Reach(self.path.clone(), error))?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
+            .await
+            .map_err(AdminError::Broken)?;
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(http::header::HOST, "tunnel-server")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| AdminError::Answer(error.to_string()))?;
+        let exchange = async move {
+            let answer = sender
+                .send_request(request)
+                .await
+                .map_err(AdminError::Broken)?;
+            let status = answer.status();
+            let body = Limited::new(answer.into_body(), ANSWER_MAX_BYTES)
+                .collect()
+                .await
+                .map_err(|error| AdminError::Answer(error.to_string()))?;
+            // The connection ends with its sender.
+            drop(sender);
+            Ok((status, body.to_bytes()))
+        };
+        let (answered, _connection_ended) = tokio::join!(exchange, connection);
+        let (status, body) = answered?;
+        if status.is_success() {
+            return Ok(body);
+        }
+        let problem = serde_json::from_slice::<Problem>(&body).map_or_else(
+            |_not_ours| format!("the running server answered {status}"),
+            |problem| problem.error,
+        );
+        Err(AdminError::Refused { status, problem })
+    }
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, AdminError> {
+    serde_json::from_slice(body).map_err(|error| AdminError::Answer(error.to_string()))
+}
+
+/// A busy disk may need seconds.
+const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+/// Largest answer; a list of 10,000 nodes is about 4 MiB.
+const ANSWER_MAX_BYTES: usize = 64 * 1024 * 1024;

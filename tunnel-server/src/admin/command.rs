@@ -1,0 +1,89 @@
+//! The command that starts an agent with a new token.
+
+use std::fmt;
+use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+
+use tunnel_proto::wire::PORT_AGENTS;
+use tunnel_proto::wire::name::NodeName;
+
+/// A command line for the edge host.
+#[derive(Clone, PartialEq, Eq)]
+pub struct AgentCommand {
+    /// The command, with the token's secret.
+    pub command: String,
+    /// What to check about it.
+    pub hint: Option<String>,
+}
+
+impl fmt::Debug for AgentCommand {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("AgentCommand")
+            .field("hint", &self.hint)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The command for a node and a token. Without advertised addresses it names the address that this host would use
+/// towards others, and says so.
+#[must_use]
+pub fn agent_command(advertised: &[String], node: &NodeName, token: &str) -> AgentCommand {
+    let mut hint = None;
+    let mut command = "tunnel-agent run".to_owned();
+    if advertised.is_empty() {
+        let host = primary_address().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let address = SocketAddr::new(host, PORT_AGENTS);
+        let _infallible = write!(command, " --server {address}");
+        hint = Some(format!(
+            "{address} is a guess; start tunnel-server with --advertise HOST:PORT to have the right address here"
+        ));
+    }
+    for address in advertised {
+        let _infallible = write!(command, " --server {address}");
+    }
+    let _infallible = write!(command, " --node-name {node} --token {token}");
+    AgentCommand { command, hint }
+}
+
+/// The address of the default route. Connecting a UDP socket sends nothing.
+fn primary_address() -> Option<IpAddr> {
+    let towards = |own: IpAddr, other: IpAddr| {
+        let socket = UdpSocket::bind((own, 0)).ok()?;
+        socket.connect((other, 9)).ok()?;
+        let address = socket.local_addr().ok()?.ip();
+        (!address.is_unspecified() && !address.is_loopback()).then_some(address)
+    };
+    // Addresses of documentation (RFC 5737, RFC 3849): only the default route leads there.
+    towards(
+        Ipv4Addr::UNSPECIFIED.into(),
+        Ipv4Addr::new(192, 0, 2, 1).into(),
+    )
+    .or_else(|| {
+        towards(
+            Ipv6Addr::UNSPECIFIED.into(),
+            Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into(),
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_names_every_advertised_address_or_hints_at_the_flag() {
+        let node = "worker-1".parse().unwrap();
+        let advertised = ["a.example:443".to_owned(), "[2001:db8::1]:10262".to_owned()];
+        let agent = agent_command(&advertised, &node, "TOKEN");
+        assert_eq!(
+            agent.command,
+            "tunnel-agent run --server a.example:443 --server [2001:db8::1]:10262 --node-name worker-1 --token TOKEN"
+        );
+        assert_eq!(agent.hint, None);
+        assert!(!format!("{agent:?}").contains("TOKEN"));
+        let guess = agent_command(&[], &node, "TOKEN");
+        assert!(guess.command.contains(":10262 --node-name worker-1"));
+        assert!(guess.hint.unwrap().contains("--advertise"));
+    }
+}

@@ -1,0 +1,110 @@
+//! The command line: verbs, flags and their help.
+
+use std::path::PathBuf;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::config::RawConfig;
+use crate::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
+
+/// Culvert's cloud side: accepts agents and passes requests for edge nodes to them
+///
+/// Agents connect to port 10262. Callers reach a node by its name: through the plain door (10264), the TLS door (10263),
+/// extra ports bound with --proxy-port-listen, or TCP services of the configuration file.
+#[derive(Debug, Parser)]
+#[command(name = "tunnel-server", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// What the binary can do.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Run the server until SIGTERM or SIGINT; a second signal stops at once
+    ///
+    /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
+    /// a key of the file (same words, camelCase): --http-listen is httpListen. The file alone also has the sections
+    /// `services:` and `limits:`.
+    Run(Box<Source>),
+    /// Load the configuration as `run` would, print all mistakes at once, and exit
+    CheckConfig(Box<Source>),
+    /// Create, list and revoke join tokens
+    #[command(subcommand)]
+    Token(TokenVerb),
+    /// List known and connected nodes, or forget one
+    Nodes(NodesArgs),
+    /// Print the CA certificate that the doors' certificates chain to
+    Ca(CaArgs),
+    /// Ask a running server on this host whether it is ready: exit code 0 or 1
+    ///
+    /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].
+    Healthcheck(HealthcheckArgs),
+    /// Print the completion script of a shell
+    Completion {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Print the version
+    Version,
+}
+
+/// Where settings come from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Source {
+    /// Configuration file (YAML)
+    #[arg(long, env = "TUNNEL_SERVER_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Flags and variables.
+    #[command(flatten)]
+    pub settings: RawConfig,
+}
+
+/// The command with all its flags, for completion and the generated reference.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+const AFTER_HELP: &str = "\
+A first node:
+  tunnel-server run --http-proxy-ports 9100
+  tunnel-server token create --node worker-1        # prints the command to run on the node
+  curl -H 'Host: worker-1:9100' http://127.0.0.1:10264/metrics
+
+Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke.";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_is_consistent_and_every_flag_of_run_is_explained_and_has_its_variable() {
+        command().debug_assert();
+        let run = command();
+        let run = run.find_subcommand("run").unwrap();
+        for flag in run.get_arguments() {
+            assert!(flag.get_help().is_some(), "{}", flag.get_id());
+            let variable = flag.get_env().unwrap().to_string_lossy().into_owned();
+            assert_eq!(
+                variable,
+                format!("TUNNEL_SERVER_{}", flag.get_id().as_str().to_uppercase())
+            );
+        }
+    }
+
+    #[test]
+    fn verbs_keep_their_own_description() {
+        let command = command();
+        for (verb, begin) in [
+            ("run", "Run the server"),
+            ("check-config", "Load the"),
+            ("nodes", "List known"),
+        ] {
+            let about = command.find_subcommand(verb).unwrap().get_about();
+            assert!(about.unwrap().to_string().starts_with(begin), "{about:?}");
+        }
+    }
+}

@@ -1,0 +1,590 @@
+//! Configuration: what may be written (`RawConfig`: flags, environment, YAML) and what it means (`Config`).
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use serde::Deserialize;
+use tracing::level_filters::LevelFilter;
+use tunnel_proto::process::settings::{ConfigError, Mistakes, PortSet};
+use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::wire::header::Target;
+use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS, PORT_SERVER_META};
+
+use crate::ingress::service::Service;
+use crate::ingress::target::Destination;
+use crate::policy::PortPolicy;
+
+mod limits;
+
+pub use limits::{LIMITS, Limits, RawLimits};
+
+/// Where the server keeps its state unless told otherwise.
+pub const DATA_DIR: &str = "/var/lib/tunnel-server";
+/// Prefix of the environment variables.
+pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
+/// Extra ports that may be bound; a range typed by mistake must not open thousands of sockets.
+const EXTRA_PORTS_MAX: usize = 64;
+
+tunnel_proto::layered! {
+    /// Settings as written. Each is a flag, an environment variable and a key of the YAML file.
+    #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
+    #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+    pub struct RawConfig {
+        /// Directory of the CA, tokens, known nodes and keys [default: /var/lib/tunnel-server]
+        #[arg(long, value_name = "DIR", env = "TUNNEL_SERVER_DATA_DIR")]
+        pub data_dir: Option<String>,
+        /// Where agents connect: UDP for sessions, TCP for enrolment [default: [::]:10262, or 0.0.0.0:10262 without IPv6]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_AGENT_LISTEN")]
+        pub agent_listen: Option<String>,
+        /// TLS door for callers; their TLS ends here and goes on to https targets. "off" turns it off
+        /// [default: [::]:10263 when every caller needs a certificate of --client-ca, else 127.0.0.1:10263]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTPS_LISTEN")]
+        pub https_listen: Option<String>,
+        /// Plain HTTP door for callers, for http targets. "off" turns it off [default: 127.0.0.1:10264]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN")]
+        pub http_listen: Option<String>,
+        /// /livez, /readyz, /metrics, and /nodes for loopback callers [default: 127.0.0.1:10265]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
+        pub meta_listen: Option<String>,
+        /// Allow doors, proxy ports and services on other than loopback addresses without client authentication:
+        /// whoever reaches them reaches the nodes' allowed ports
+        #[arg(
+            long, env = "TUNNEL_SERVER_ALLOW_UNAUTHENTICATED", num_args = 0..=1, default_missing_value = "true",
+            require_equals = true, value_name = "BOOL"
+        )]
+        pub allow_unauthenticated: Option<String>,
+        /// What agents should dial, HOST:PORT; repeatable [default: this host's addresses with the port of --agent-listen]
+        #[arg(long, value_name = "HOST:PORT", env = "TUNNEL_SERVER_ADVERTISE", value_delimiter = ',')]
+        pub advertise: Vec<String>,
+        /// Ports of http targets on the nodes, beside 10250 and 10255, as in "9100, 9256"
+        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTP_PROXY_PORTS")]
+        pub http_proxy_ports: Option<String>,
+        /// Ports of https targets on the nodes; wins for a port that is in both lists
+        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTPS_PROXY_PORTS")]
+        pub https_proxy_ports: Option<String>,
+        /// Ports that agents dial on the loopback of the node [default: "10266, 10267"]
+        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS")]
+        pub localhost_proxy_ports: Option<String>,
+        /// Also listen on every port of the two lists, on this host: HTTP ports behave as the plain door, HTTPS ports
+        /// as the TLS door, and the port is implied when Host has none. "off" turns it off [default: the host of each
+        /// door]
+        #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN")]
+        pub proxy_port_listen: Option<String>,
+        /// Serving certificate chain of the TLS door, PEM [default: issued by the local CA, by the requested name]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_CERT_FILE")]
+        pub https_cert_file: Option<String>,
+        /// Its private key, PEM
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
+        pub https_key_file: Option<String>,
+        /// Certificates of callers on the TLS door: none, request or require [default: request]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
+        pub https_client_auth: Option<String>,
+        /// CA of callers' certificates, PEM; without it none is asked for
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
+        pub client_ca: Option<String>,
+        /// Read nodes and ports from Kubernetes: auto, on or off [default: auto]. This build has no Kubernetes support:
+        /// auto runs standalone, on is refused
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_KUBERNETES")]
+        pub kubernetes: Option<String>,
+        /// After SIGTERM, how long running requests may take to end [default: 30s]
+        #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
+        pub drain_timeout: Option<String>,
+        /// error, warn, info, debug or trace [default: info]
+        #[arg(long, value_name = "LEVEL", env = "TUNNEL_SERVER_LOG_LEVEL")]
+        pub log_level: Option<String>,
+        /// text or json [default: text on a terminal, else json]
+        #[arg(long, value_name = "FORMAT", env = "TUNNEL_SERVER_LOG_FORMAT")]
+        pub log_format: Option<String>,
+        /// TCP services, YAML only.
+        #[arg(skip)]
+        pub services: Vec<RawService>,
+        /// Limits and timers, YAML only.
+        #[arg(skip)]
+        pub limits: Option<RawLimits>,
+    }
+}
+
+/// A TCP service as written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawService {
+    /// Its name, for logs.
+    pub name: String,
+    /// Where it listens.
+    pub listen: String,
+    /// The node.
+    pub node: String,
+    /// `PORT` of the node, or `HOST:PORT` that the agent's --allow-targets admits.
+    pub target: String,
+    /// Only `tcp`.
+    pub protocol: Option<String>,
+}
+
+/// Checked settings.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// State.
+    pub data_dir: PathBuf,
+    /// Port 10262, in order of preference.
+    pub agent_listen: Vec<SocketAddr>,
+    /// Port 10263.
+    pub https_listen: Option<SocketAddr>,
+    /// Port 10264.
+    pub http_listen: Option<SocketAddr>,
+    /// Port 10265.
+    pub meta_listen: SocketAddr,
+    /// What agents dial; empty means this host's addresses.
+    pub advertise: Vec<String>,
+    /// Allowed ports.
+    pub ports: PortPolicy,
+    /// Where the extra ports are bound.
+    pub proxy_port_listen: ProxyPortListen,
+    /// Chain and key of the TLS door.
+    pub https_certificate: Option<(PathBuf, PathBuf)>,
+    /// CA of callers and whether a certificate is required.
+    pub client_auth: Option<(PathBuf, bool)>,
+    /// Time for running requests after SIGTERM.
+    pub drain_timeout: Duration,
+    /// Log level.
+    pub log_level: LevelFilter,
+    /// Log format.
+    pub log_format: LogFormat,
+    /// TCP services with their listeners.
+    pub services: Vec<(SocketAddr, Service)>,
+    /// Limits and timers.
+    pub limits: Limits,
+    /// What an operator should know at start.
+    pub warnings: Vec<String>,
+}
+
+/// Where extra proxy ports are bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProxyPortListen {
+    /// Not at all.
+    Off,
+    /// On the host of the door whose scheme they have.
+    WithDoor,
+    /// Here.
+    Host(IpAddr),
+}
+
+/// Reads the YAML file, if one is named, under the flags and environment.
+///
+/// # Errors
+/// When the file cannot be read or understood; [`ConfigError`] with all mistakes of the settings.
+pub fn load(flags: RawConfig, file: Option<&std::path::Path>) -> anyhow::Result<Config> {
+    let lower = match file {
+        Some(path) => {
+            let text = std::fs::read_to_string(path)
+                .with_context(|| format!("reading {}", path.display()))?;
+            serde_saphyr::from_str(&text).with_context(|| format!("in {}", path.display()))?
+        }
+        None => RawConfig::default(),
+    };
+    Ok(Config::try_from(flags.or(lower))?)
+}
+
+impl TryFrom<RawConfig> for Config {
+    type Error = ConfigError;
+
+    fn try_from(raw: RawConfig) -> Result<Self, ConfigError> {
+        let mut mistakes = Mistakes::default();
+        let bad = &mut mistakes;
+        let client_auth = client_auth(bad, &raw);
+        let required = matches!(client_auth, Some((_, true)));
+        let https_default: SocketAddr = if required {
+            (Ipv6Addr::UNSPECIFIED, PORT_HTTPS).into()
+        } else {
+            loopback(PORT_HTTPS)
+        };
+        let agent_listen = match &raw.agent_listen {
+            Some(text) => address(bad, "--agent-listen", text).into_iter().collect(),
+            None => vec![
+                (Ipv6Addr::UNSPECIFIED, PORT_AGENTS).into(),
+                ([0, 0, 0, 0], PORT_AGENTS).into(),
+            ],
+        };
+        let https_listen = door_address(
+            bad,
+            "--https-listen",
+            raw.https_listen.as_deref(),
+            https_default,
+        );
+        let http_listen = door_address(
+            bad,
+            "--http-listen",
+            raw.http_listen.as_deref(),
+            loopback(PORT_HTTP),
+        );
+        let meta_listen = raw
+            .meta_listen
+            .as_deref()
+            .and_then(|text| address(bad, "--meta-listen", text));
+        let meta_listen = meta_listen.unwrap_or_else(|| loopback(PORT_SERVER_META));
+        let ports = PortPolicy {
+            http: port_list(
+                bad,
+                "--http-proxy-ports",
+                raw.http_proxy_ports.as_deref(),
+                "",
+            ),
+            https: port_list(
+                bad,
+                "--https-proxy-ports",
+                raw.https_proxy_ports.as_deref(),
+                "",
+            ),
+            localhost: port_list(
+                bad,
+                "--localhost-proxy-ports",
+                raw.localhost_proxy_ports.as_deref(),
+                "10266, 10267",
+            ),
+            // Filled in with what was really bound.
+            own: Vec::new(),
+        };
+        let services = raw
+            .services
+            .iter()
+            .filter_map(|service| check_service(bad, service, &ports))
+            .collect();
+        let config = Self {
+            data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
+            agent_listen,
+            https_listen,
+            http_listen,
+            meta_listen,
+            advertise: raw
+                .advertise
+                .iter()
+                .filter_map(|text| advertised(bad, text))
+                .collect(),
+            ports,
+            proxy_port_listen: proxy_port_listen(bad, raw.proxy_port_listen.as_deref()),
+            https_certificate: https_certificate(bad, &raw),
+            client_auth,
+            drain_timeout: duration(
+                bad,
+                "--drain-timeout",
+                raw.drain_timeout.as_deref(),
+                Duration::from_secs(30),
+            ),
+            log_level: parsed(
+                bad,
+                "--log-level",
+                raw.log_level.as_deref(),
+                LevelFilter::INFO,
+            ),
+            log_format: raw
+                .log_format
+                .as_deref()
+                .map_or_else(LogFormat::detect, |text| {
+                    bad.take("--log-format", text.parse(), LogFormat::Json)
+                }),
+            services,
+            limits: Limits::check(bad, raw.limits.as_ref()),
+            warnings: Vec::new(),
+        };
+        let allowed = parsed(
+            bad,
+            "--allow-unauthenticated",
+            raw.allow_unauthenticated.as_deref(),
+            false,
+        );
+        if !allowed {
+            config.refuse_open_doors(bad, required);
+        }
+        if config.extra_listeners().len() > EXTRA_PORTS_MAX {
+            bad.add(
+                "--proxy-port-listen",
+                format!("would bind more than {EXTRA_PORTS_MAX} ports"),
+            );
+        }
+        let warnings = config.warnings(bad, raw.kubernetes.as_deref());
+        mistakes.finish(Self { warnings, ..config })
+    }
+}
+
+impl Config {
+    /// The extra proxy ports with their addresses, and whether each is https.
+    #[must_use]
+    pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, bool)> {
+        let host = |https: bool| match self.proxy_port_listen {
+            ProxyPortListen::Off => None,
+            ProxyPortListen::Host(host) => Some(host),
+            ProxyPortListen::WithDoor => if https {
+                self.https_listen
+            } else {
+                self.http_listen
+            }
+            .map(|door| door.ip()),
+        };
+        let ports = self.ports.extra_ports();
+        ports
+            .filter_map(|(port, https)| Some(((host(https)?, port.get()).into(), port, https)))
+            .collect()
+    }
+
+    /// Doors that anyone on the network could use need an explicit word.
+    fn refuse_open_doors(&self, bad: &mut Mistakes, client_certificates: bool) {
+        let mut refuse = |setting: &str, address: SocketAddr| {
+            if !address.ip().to_canonical().is_loopback() {
+                bad.add(
+                    setting,
+                    format!(
+                        "{address} would let anyone on the network reach the nodes; listen on loopback, require \
+                         client certificates (--client-ca and --https-client-auth require, TLS door only), or say \
+                         --allow-unauthenticated"
+                    ),
+                );
+            }
+        };
+        if let Some(address) = self.http_listen {
+            refuse("--http-listen", address);
+        }
+        if let Some(address) = self.https_listen.filter(|_| !client_certificates) {
+            refuse("--https-listen", address);
+        }
+        for (address, _, https) in self.extra_listeners() {
+            if !(https && client_certificates) {
+                refuse("--proxy-port-listen", address);
+            }
+        }
+        for (address, service) in &self.services {
+            refuse(&format!("services: {}", service.name), *address);
+        }
+    }
+
+    fn warnings(&self, bad: &mut Mistakes, kubernetes: Option<&str>) -> Vec<String> {
+        let mut warnings = Vec::new();
+        match kubernetes.unwrap_or("auto") {
+            "off" => {}
+            "auto" if std::env::var_os("KUBERNETES_SERVICE_HOST").is_none() => {}
+            "auto" => warnings.push(
+                "runs in a cluster, but this build has no Kubernetes support: standalone".into(),
+            ),
+            "on" => bad.add(
+                "--kubernetes",
+                "this build has no Kubernetes support; use off",
+            ),
+            other => bad.add("--kubernetes", format!("{other:?} is not auto, on or off")),
+        }
+        warnings
+    }
+}
+
+fn loopback(port: u16) -> SocketAddr {
+    ([127, 0, 0, 1], port).into()
+}
+
+fn address(bad: &mut Mistakes, setting: &str, text: &str) -> Option<SocketAddr> {
+    let parsed = text.parse();
+    if parsed.is_err() {
+        bad.add(
+            setting,
+            format!(
+                "{:?} is not an address with a port, as in 127.0.0.1:10264 or [::]:10262",
+                text
+            ),
+        );
+    }
+    parsed.ok()
+}
+
+fn door_address(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: SocketAddr,
+) -> Option<SocketAddr> {
+    match text {
+        None => Some(default),
+        Some("off") => None,
+        Some(text) => address(bad, setting, text),
+    }
+}
+
+fn port_list(bad: &mut Mistakes, setting: &str, text: Option<&str>, default: &str) -> PortSet {
+    bad.take(setting, text.unwrap_or(default).parse(), PortSet::default())
+}
+
+fn duration(bad: &mut Mistakes, setting: &str, text: Option<&str>, default: Duration) -> Duration {
+    text.map_or(default, |text| {
+        bad.take(setting, humantime::parse_duration(text), default)
+    })
+}
+
+fn parsed<T: std::str::FromStr>(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: T,
+) -> T
+where
+    T::Err: std::fmt::Display,
+{
+    match text.map(|text| text.parse()) {
+        None => default,
+        Some(parsed) => bad.take(setting, parsed, default),
+    }
+}
+
+fn proxy_port_listen(bad: &mut Mistakes, text: Option<&str>) -> ProxyPortListen {
+    match text {
+        None => ProxyPortListen::WithDoor,
+        Some("off") => ProxyPortListen::Off,
+        Some(host) => match host.parse() {
+            Ok(host) => ProxyPortListen::Host(host),
+            Err(error) => {
+                bad.add(
+                    "--proxy-port-listen",
+                    format!("{host:?}: {error}; give an address without a port, or off"),
+                );
+                ProxyPortListen::Off
+            }
+        },
+    }
+}
+
+fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, PathBuf)> {
+    match (&raw.https_cert_file, &raw.https_key_file) {
+        (Some(chain), Some(key)) => Some(((chain).into(), (key).into())),
+        (None, None) => None,
+        (Some(_), None) => {
+            bad.add("--https-cert-file", "needs --https-key-file too");
+            None
+        }
+        (None, Some(_)) => {
+            bad.add("--https-key-file", "needs --https-cert-file too");
+            None
+        }
+    }
+}
+
+fn client_auth(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, bool)> {
+    let ca = raw.client_ca.as_deref().map(PathBuf::from);
+    match raw.https_client_auth.as_deref().unwrap_or("request") {
+        "none" => None,
+        "request" => ca.map(|path| (path, false)),
+        "require" => {
+            if ca.is_none() {
+                bad.add("--https-client-auth", "require needs --client-ca");
+            }
+            ca.map(|path| (path, true))
+        }
+        other => {
+            bad.add(
+                "--https-client-auth",
+                format!("{other:?} is not none, request or require"),
+            );
+            None
+        }
+    }
+}
+
+/// `HOST:PORT` with a name or an address, as agents dial it.
+fn advertised(bad: &mut Mistakes, text: &str) -> Option<String> {
+    let host_and_port = text.rsplit_once(':').filter(|(host, port)| {
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        let known = bare.map_or_else(
+            || host.parse::<NodeName>().is_ok() || host.parse::<std::net::Ipv4Addr>().is_ok(),
+            |address| address.parse::<Ipv6Addr>().is_ok(),
+        );
+        known && port.parse::<Port>().is_ok()
+    });
+    if host_and_port.is_none() {
+        bad.add("--advertise", format!("{text:?} is not HOST:PORT"));
+    }
+    host_and_port.map(|_| text.to_owned())
+}
+
+fn check_service(
+    bad: &mut Mistakes,
+    raw: &RawService,
+    ports: &PortPolicy,
+) -> Option<(SocketAddr, Service)> {
+    let setting = format!("services: {}", raw.name);
+    if raw
+        .protocol
+        .as_deref()
+        .is_some_and(|protocol| protocol != "tcp")
+    {
+        bad.add(&setting, "protocol must be tcp");
+    }
+    let listen = address(bad, &format!("{setting}: listen"), &raw.listen);
+    let node = raw
+        .node
+        .parse::<NodeName>()
+        .map_err(|error| bad.add(&format!("{setting}: node"), error))
+        .ok();
+    let target = service_target(&raw.target, ports);
+    let target = target
+        .map_err(|problem| bad.add(&format!("{setting}: target"), problem))
+        .ok();
+    let destination = Destination {
+        node: node?,
+        target: target?,
+    };
+    Some((
+        listen?,
+        Service {
+            name: raw.name.clone(),
+            destination,
+        },
+    ))
+}
+
+/// A bare port is the node's, on its loopback when the port is in that list; a host is another machine, or loopback.
+fn service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
+    let Some((host, port)) = text.rsplit_once(':') else {
+        let port = text
+            .parse::<Port>()
+            .map_err(|error| format!("{text:?}: {error}"))?;
+        return Ok(if ports.localhost.contains(port) {
+            Target::Loopback(port)
+        } else {
+            Target::Node(port)
+        });
+    };
+    let port = port
+        .parse::<Port>()
+        .map_err(|error| format!("{text:?}: {error}"))?;
+    let host = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host);
+    if host == "localhost"
+        || host
+            .parse::<IpAddr>()
+            .is_ok_and(|address| address.is_loopback())
+    {
+        return Ok(Target::Loopback(port));
+    }
+    if host.parse::<IpAddr>().is_err() && host.parse::<NodeName>().is_err() {
+        return Err(format!("{text:?} is not PORT or HOST:PORT"));
+    }
+    Ok(Target::Host(host.into(), port))
+}
+
+/// Names of all environment variables that mean something here.
+#[must_use]
+pub fn known_variables(command: &clap::Command) -> BTreeSet<String> {
+    let own = command.get_arguments().filter_map(clap::Arg::get_env);
+    let mut names: BTreeSet<String> = own
+        .filter_map(|name| name.to_str())
+        .map(str::to_owned)
+        .collect();
+    for verb in command.get_subcommands() {
+        names.extend(known_variables(verb));
+    }
+    names
+}
+
+#[cfg(test)]
+mod tests;

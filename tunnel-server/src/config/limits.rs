@@ -1,0 +1,191 @@
+//! `limits:` of the YAML file: every limit and timer by name, so that tests can shorten them.
+
+use std::time::Duration;
+
+use serde::Deserialize;
+use tunnel_proto::process::settings::{Mistakes, parse_size, positive};
+
+/// Name, default and meaning of every limit, for the reference.
+pub const LIMITS: &[(&str, &str, &str)] = &[
+    (
+        "handshakeTimeout",
+        "5s",
+        "TLS and QUIC handshakes, admission of an agent, a whole enrolment",
+    ),
+    (
+        "requestHeadTimeout",
+        "10s",
+        "time for a caller to send a request head",
+    ),
+    ("requestHeadBytes", "64KiB", "largest request head"),
+    (
+        "streamsPerAgent",
+        "256",
+        "streams open to one agent at once; more get 503 too_many_streams",
+    ),
+    (
+        "openTimeout",
+        "10s",
+        "opening a stream, up to the agent's reply; then 504 agent_timeout",
+    ),
+    (
+        "targetDialTimeout",
+        "5s",
+        "what agents are told for dialling a target; then 504 target_timeout",
+    ),
+    (
+        "preAuthTotal",
+        "4096",
+        "connections of agents without a verified credential yet",
+    ),
+    (
+        "streamWindow",
+        "2MiB",
+        "bytes of one stream that may be under way unread",
+    ),
+    (
+        "deadAfter",
+        "60s",
+        "a session from which nothing is heard for this long (and 15 s) is ended",
+    ),
+];
+
+/// QUIC's own idle timeout is this much later than `deadAfter`, as a backstop.
+const IDLE_BACKSTOP: Duration = Duration::from_secs(15);
+
+/// Limits as written.
+#[derive(Debug, Default, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct RawLimits {
+    handshake_timeout: Option<String>,
+    request_head_timeout: Option<String>,
+    request_head_bytes: Option<String>,
+    streams_per_agent: Option<String>,
+    open_timeout: Option<String>,
+    target_dial_timeout: Option<String>,
+    pre_auth_total: Option<String>,
+    stream_window: Option<String>,
+    dead_after: Option<String>,
+}
+
+/// Checked limits; [`LIMITS`] says what each means.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// `handshakeTimeout`.
+    pub handshake_timeout: Duration,
+    /// `requestHeadTimeout`.
+    pub request_head_timeout: Duration,
+    /// `requestHeadBytes`.
+    pub request_head_bytes: usize,
+    /// `streamsPerAgent`.
+    pub streams_per_agent: u32,
+    /// `openTimeout`.
+    pub open_timeout: Duration,
+    /// `targetDialTimeout`.
+    pub target_dial_timeout: Duration,
+    /// `preAuthTotal`.
+    pub pre_auth_total: usize,
+    /// `streamWindow`, bytes.
+    pub stream_window: u32,
+    /// `deadAfter`.
+    pub dead_after: Duration,
+}
+
+impl Limits {
+    /// QUIC's idle timeout.
+    #[must_use]
+    pub fn idle_timeout(&self) -> Duration {
+        self.dead_after + IDLE_BACKSTOP
+    }
+
+    /// Checks what was written and fills in the defaults of [`LIMITS`].
+    #[must_use]
+    pub fn check(bad: &mut Mistakes, raw: Option<&RawLimits>) -> Self {
+        let nothing = RawLimits::default();
+        let raw = raw.unwrap_or(&nothing);
+        let mut read = Reader { bad };
+        Self {
+            handshake_timeout: read.time("handshakeTimeout", raw.handshake_timeout.as_deref()),
+            request_head_timeout: read
+                .time("requestHeadTimeout", raw.request_head_timeout.as_deref()),
+            // hyper needs at least 8 KiB.
+            request_head_bytes: read.size(
+                "requestHeadBytes",
+                raw.request_head_bytes.as_deref(),
+                8 << 10,
+                16 << 20,
+            ),
+            streams_per_agent: read.count(
+                "streamsPerAgent",
+                raw.streams_per_agent.as_deref(),
+                1 << 20,
+            ),
+            open_timeout: read.time("openTimeout", raw.open_timeout.as_deref()),
+            target_dial_timeout: read.time("targetDialTimeout", raw.target_dial_timeout.as_deref()),
+            pre_auth_total: read.count("preAuthTotal", raw.pre_auth_total.as_deref(), 1 << 20),
+            stream_window: read.size(
+                "streamWindow",
+                raw.stream_window.as_deref(),
+                16 << 10,
+                16 << 20,
+            ),
+            dead_after: read.time("deadAfter", raw.dead_after.as_deref()),
+        }
+    }
+}
+
+struct Reader<'a> {
+    bad: &'a mut Mistakes,
+}
+
+impl Reader<'_> {
+    fn text<'t>(&self, name: &str, written: Option<&'t str>) -> &'t str {
+        let default = LIMITS
+            .iter()
+            .find(|(known, ..)| *known == name)
+            .map_or("", |(_, default, _)| *default);
+        written.unwrap_or(default)
+    }
+
+    fn time(&mut self, name: &str, written: Option<&str>) -> Duration {
+        let text = self.text(name, written);
+        let parsed = humantime::parse_duration(text).map_err(|error| format!("{text:?}: {error}"));
+        let checked = parsed.and_then(|time| positive(time).map_err(str::to_owned));
+        self.bad
+            .take(&format!("limits.{name}"), checked, Duration::from_secs(1))
+    }
+
+    fn size<T: TryFrom<u64> + Default>(
+        &mut self,
+        name: &str,
+        written: Option<&str>,
+        least: u64,
+        most: u64,
+    ) -> T {
+        let text = self.text(name, written);
+        let checked = parse_size(text).and_then(|bytes| {
+            let fits = (least..=most).contains(&bytes);
+            let value = if fits { T::try_from(bytes).ok() } else { None };
+            value.ok_or_else(|| format!("{text:?} is not between {least} and {most} bytes"))
+        });
+        self.bad
+            .take(&format!("limits.{name}"), checked, T::default())
+    }
+
+    fn count<T: TryFrom<u64> + Default>(
+        &mut self,
+        name: &str,
+        written: Option<&str>,
+        most: u64,
+    ) -> T {
+        let text = self.text(name, written);
+        let parsed = text
+            .parse::<u64>()
+            .ok()
+            .filter(|number| (1..=most).contains(number));
+        let checked = parsed.and_then(|number| T::try_from(number).ok());
+        let checked = checked.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"));
+        self.bad
+            .take(&format!("limits.{name}"), checked, T::default())
+    }
+}

@@ -1,0 +1,144 @@
+use super::*;
+
+fn yaml(text: &str) -> Result<Config, String> {
+    let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+    Config::try_from(raw).map_err(|error| error.to_string())
+}
+
+#[test]
+fn defaults_are_those_of_the_contract() {
+    let config = yaml("{}").unwrap();
+    assert_eq!(config.agent_listen[0].to_string(), "[::]:10262");
+    assert_eq!(config.agent_listen[1].to_string(), "0.0.0.0:10262");
+    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
+    assert_eq!(config.http_listen.unwrap().to_string(), "127.0.0.1:10264");
+    assert_eq!(config.meta_listen.to_string(), "127.0.0.1:10265");
+    assert_eq!(config.ports.localhost.to_string(), "10266, 10267");
+    assert_eq!(config.limits.streams_per_agent, 256);
+    assert_eq!(config.limits.stream_window, 2 << 20);
+    assert_eq!(config.limits.request_head_bytes, 64 << 10);
+    assert_eq!(config.limits.idle_timeout(), Duration::from_secs(75));
+    assert_eq!(config.warnings, [] as [&str; 0]);
+}
+
+#[test]
+fn flags_win_over_the_file() {
+    let file: RawConfig =
+        serde_saphyr::from_str("httpProxyPorts: 9100\nlogLevel: debug\n").unwrap();
+    let flags = RawConfig {
+        http_proxy_ports: Some("9200".into()),
+        ..RawConfig::default()
+    };
+    let config = Config::try_from(flags.or(file)).unwrap();
+    assert_eq!(config.ports.http.to_string(), "9200");
+    assert_eq!(config.log_level, LevelFilter::DEBUG);
+}
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let text = "
+agentListen: nowhere
+httpProxyPorts: 9100, 70000
+httpsClientAuth: require
+httpsCertFile: /a
+kubernetes: on
+drainTimeout: soon
+advertise: [here]
+limits: { streamWindow: 1KB, streamsPerAgent: 0, openTimeout: 0s }
+services: [{ name: db, listen: x, node: 'a b', target: y }]
+";
+    let error = yaml(text).unwrap_err();
+    for setting in [
+        "--agent-listen",
+        "--http-proxy-ports",
+        "--https-client-auth",
+        "--https-cert-file",
+        "--kubernetes",
+        "--drain-timeout",
+        "--advertise",
+        "limits.streamWindow",
+        "limits.streamsPerAgent",
+        "limits.openTimeout",
+        "services: db: listen",
+        "services: db: node",
+        "services: db: target",
+    ] {
+        assert!(error.contains(setting), "{setting} is missing in:\n{error}");
+    }
+}
+
+#[test]
+fn unknown_keys_are_refused() {
+    assert!(yaml("httpListne: 1").unwrap_err().contains("httpListne"));
+    assert!(
+        yaml("limits: { openTimout: 1s }")
+            .unwrap_err()
+            .contains("openTimout")
+    );
+}
+
+#[test]
+fn doors_open_to_the_network_need_an_explicit_word() {
+    for text in [
+        "httpListen: 0.0.0.0:10264",
+        "httpsListen: '[::]:10263'",
+        "{ httpProxyPorts: 9100, proxyPortListen: 0.0.0.0 }",
+        "services: [{ name: db, listen: '0.0.0.0:5432', node: a, target: 5432 }]",
+    ] {
+        let error = yaml(text).unwrap_err();
+        assert!(error.contains("--allow-unauthenticated"), "{error}");
+        let allowed = format!(
+            "{}\nallowUnauthenticated: true",
+            text.trim_matches(['{', '}', ' '])
+                .replace(", proxy", "\nproxy")
+        );
+        yaml(&allowed).unwrap();
+    }
+    let config = yaml("{ clientCa: /ca, httpsClientAuth: require }").unwrap();
+    assert_eq!(config.https_listen.unwrap().to_string(), "[::]:10263");
+}
+
+#[test]
+fn extra_ports_follow_their_door_or_the_given_host() {
+    let listeners = |text: &str| {
+        let listeners = yaml(text).unwrap().extra_listeners();
+        listeners
+            .iter()
+            .map(|(address, ..)| address.to_string())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        listeners("{ httpProxyPorts: 9100, httpsProxyPorts: '9443, 10250' }"),
+        ["127.0.0.1:9443", "127.0.0.1:9100"]
+    );
+    assert_eq!(
+        listeners("{ httpProxyPorts: 9100, proxyPortListen: 127.0.0.9 }"),
+        ["127.0.0.9:9100"]
+    );
+    assert!(listeners("{ httpProxyPorts: 9100, proxyPortListen: off }").is_empty());
+    assert!(listeners("{ httpProxyPorts: 9100, httpListen: off }").is_empty());
+    assert!(
+        yaml("httpProxyPorts: 1024-65535")
+            .unwrap_err()
+            .contains("more than 64 ports")
+    );
+}
+
+#[test]
+fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
+    let ports = PortPolicy {
+        localhost: "10266".parse().unwrap(),
+        ..PortPolicy::default()
+    };
+    let target = |text: &str| service_target(text, &ports).map(|target| target.to_string());
+    assert_eq!(target("5432").unwrap(), "node:5432");
+    assert_eq!(target("10266").unwrap(), "loopback:10266");
+    assert_eq!(target("127.0.0.1:22").unwrap(), "loopback:22");
+    assert_eq!(target("[::1]:22").unwrap(), "loopback:22");
+    assert_eq!(target("localhost:22").unwrap(), "loopback:22");
+    assert_eq!(target("10.0.0.5:502").unwrap(), "10.0.0.5:502");
+    assert_eq!(target("plc.local:502").unwrap(), "plc.local:502");
+    for text in ["", "a", "a:b", "a b:1", ":1"] {
+        assert!(target(text).is_err(), "{text:?}");
+    }
+}

@@ -1,0 +1,295 @@
+//! Enrolment: one framed request over TLS without a client certificate; a join token buys a certificate.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tracing::{debug, info, warn};
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest};
+use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
+
+use crate::issuer::{AgentRequest, IssueError, LocalCa};
+use crate::nodes::KnownNodes;
+use crate::tokens::TokenStore;
+
+/// What enrolments need. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Enrollment {
+    /// Signs the certificates.
+    pub ca: Arc<LocalCa>,
+    /// Decides who may have one.
+    pub tokens: Arc<TokenStore>,
+    /// Learns the names.
+    pub nodes: Arc<KnownNodes>,
+}
+
+impl Enrollment {
+    /// Serves one request and ends the stream. Says the result in a word for logs and metrics: `issued`, the code of
+    /// the refusal, or `cut`. The caller limits the time. Not cancel-safe: the token may have been used.
+    pub async fn serve<S>(&self, mut stream: S, peer: SocketAddr) -> &'static str
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let outcome = match read_request(&mut stream).await {
+            Ok(request) => self.answer(request, peer).await,
+            Err(ReadError::Frame(error)) => {
+                warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
+                Err((EnrollCode::BadRequest, error.to_string()))
+            }
+            Err(ReadError::Cut(error)) => {
+                debug!(%peer, %error, "enrolment ended before its request");
+                return "cut";
+            }
+        };
+        let (reply, result) = match outcome {
+            Ok(reply) => (reply, "issued"),
+            Err((code, detail)) => (EnrollReply::Refused(code, detail), code.label()),
+        };
+        if let Err(error) = send_reply(&mut stream, &reply).await {
+            debug!(%peer, %error, "enrolment ended before its reply was sent");
+            return "cut";
+        }
+        result
+    }
+
+    async fn answer(
+        &self,
+        request: EnrollRequest,
+        peer: SocketAddr,
+    ) -> Result<EnrollReply, (EnrollCode, String)> {
+        let agent = request.node_name.clone();
+        let this = self.clone();
+        // Signatures and files: nothing for the runtime's own threads.
+        let work = tokio::task::spawn_blocking(move || this.issue(&request, SystemTime::now()));
+        let issued = work.await.unwrap_or_else(|panic| {
+            warn!(error = %panic, "enrolment broke");
+            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
+        });
+        match issued {
+            Ok((token, reply)) => {
+                info!(%agent, %peer, token, "agent enrolled");
+                Ok(reply)
+            }
+            Err((code, detail)) => {
+                warn!(%agent, %peer, %code, detail, "enrolment refused");
+                Err((code, detail))
+            }
+        }
+    }
+
+    /// The id of the token and the reply that it bought. Blocks the thread.
+    fn issue(
+        &self,
+        request: &EnrollRequest,
+        now: SystemTime,
+    ) -> Result<(String, EnrollReply), (EnrollCode, String)> {
+        // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
+        let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
+        let grant = self.tokens.redeem(
+            &request.token,
+            &request.node_name,
+            certificate_request.key_sha256(),
+            now,
+        )?;
+        let issued = self
+            .ca
+            .issue(&certificate_request, &grant.node, now)
+            .map_err(refusal)?;
+        self.nodes.record(&grant.node, &[]);
+        let reply = EnrollReply::Issued {
+            chain: issued.chain.iter().map(|leaf| leaf.to_vec()).collect(),
+            roots: vec![self.ca.root().to_vec()],
+        };
+        Ok((grant.id, reply))
+    }
+}
+
+enum ReadError {
+    Frame(FrameError),
+    Cut(std::io::Error),
+}
+
+async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollRequest, ReadError> {
+    let mut buffer = BytesMut::new();
+    loop {
+        let missing = frame::missing(&buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
+        if missing == 0 {
+            break;
+        }
+        let read = (&mut *stream)
+            .take(missing as u64)
+            .read_buf(&mut buffer)
+            .await
+            .map_err(ReadError::Cut)?;
+        if read == 0 {
+            return Err(ReadError::Cut(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+    }
+    let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
+    EnrollRequest::decode(&frame.unwrap_or_default()).map_err(ReadError::Frame)
+}
+
+async fn send_reply<S>(stream: &mut S, reply: &EnrollReply) -> std::io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut bytes = BytesMut::new();
+    reply.encode(&mut bytes).map_err(std::io::Error::other)?;
+    stream.write_all(&bytes).await?;
+    stream.shutdown().await?;
+    // Closing with unread bytes would reset the connection and may take the reply along.
+    let rest = async {
+        let mut scratch = [0; 1024];
+        while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
+    };
+    let _patience_is_over = tokio::time::timeout(LINGER, rest).await;
+    Ok(())
+}
+
+fn refusal(error: IssueError) -> (EnrollCode, String) {
+    let code = match &error {
+        IssueError::Request(_) | IssueError::Key => EnrollCode::BadRequest,
+        IssueError::Sign(_) | IssueError::Serial(_) => EnrollCode::Unavailable,
+    };
+    (code, error.to_string())
+}
+
+/// How long to wait for the agent to close after the reply.
+const LINGER: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+    use rustls_pki_types::CertificateDer;
+    use tokio::io::DuplexStream;
+    use tunnel_proto::identity::PeerIdentity;
+    use tunnel_proto::wire::name::NodeName;
+
+    use super::*;
+    use crate::data::testing::Scratch;
+
+    struct Fixture {
+        enrollment: Enrollment,
+        token: String,
+        _scratch: Scratch,
+    }
+
+    fn node() -> NodeName {
+        "worker-1".parse().unwrap()
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let scratch = Scratch::new();
+            let enrollment = Enrollment {
+                ca: Arc::new(LocalCa::load_or_create(&scratch.0).unwrap()),
+                tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
+                nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+            };
+            let token = enrollment
+                .tokens
+                .create(
+                    &node(),
+                    Duration::from_secs(60),
+                    vec![],
+                    enrollment.ca.spki_sha256(),
+                    SystemTime::now(),
+                )
+                .unwrap();
+            Self {
+                enrollment,
+                token: token.reveal(),
+                _scratch: scratch,
+            }
+        }
+
+        /// Sends bytes and returns the word of the result with the reply's bytes.
+        async fn send(&self, bytes: &[u8]) -> (&'static str, BytesMut) {
+            let (mut agent, server): (DuplexStream, _) = tokio::io::duplex(64 * 1024);
+            let peer = "192.0.2.1:5".parse().unwrap();
+            let client = async {
+                agent.write_all(bytes).await.unwrap();
+                agent.shutdown().await.unwrap();
+                let mut reply = Vec::new();
+                agent.read_to_end(&mut reply).await.unwrap();
+                BytesMut::from(&reply[..])
+            };
+            tokio::join!(self.enrollment.serve(server, peer), client)
+        }
+
+        async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
+            let request = EnrollRequest {
+                token: token.to_owned(),
+                csr,
+                node_name: node(),
+            };
+            let mut bytes = BytesMut::new();
+            request.encode(&mut bytes).unwrap();
+            let (result, mut reply) = self.send(&bytes).await;
+            let frame = frame::take(&mut reply, ENROLL_MESSAGE_MAX)
+                .unwrap()
+                .unwrap();
+            (result, EnrollReply::decode(&frame).unwrap())
+        }
+    }
+
+    fn csr(key: &KeyPair) -> Vec<u8> {
+        let mut params = CertificateParams::new(["evil.example".to_owned()]).unwrap();
+        params
+            .distinguished_name
+            .push(rcgen::DnType::CommonName, "system:masters");
+        params.serialize_request(key).unwrap().der().to_vec()
+    }
+
+    #[tokio::test]
+    async fn token_buys_a_certificate_for_its_node_and_no_other_name() {
+        let fixture = Fixture::new();
+        let key = KeyPair::generate().unwrap();
+        let (result, reply) = fixture.enroll(&fixture.token, csr(&key)).await;
+        assert_eq!(result, "issued");
+        let EnrollReply::Issued { chain, roots } = reply else {
+            panic!("refused: {reply:?}");
+        };
+        assert_eq!(roots, [fixture.enrollment.ca.root().to_vec()]);
+        let leaf = CertificateDer::from(chain[0].clone());
+        let identity = PeerIdentity::from_certificate(&leaf).unwrap();
+        assert_eq!(identity.node(), Some(&node()));
+        let text = String::from_utf8_lossy(&leaf);
+        assert!(!text.contains("evil") && !text.contains("masters"));
+        assert!(fixture.enrollment.nodes.knows(&node()));
+    }
+
+    #[tokio::test]
+    async fn lost_answer_may_be_repeated_by_the_same_key_only() {
+        let fixture = Fixture::new();
+        let key = KeyPair::generate().unwrap();
+        for _ in 0..2 {
+            assert_eq!(fixture.enroll(&fixture.token, csr(&key)).await.0, "issued");
+        }
+        let other = KeyPair::generate().unwrap();
+        let (result, _) = fixture.enroll(&fixture.token, csr(&other)).await;
+        assert_eq!(result, "token_used");
+    }
+
+    #[tokio::test]
+    async fn damaged_requests_are_refused_and_bind_no_key() {
+        let fixture = Fixture::new();
+        let (result, reply) = fixture.enroll(&fixture.token, b"no csr".to_vec()).await;
+        assert_eq!(result, "bad_request");
+        assert!(matches!(
+            reply,
+            EnrollReply::Refused(EnrollCode::BadRequest, _)
+        ));
+        let mut oversized = BytesMut::new();
+        frame::put_prefix(ENROLL_MESSAGE_MAX as u64 + 1, &mut oversized);
+        assert_eq!(fixture.send(&oversized).await.0, "bad_request");
+        assert_eq!(fixture.send(&[3, 0xff, 0xff, 0xff]).await.0, "bad_request");
+        assert_eq!(fixture.send(&[10, 1]).await.0, "cut");
+        let key = KeyPair::generate().unwrap();
+        assert_eq!(fixture.enroll("nonsense", csr(&key)).await.0, "bad_token");
+        assert_eq!(fixture.enroll(&fixture.token, csr(&key)).await.0, "issued");
+    }
+}

@@ -1,0 +1,139 @@
+//! The doors: local sockets that feed the tunnel. Accept loops only accept; one task per connection does the rest.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::{ClientConfig, ServerConfig};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::task::TaskTracker;
+use tracing::{Instrument, debug, info_span, warn};
+use tunnel_proto::process::meta::ACCEPT_PAUSE;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::Port;
+
+use crate::metrics::Metrics;
+use crate::policy::PortPolicy;
+use crate::registry::Registry;
+use crate::routes::Routes;
+
+pub mod answer;
+pub mod body;
+mod http;
+pub mod record;
+pub mod service;
+pub mod socket;
+pub mod target;
+mod upstream;
+
+use service::Service;
+use socket::{DoorSocket, Fate};
+use target::Scheme;
+
+/// What all doors share.
+#[derive(Debug)]
+pub struct Doors {
+    /// Names and addresses.
+    pub routes: Routes,
+    /// Connected agents.
+    pub registry: Arc<Registry>,
+    /// Allowed ports.
+    pub policy: PortPolicy,
+    /// TLS towards https targets.
+    pub target_tls: Arc<ClientConfig>,
+    /// Limits.
+    pub limits: DoorLimits,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Stopping.
+    pub shutdown: Shutdown,
+    /// Owns the tasks that drive connections to targets; each also ends with its handle.
+    pub drivers: TaskTracker,
+}
+
+/// Limits of the doors.
+#[derive(Debug, Clone, Copy)]
+pub struct DoorLimits {
+    /// TLS handshake of a caller.
+    pub handshake: Duration,
+    /// Time for a request head.
+    pub request_head_time: Duration,
+    /// Size of a request head.
+    pub request_head_bytes: usize,
+    /// Opening a stream, up to the agent's reply.
+    pub open: Duration,
+}
+
+/// One HTTP listener.
+#[derive(Debug)]
+pub struct Door {
+    /// `http`, `https` or `proxy`, for logs.
+    pub name: &'static str,
+    /// Towards callers and targets alike.
+    pub scheme: Scheme,
+    /// The target's port when Host names none.
+    pub implied_port: Option<Port>,
+    /// Present exactly on https doors.
+    pub tls: Option<Arc<ServerConfig>>,
+}
+
+/// What a listener does with its connections.
+#[derive(Debug, Clone)]
+pub enum Mode {
+    /// HTTP, routed per request.
+    Http(Arc<Door>),
+    /// Bytes to one target.
+    Service(Arc<Service>),
+}
+
+impl Doors {
+    /// Accepts on a listener until the drain begins. Connections count as work, so a drain waits for them.
+    pub fn start(self: &Arc<Self>, listener: TcpListener, mode: Mode) {
+        let doors = self.clone();
+        self.shutdown
+            .spawn_service(async move { doors.accept(listener, mode).await });
+    }
+
+    async fn accept(self: Arc<Self>, listener: TcpListener, mode: Mode) {
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = self.shutdown.drain().cancelled() => return,
+                accepted = listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((tcp, peer)) => {
+                    let doors = self.clone();
+                    let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &mode {
+                        Mode::Http(door) => Box::pin(doors.serve(door.clone(), tcp, peer)),
+                        Mode::Service(service) => {
+                            Box::pin(service::serve(doors, service.clone(), tcp, peer))
+                        }
+                    };
+                    self.shutdown
+                        .spawn_work(work.instrument(info_span!("conn", %peer)));
+                }
+                Err(error) => {
+                    warn!(%error, "cannot accept callers");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn serve(self: Arc<Self>, door: Arc<Door>, tcp: TcpStream, peer: SocketAddr) {
+        let fate = Arc::new(Fate::default());
+        let socket = DoorSocket::new(tcp, fate.clone());
+        let Some(tls) = door.tls.clone() else {
+            return http::serve(self, door, socket, peer, fate).await;
+        };
+        match tokio::time::timeout(self.limits.handshake, TlsAcceptor::from(tls).accept(socket))
+            .await
+        {
+            Ok(Ok(stream)) => http::serve(self, door, stream, peer, fate).await,
+            Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
+            Err(_elapsed) => debug!("TLS handshake of a caller did not finish in time"),
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The access record: exactly one line and one count for each request or stream of a caller, written when it ends.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+use tracing::info;
+use tunnel_proto::transport::ByteCount;
+use tunnel_proto::wire::header::one_line;
+use tunnel_proto::wire::name::SessionId;
+
+use super::answer::{Failure, Outcome};
+use crate::metrics::{GaugeGuard, Metrics};
+
+/// Longest text of a caller in a record, bytes.
+const FIELD_MAX_BYTES: usize = 256;
+
+/// A request or stream that is under way. Dropping it writes the record.
+#[derive(Debug)]
+pub struct Record {
+    door: &'static str,
+    peer: SocketAddr,
+    began: Instant,
+    /// Method and path, or the service's name.
+    subject: String,
+    destination: String,
+    session: Option<SessionId>,
+    status: Option<u16>,
+    outcome: Outcome,
+    error: String,
+    bytes: Arc<ByteCount>,
+    metrics: Metrics,
+    open: Option<GaugeGuard>,
+}
+
+impl Record {
+    /// Begins a record; until told otherwise its outcome is "caller gone".
+    #[must_use]
+    pub fn begin(door: &'static str, peer: SocketAddr, subject: &str, metrics: &Metrics) -> Self {
+        let mut subject = one_line(subject);
+        let mut end = subject.len().min(FIELD_MAX_BYTES);
+        while !subject.is_char_boundary(end) {
+            end -= 1;
+        }
+        subject.truncate(end);
+        Self {
+            door,
+            peer,
+            began: Instant::now(),
+            subject,
+            destination: String::new(),
+            session: None,
+            status: None,
+            outcome: Outcome::CallerGone,
+            error: String::new(),
+            bytes: Arc::default(),
+            metrics: metrics.clone(),
+            open: None,
+        }
+    }
+
+    /// Where it goes.
+    pub fn destination(&mut self, destination: &impl ToString) {
+        self.destination = destination.to_string();
+    }
+
+    /// The stream that carries it; `elapsed` is what opening took.
+    pub fn opened(
+        &mut self,
+        session: SessionId,
+        bytes: Arc<ByteCount>,
+        elapsed: std::time::Duration,
+    ) {
+        self.session = Some(session);
+        self.bytes = bytes;
+        self.open = Some(self.metrics.stream());
+        self.metrics.opened(elapsed);
+    }
+
+    /// The status that the caller was told.
+    pub fn status(&mut self, status: http::StatusCode) {
+        self.status = Some(status.as_u16());
+    }
+
+    /// How it ended.
+    pub fn set(&mut self, outcome: Outcome) {
+        self.outcome = outcome;
+    }
+
+    /// It failed before an answer of the target.
+    pub fn fail(&mut self, failure: &Failure) {
+        self.outcome = failure.outcome;
+        self.error.clone_from(&failure.text);
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let (received, sent) = self.bytes.read();
+        self.metrics.ended(self.outcome, received, sent);
+        info!(
+            target: "access",
+            door = self.door, peer = %self.peer, request = self.subject, target = self.destination,
+            session = self.session.map(|session| session.0), status = self.status, code = %self.outcome,
+            error = self.error, bytes_in = received, bytes_out = sent, elapsed = ?self.began.elapsed(), "access"
+        );
+    }
+}

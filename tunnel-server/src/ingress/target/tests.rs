@@ -1,0 +1,314 @@
+use http::HeaderValue;
+
+use super::*;
+
+fn routes() -> RouteTable {
+    let (one, two, three): (NodeName, NodeName, NodeName) = (
+        "worker-1".parse().unwrap(),
+        "worker-2".parse().unwrap(),
+        "edge.site-3".parse().unwrap(),
+    );
+    let shared: IpAddr = "192.168.33.221".parse().unwrap();
+    let own: IpAddr = "10.0.0.3".parse().unwrap();
+    RouteTable::new([
+        (&one, &[shared][..]),
+        (&two, &[shared][..]),
+        (&three, &[own][..]),
+    ])
+}
+
+fn policy() -> PortPolicy {
+    PortPolicy {
+        http: "9100, 80".parse().unwrap(),
+        https: "9443".parse().unwrap(),
+        localhost: "10266, 10267".parse().unwrap(),
+        own: vec![
+            (Port::new(10264).unwrap(), "http"),
+            (Port::new(10262).unwrap(), "agents"),
+        ],
+    }
+}
+
+/// `fields` are `Host` and selectors; the answer is "node target" or "code".
+fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Option<u16>) -> String {
+    let (method, uri) = request.split_once(' ').unwrap();
+    let mut headers = HeaderMap::new();
+    for (name, value) in fields {
+        headers.append(
+            HeaderName::try_from(*name).unwrap(),
+            HeaderValue::from_str(value).unwrap(),
+        );
+    }
+    let (method, uri) = (method.parse().unwrap(), uri.parse().unwrap());
+    let implied_port = implied.and_then(Port::new);
+    let facts = Facts {
+        method: &method,
+        uri: &uri,
+        headers: &headers,
+        scheme,
+        implied_port,
+    };
+    match decide(&facts, &routes(), &policy()) {
+        Ok(destination) => destination.to_string(),
+        Err(failure) => failure.outcome.to_string(),
+    }
+}
+
+fn plain(fields: &[(&str, &str)]) -> String {
+    answer("GET /metrics", fields, Scheme::Http, None)
+}
+
+#[test]
+fn host_by_name_or_unique_address_chooses_the_node() {
+    for (host, expected) in [
+        ("worker-1:9100", "worker-1 node:9100"),
+        ("WORKER-1.:9100", "worker-1 node:9100"),
+        ("edge.site-3:10250", "edge.site-3 node:10250"),
+        ("10.0.0.3:9100", "edge.site-3 node:9100"),
+        ("[::ffff:10.0.0.3]:9100", "edge.site-3 node:9100"),
+        ("worker-1:10266", "worker-1 loopback:10266"),
+        ("worker-1", "worker-1 node:80"),
+        ("192.168.33.221:9100", "ambiguous_address"),
+        ("10.0.0.4:9100", "unknown_node"),
+        ("[fd00::1]:9100", "unknown_node"),
+        ("worker-3:9100", "unknown_node"),
+        ("1:9100", "unknown_node"),
+        ("worker-1:22", "refused_by_policy"),
+        ("worker-1:10264", "refused_by_policy"),
+        ("worker-1:", "bad_request"),
+        ("worker-1:0", "bad_request"),
+        ("worker-1:99999", "bad_request"),
+        ("worker-1:9100:1", "bad_request"),
+        ("::1", "bad_request"),
+        ("[::1", "bad_request"),
+        ("[::1]x", "bad_request"),
+        ("worker_1", "bad_request"),
+        ("user@worker-1", "bad_request"),
+        ("0x7f.1", "bad_request"),
+        ("127.1:9100", "bad_request"),
+        ("", "bad_request"),
+    ] {
+        assert_eq!(plain(&[("host", host)]), expected, "{host:?}");
+    }
+    assert_eq!(plain(&[]), "bad_request");
+    assert_eq!(
+        plain(&[("host", "worker-1:9100"), ("host", "worker-1:9100")]),
+        "bad_request"
+    );
+}
+
+#[test]
+fn selectors_must_agree_with_a_name_and_decide_for_an_address() {
+    let table: &[(&[(&str, &str)], &str)] = &[
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-host", "Worker-1"),
+            ],
+            "worker-1 node:9100",
+        ),
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-host", "worker-2"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-dest", "worker-1:10250"),
+            ],
+            "worker-1 node:10250",
+        ),
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-dest", "worker-2:9100"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "edge.site-3"),
+                ("x-tunnel-proxy-dest", "10.0.0.3:9100"),
+            ],
+            "edge.site-3 node:9100",
+        ),
+        (
+            &[
+                ("host", "worker-1:9100"),
+                ("x-tunnel-proxy-dest", "worker-1"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9:9100"),
+                ("x-tunnel-proxy-host", "worker-2"),
+            ],
+            "worker-2 node:9100",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9:10264"),
+                ("x-tunnel-proxy-dest", "worker-2:9100"),
+            ],
+            "worker-2 node:9100",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9"),
+                ("x-tunnel-proxy-dest", "10.0.0.3:9100"),
+            ],
+            "edge.site-3 node:9100",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9"),
+                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
+            ],
+            "ambiguous_address",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9"),
+                ("x-tunnel-proxy-host", "worker-2"),
+                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
+            ],
+            "worker-2 node:9100",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9"),
+                ("x-tunnel-proxy-host", "worker-2"),
+                ("x-tunnel-proxy-dest", "worker-1:9100"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9:9100"),
+                ("x-tunnel-proxy-host", "worker-9"),
+            ],
+            "unknown_node",
+        ),
+        (
+            &[("host", "10.9.9.9:9100"), ("x-tunnel-proxy-host", "a b")],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9:9100"),
+                ("x-tunnel-proxy-host", "worker-1"),
+                ("x-tunnel-proxy-host", "worker-1"),
+            ],
+            "bad_request",
+        ),
+        (
+            &[
+                ("host", "10.9.9.9"),
+                ("x-tunnel-proxy-dest", "worker-1:9100, worker-2:9100"),
+            ],
+            "bad_request",
+        ),
+    ];
+    for (fields, expected) in table {
+        assert_eq!(plain(fields), *expected, "{fields:?}");
+    }
+}
+
+#[test]
+fn port_comes_from_host_then_from_the_listener_then_from_the_scheme() {
+    let host = &[("host", "worker-1")];
+    assert_eq!(
+        answer("GET /", host, Scheme::Http, Some(9100)),
+        "worker-1 node:9100"
+    );
+    assert_eq!(
+        answer(
+            "GET /",
+            &[("host", "worker-1:9443")],
+            Scheme::Http,
+            Some(9100)
+        ),
+        "worker-1 node:9443"
+    );
+    assert_eq!(
+        answer("GET /", host, Scheme::Https, None),
+        "refused_by_policy",
+        "443 is in no list"
+    );
+}
+
+#[test]
+fn only_origin_form_requests_are_taken() {
+    let host = &[("host", "worker-1:9100")];
+    for request in [
+        "GET http://worker-1:9100/metrics",
+        "CONNECT worker-1:9100",
+        "OPTIONS *",
+    ] {
+        assert_eq!(
+            answer(request, host, Scheme::Http, None),
+            "bad_request",
+            "{request}"
+        );
+    }
+    let long = |bytes: usize| format!("GET /{}", "x".repeat(bytes - 1));
+    assert_eq!(
+        answer(&long(8192), host, Scheme::Http, None),
+        "worker-1 node:9100"
+    );
+    assert_eq!(
+        answer(&long(8193), host, Scheme::Http, None),
+        "uri_too_long"
+    );
+}
+
+#[test]
+fn own_port_is_explained() {
+    let method = Method::GET;
+    let uri = "/".parse().unwrap();
+    let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("worker-1:10264"))]);
+    let facts = Facts {
+        method: &method,
+        uri: &uri,
+        headers: &headers,
+        scheme: Scheme::Http,
+        implied_port: None,
+    };
+    let failure = decide(&facts, &routes(), &policy()).unwrap_err();
+    assert!(
+        failure.text.contains("10264 is the tunnel's own port"),
+        "{}",
+        failure.text
+    );
+    assert!(
+        failure.text.contains("put the target's port in Host"),
+        "{}",
+        failure.text
+    );
+}
+
+#[test]
+fn host_field_towards_the_target() {
+    let node: NodeName = "worker-1".parse().unwrap();
+    let port = Port::new(9100).unwrap();
+    let field = |target| {
+        Destination {
+            node: node.clone(),
+            target,
+        }
+        .host_field()
+    };
+    assert_eq!(field(Target::Node(port)), "worker-1:9100");
+    assert_eq!(field(Target::Loopback(port)), "127.0.0.1:9100");
+}

@@ -1,0 +1,118 @@
+//! The binary: picks a verb and turns its end into an exit code.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use tracing::warn;
+use tunnel_proto::process::settings::{ConfigError, unknown_variables};
+use tunnel_proto::process::shutdown::{Shutdown, on_signals};
+use tunnel_proto::process::telemetry;
+use tunnel_server::app::App;
+use tunnel_server::cli::{Cli, Source, Verb, command};
+use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
+use tunnel_server::verbs::VerbError;
+
+/// Usage or configuration (EX_USAGE of sysexits.h).
+const EXIT_USAGE: u8 = 64;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(told) => {
+            let _nowhere_to_print = told.print();
+            return if told.use_stderr() {
+                ExitCode::from(EXIT_USAGE)
+            } else {
+                ExitCode::SUCCESS
+            };
+        }
+    };
+    match act(cli.verb) {
+        Ok(code) => code,
+        Err(error) => {
+            let _nowhere_to_print = writeln!(std::io::stderr(), "tunnel-server: {error:#}");
+            ExitCode::from(exit_code(&error))
+        }
+    }
+}
+
+fn act(verb: Verb) -> anyhow::Result<ExitCode> {
+    match verb {
+        Verb::Run(source) => run(*source),
+        Verb::CheckConfig(source) => {
+            let config = load(*source)?;
+            for warning in &config.warnings {
+                writeln!(std::io::stderr(), "warning: {warning}")?;
+            }
+            writeln!(std::io::stdout(), "configuration is valid")?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Verb::Token(verb) => ask(verb.run()),
+        Verb::Nodes(arguments) => ask(arguments.run()),
+        Verb::Ca(arguments) => ask(arguments.run()),
+        Verb::Healthcheck(arguments) => ask(arguments.run()),
+        Verb::Completion { shell } => {
+            clap_complete::generate(
+                shell,
+                &mut command(),
+                "tunnel-server",
+                &mut std::io::stdout(),
+            );
+            Ok(ExitCode::SUCCESS)
+        }
+        Verb::Version => {
+            writeln!(
+                std::io::stdout(),
+                "tunnel-server {}",
+                env!("CARGO_PKG_VERSION")
+            )?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// 64 when the person at the keyboard can mend it, else 1.
+fn exit_code(error: &anyhow::Error) -> u8 {
+    if let Some(error) = error.downcast_ref::<VerbError>() {
+        return error.exit_code();
+    }
+    if error.chain().any(|cause| cause.is::<ConfigError>()) {
+        EXIT_USAGE
+    } else {
+        1
+    }
+}
+
+/// Runs a short verb on a small runtime.
+fn ask(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(verb)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn load(source: Source) -> anyhow::Result<Config> {
+    config::load(source.settings, source.config.as_deref())
+}
+
+fn run(source: Source) -> anyhow::Result<ExitCode> {
+    let config = load(source)?;
+    telemetry::start(config.log_level, config.log_format)?;
+    for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
+        warn!(
+            name,
+            "environment variable has no meaning here and is ignored"
+        );
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let shutdown = Shutdown::new();
+        on_signals(&shutdown)?;
+        App::start(config, shutdown).await?.run().await;
+        Ok(ExitCode::SUCCESS)
+    })
+}

@@ -1,0 +1,221 @@
+//! What the server counts. Labels are enums; nothing of a caller's or peer's text becomes one.
+
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+use crate::ingress::answer::Outcome;
+
+/// Upper bounds for opening a stream, seconds: from one local round trip to the open timeout.
+const OPEN_SECONDS: [f64; 10] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
+];
+
+/// All metrics of the server; clones share them.
+#[derive(Debug, Clone)]
+pub struct Metrics {
+    agents: Family<TransportLabel, Gauge>,
+    streams_open: Gauge,
+    streams: Family<ResultLabel, Counter>,
+    bytes: Family<DirectionLabel, Counter>,
+    open_seconds: Histogram,
+    certificate_not_after: Gauge<f64, AtomicU64>,
+    address_conflicts: Gauge,
+    known_nodes: Gauge,
+    handshakes: Family<HandshakeLabel, Counter>,
+    enrollments: Family<HandshakeLabel, Counter>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TransportLabel {
+    transport: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResultLabel {
+    result: Outcome,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabel {
+    direction: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct HandshakeLabel {
+    result: Word,
+}
+
+/// A word of the program's own text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Word(&'static str);
+
+impl EncodeLabelValue for Word {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        self.0.encode(encoder)
+    }
+}
+
+impl Metrics {
+    /// Registers all metrics under `tunnel_server_`.
+    #[must_use]
+    pub fn new(root: &mut Registry) -> Self {
+        let metrics = Self {
+            agents: Family::default(),
+            streams_open: Gauge::default(),
+            streams: Family::default(),
+            bytes: Family::default(),
+            open_seconds: Histogram::new(OPEN_SECONDS),
+            certificate_not_after: Gauge::default(),
+            address_conflicts: Gauge::default(),
+            known_nodes: Gauge::default(),
+            handshakes: Family::default(),
+            enrollments: Family::default(),
+        };
+        let registry = root.sub_registry_with_prefix("tunnel_server");
+        registry.register("agents", "Connected agent sessions", metrics.agents.clone());
+        registry.register(
+            "streams_open",
+            "Streams open to agents",
+            metrics.streams_open.clone(),
+        );
+        registry.register(
+            "streams",
+            "Requests and streams of callers by how they ended",
+            metrics.streams.clone(),
+        );
+        registry.register(
+            "stream_bytes",
+            "Payload bytes of ended streams; in is from agents, out is to agents",
+            metrics.bytes.clone(),
+        );
+        registry.register(
+            "open_duration_seconds",
+            "Time to open a stream at the server's end",
+            metrics.open_seconds.clone(),
+        );
+        registry.register(
+            "certificate_not_after_seconds",
+            "Unix time at which the server's own certificate ends",
+            metrics.certificate_not_after.clone(),
+        );
+        registry.register(
+            "address_conflicts",
+            "Addresses shared by several nodes",
+            metrics.address_conflicts.clone(),
+        );
+        registry.register(
+            "known_nodes",
+            "Nodes that may be addressed",
+            metrics.known_nodes.clone(),
+        );
+        registry.register(
+            "handshakes",
+            "Handshakes and admissions of agents by result",
+            metrics.handshakes.clone(),
+        );
+        registry.register(
+            "enrollments",
+            "Enrolment requests by result",
+            metrics.enrollments.clone(),
+        );
+        metrics
+    }
+
+    /// Counts a connected agent until the guard goes.
+    #[must_use]
+    pub fn agent(&self, transport: &'static str) -> GaugeGuard {
+        GaugeGuard::new(
+            self.agents
+                .get_or_create(&TransportLabel {
+                    transport: Word(transport),
+                })
+                .clone(),
+        )
+    }
+
+    /// Counts an open stream until the guard goes.
+    #[must_use]
+    pub fn stream(&self) -> GaugeGuard {
+        GaugeGuard::new(self.streams_open.clone())
+    }
+
+    /// Counts an ended stream or request with the bytes from and to the agent.
+    pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
+        self.streams
+            .get_or_create(&ResultLabel { result: outcome })
+            .inc();
+        self.bytes
+            .get_or_create(&DirectionLabel {
+                direction: Word("in"),
+            })
+            .inc_by(received);
+        self.bytes
+            .get_or_create(&DirectionLabel {
+                direction: Word("out"),
+            })
+            .inc_by(sent);
+    }
+
+    /// Notes how long opening a stream took.
+    pub fn opened(&self, elapsed: Duration) {
+        self.open_seconds.observe(elapsed.as_secs_f64());
+    }
+
+    /// Counts the end of a handshake or admission: `ok` or the name of the failure.
+    pub fn handshake(&self, result: &'static str) {
+        self.handshakes
+            .get_or_create(&HandshakeLabel {
+                result: Word(result),
+            })
+            .inc();
+    }
+
+    /// Counts an enrolment: `ok` or the name of the failure.
+    pub fn enrollment(&self, result: &'static str) {
+        self.enrollments
+            .get_or_create(&HandshakeLabel {
+                result: Word(result),
+            })
+            .inc();
+    }
+
+    /// Notes the size of the route table.
+    pub fn routes(&self, nodes: usize, conflicts: usize) {
+        self.known_nodes
+            .set(i64::try_from(nodes).unwrap_or(i64::MAX));
+        self.address_conflicts
+            .set(i64::try_from(conflicts).unwrap_or(i64::MAX));
+    }
+
+    /// Notes when the server's own certificate ends.
+    pub fn certificate(&self, not_after: std::time::SystemTime) {
+        let since_epoch = not_after
+            .duration_since(std::time::UNIX_EPOCH)
+            .unwrap_or_default();
+        self.certificate_not_after.set(since_epoch.as_secs_f64());
+    }
+}
+
+/// Holds a gauge one higher.
+#[derive(Debug)]
+pub struct GaugeGuard(Gauge);
+
+impl GaugeGuard {
+    fn new(gauge: Gauge) -> Self {
+        gauge.inc();
+        Self(gauge)
+    }
+}
+
+impl Drop for GaugeGuard {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}

@@ -1,0 +1,129 @@
+//! Which ports of a node callers may reach through the doors, and as what class; pure.
+
+use std::collections::BTreeSet;
+
+use tunnel_proto::process::settings::PortSet;
+use tunnel_proto::wire::header::Target;
+use tunnel_proto::wire::name::Port;
+
+/// Ports of the kubelet, always allowed: TLS and plain read-only.
+pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
+
+/// What the doors accept.
+#[derive(Debug, Clone, Default)]
+pub struct PortPolicy {
+    /// Extra ports of plain HTTP targets.
+    pub http: PortSet,
+    /// Extra ports of https targets; wins where a port is in both lists.
+    pub https: PortSet,
+    /// Ports that the agent dials on its loopback.
+    pub localhost: PortSet,
+    /// The tunnel's own ports with the name of their listener, for a hint.
+    pub own: Vec<(Port, &'static str)>,
+}
+
+/// Why a port is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PortRefusal {
+    /// It is one of the tunnel's own and the caller most likely forgot the target's port.
+    #[error("{0} is the tunnel's own port ({1}); put the target's port in Host")]
+    Own(Port, &'static str),
+    /// No list has it.
+    #[error(
+        "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
+         --https-proxy-ports and --localhost-proxy-ports"
+    )]
+    NotListed(Port),
+}
+
+impl PortPolicy {
+    /// The target for a port of a node.
+    ///
+    /// # Errors
+    /// [`PortRefusal`].
+    pub fn target(&self, port: Port) -> Result<Target, PortRefusal> {
+        if self.localhost.contains(port) {
+            return Ok(Target::Loopback(port));
+        }
+        if KUBELET_PORTS.contains(&port.get())
+            || self.http.contains(port)
+            || self.https.contains(port)
+        {
+            return Ok(Target::Node(port));
+        }
+        match self.own.iter().find(|(own, _)| *own == port) {
+            Some((_, listener)) => Err(PortRefusal::Own(port, listener)),
+            None => Err(PortRefusal::NotListed(port)),
+        }
+    }
+
+    /// The extra ports to bind beside the doors, and whether each is https. The kubelet's ports are left out: they
+    /// belong to the kubelet of the host or are mapped by a Service.
+    pub fn extra_ports(&self) -> impl Iterator<Item = (Port, bool)> + '_ {
+        let https: BTreeSet<Port> = self.https.ports().collect();
+        let http: BTreeSet<Port> = self
+            .http
+            .ports()
+            .filter(|port| !https.contains(port))
+            .collect();
+        let both = https
+            .into_iter()
+            .map(|port| (port, true))
+            .chain(http.into_iter().map(|port| (port, false)));
+        both.filter(|(port, _)| !KUBELET_PORTS.contains(&port.get()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy() -> PortPolicy {
+        PortPolicy {
+            http: "9100, 9200".parse().unwrap(),
+            https: "9200, 9443, 10250".parse().unwrap(),
+            localhost: "10266, 10267".parse().unwrap(),
+            own: vec![
+                (Port::new(10264).unwrap(), "http"),
+                (Port::new(9100).unwrap(), "meta"),
+            ],
+        }
+    }
+
+    fn port(number: u16) -> Port {
+        Port::new(number).unwrap()
+    }
+
+    #[test]
+    fn listed_ports_get_their_class_and_others_a_reason() {
+        let policy = policy();
+        assert_eq!(policy.target(port(10250)), Ok(Target::Node(port(10250))));
+        assert_eq!(policy.target(port(10255)), Ok(Target::Node(port(10255))));
+        assert_eq!(
+            policy.target(port(9100)),
+            Ok(Target::Node(port(9100))),
+            "a list beats the hint"
+        );
+        assert_eq!(
+            policy.target(port(10266)),
+            Ok(Target::Loopback(port(10266)))
+        );
+        assert_eq!(
+            policy.target(port(10264)),
+            Err(PortRefusal::Own(port(10264), "http"))
+        );
+        assert_eq!(
+            policy.target(port(22)),
+            Err(PortRefusal::NotListed(port(22)))
+        );
+    }
+
+    #[test]
+    fn https_wins_where_both_lists_have_a_port() {
+        let extra: Vec<_> = policy().extra_ports().collect();
+        assert_eq!(
+            extra,
+            [(port(9200), true), (port(9443), true), (port(9100), false)]
+        );
+    }
+}

@@ -1,0 +1,328 @@
+//! One agent: admission, then its control stream until the session ends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+use tracing::{debug, info, warn};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::{NodeName, SessionId};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
+
+use crate::metrics::Metrics;
+use crate::nodes::KnownNodes;
+use crate::registry::{AgentSession, Registration, Registry};
+
+/// A live session is asked for a sign of life for at least this long before another instance takes its name.
+const PROBE_AT_LEAST: Duration = Duration::from_secs(1);
+/// How often the answer to a probe is looked for.
+const PROBE_LOOK: Duration = Duration::from_millis(20);
+/// Rounds of probing before a newcomer is refused: sessions of one name that come faster than they can be probed.
+const ADMISSION_ROUNDS: usize = 3;
+
+/// What sessions need of the server.
+#[derive(Debug, Clone)]
+pub struct Sessions {
+    /// Where admitted sessions are found.
+    pub registry: Arc<Registry>,
+    /// Where they are remembered.
+    pub nodes: Arc<KnownNodes>,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Stopping.
+    pub shutdown: Shutdown,
+    /// What agents are told to dial.
+    pub advertised: Vec<String>,
+    /// Limits that concern a session.
+    pub limits: SessionLimits,
+}
+
+/// Limits that concern a session.
+#[derive(Debug, Clone, Copy)]
+pub struct SessionLimits {
+    /// From the end of the handshake to Hello.
+    pub handshake: Duration,
+    /// Streams that may be open at once.
+    pub streams: u32,
+    /// How long the agent may take to dial a target.
+    pub target_dial: Duration,
+    /// How long open streams may go on after a drain began.
+    pub drain: Duration,
+}
+
+/// Why a session was not admitted.
+#[derive(Debug, thiserror::Error)]
+enum AdmissionError {
+    #[error("{1}")]
+    Refused(CloseCode, String),
+    #[error("control stream failed")]
+    Control(#[from] std::io::Error),
+    #[error("session ended before its Hello")]
+    Ended(#[from] tunnel_proto::transport::SessionError),
+}
+
+impl Sessions {
+    /// Serves an authenticated session until it ends.
+    pub async fn serve(&self, session: Arc<dyn Session>) {
+        let Some(node) = session.peer().node().cloned() else {
+            // The verifier lets only agents through; this is the second wall.
+            return session.close(CloseCode::Protocol, "not an agent").await;
+        };
+        let began = Instant::now();
+        let admitted = timeout(self.limits.handshake, self.greet(&session, &node)).await;
+        let admitted = match admitted {
+            Ok(Ok(greeted)) => self.admit(&session, &node, greeted).await,
+            Ok(Err(error)) => Err(error),
+            Err(_elapsed) => Err(AdmissionError::Refused(
+                CloseCode::HandshakeTimeout,
+                "no Hello came in time".into(),
+            )),
+        };
+        match admitted {
+            Ok(admitted) => {
+                self.metrics.handshake("ok");
+                let remote = session.health().remote;
+                info!(
+                    agent = %node, session = %admitted.registration.session().id, peer = %remote,
+                    transport = %session.transport(), software = admitted.registration.session().software,
+                    elapsed = ?began.elapsed(), "agent connected"
+                );
+                self.run(&session, &node, admitted).await;
+            }
+            Err(error) => self.refuse(&session, &node, error).await,
+        }
+    }
+
+    async fn greet(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+    ) -> Result<Greeted, AdmissionError> {
+        let kind = StreamKind::Control {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+        };
+        let stream = session
+            .open(&StreamHeader::new(kind), self.limits.handshake)
+            .await?;
+        let (mut reader, mut writer) = control::split(stream);
+        let Some(ControlMessage::Hello(hello)) = reader.receive().await? else {
+            return Err(AdmissionError::Refused(
+                CloseCode::Protocol,
+                "the first message is not Hello".into(),
+            ));
+        };
+        let refusal = match negotiate_version(hello.versions.0, hello.versions.1) {
+            None => Some((
+                CloseCode::Version,
+                format!(
+                    "agent speaks protocol versions {} to {}, this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older one",
+                    hello.versions.0, hello.versions.1
+                ),
+            )),
+            Some(_) if hello.node_name != *node => Some((
+                CloseCode::NameNotInCredential,
+                format!(
+                    "agent claims to be {}, its certificate is for {node}",
+                    hello.node_name
+                ),
+            )),
+            Some(_) => None,
+        };
+        if let Some((code, detail)) = refusal {
+            writer
+                .send(&ControlMessage::NotAdmitted(code, detail.clone()))
+                .await?;
+            return Err(AdmissionError::Refused(code, detail));
+        }
+        Ok(Greeted {
+            reader,
+            writer,
+            hello,
+        })
+    }
+
+    /// Registers the session, after probing a live one of another instance.
+    async fn admit(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+        greeted: Greeted,
+    ) -> Result<Admitted, AdmissionError> {
+        let Greeted {
+            reader,
+            mut writer,
+            hello,
+        } = greeted;
+        let id = self.registry.next_id();
+        let mut yielded: Vec<SessionId> = Vec::new();
+        let registration = loop {
+            let streams = usize::try_from(self.limits.streams).unwrap_or(usize::MAX);
+            let mut entry =
+                AgentSession::new(id, node.clone(), hello.instance, session.clone(), streams);
+            entry.software.clone_from(&hello.software);
+            entry.claimed_address.clone_from(&hello.node_ip);
+            let live = match self.registry.register(entry, &yielded) {
+                Ok(registration) => break registration,
+                Err(live) => live,
+            };
+            if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
+                let detail = format!(
+                    "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
+                    live.session.health().remote
+                );
+                writer
+                    .send(&ControlMessage::NotAdmitted(
+                        CloseCode::NameInUse,
+                        detail.clone(),
+                    ))
+                    .await?;
+                return Err(AdmissionError::Refused(CloseCode::NameInUse, detail));
+            }
+            yielded.push(live.id);
+        };
+        for old in self
+            .registry
+            .of_node(node)
+            .into_iter()
+            .filter(|old| yielded.contains(&old.id))
+        {
+            warn!(agent = %node, session = %old.id, "silent session gives way to a new agent process");
+            old.withdraw();
+            self.shutdown.spawn_service(async move {
+                old.session.close(CloseCode::Superseded, "superseded").await
+            });
+        }
+        let welcome = Welcome {
+            version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
+            session: id,
+            capabilities: Vec::new(),
+            streams_per_agent: self.limits.streams,
+            replicas: self.advertised.clone(),
+            target_dial_timeout: self.limits.target_dial,
+        };
+        writer.send(&ControlMessage::Welcome(welcome)).await?;
+        self.nodes.seen(node, session.peer().not_after);
+        Ok(Admitted {
+            reader,
+            writer,
+            registration,
+        })
+    }
+
+    async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
+        let peer = session.health().remote;
+        let (code, reason) = match error {
+            AdmissionError::Refused(code, detail) => (code, detail),
+            AdmissionError::Control(error) => (
+                CloseCode::Protocol,
+                format!("control stream failed: {error}"),
+            ),
+            AdmissionError::Ended(error) => (CloseCode::Protocol, error.to_string()),
+        };
+        self.metrics.handshake(code.label());
+        warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
+        session.close(code, &reason).await;
+    }
+
+    /// The admitted session: what the agent says, our own drain, and the end.
+    async fn run(&self, session: &Arc<dyn Session>, node: &NodeName, admitted: Admitted) {
+        let Admitted {
+            mut reader,
+            mut writer,
+            registration,
+        } = admitted;
+        let _counted = self.metrics.agent(session.transport().label());
+        let agent = registration.session().clone();
+        let mut draining = false;
+        let mut listening = true;
+        let reason = loop {
+            tokio::select! {
+                reason = session.closed() => break reason,
+                message = reader.receive(), if listening => match message {
+                    Ok(Some(ControlMessage::Withdraw)) => {
+                        info!(agent = %node, session = %agent.id, "agent withdrew, its open streams go on");
+                        agent.withdraw();
+                    }
+                    Ok(Some(ControlMessage::Bye(reason))) => {
+                        debug!(agent = %node, session = %agent.id, reason, "agent said goodbye");
+                        agent.withdraw();
+                    }
+                    Ok(Some(
+                        ControlMessage::Hello(_)
+                        | ControlMessage::Welcome(_)
+                        | ControlMessage::NotAdmitted(..)
+                        | ControlMessage::Drain(_)
+                        | ControlMessage::Unknown,
+                    )) => debug!(agent = %node, session = %agent.id, "control message without meaning here"),
+                    Ok(None) => {
+                        agent.withdraw();
+                        listening = false;
+                    }
+                    Err(error) => {
+                        debug!(agent = %node, session = %agent.id, %error, "control stream ended");
+                        session.close(CloseCode::Protocol, "control stream ended").await;
+                        listening = false;
+                    }
+                },
+                () = self.shutdown.drain().cancelled(), if !draining => {
+                    draining = true;
+                    if let Err(error) = writer.send(&ControlMessage::Drain(self.limits.drain)).await {
+                        debug!(agent = %node, session = %agent.id, %error, "drain notice not delivered");
+                    }
+                }
+            }
+        };
+        drop(registration);
+        log_end(node, &agent, &reason);
+    }
+}
+
+fn log_end(node: &NodeName, agent: &AgentSession, reason: &CloseReason) {
+    let health = agent.session.health();
+    info!(
+        agent = %node, session = %agent.id, by = %reason.by, code = %reason.code, reason = reason.reason,
+        bytes_in = health.bytes_in, bytes_out = health.bytes_out, "agent disconnected"
+    );
+    if reason.by == ClosedBy::Network && health.streams > 0 {
+        warn!(agent = %node, session = %agent.id, streams = health.streams, "streams were cut with the session");
+    }
+}
+
+struct Greeted {
+    reader: ControlReader,
+    writer: ControlWriter,
+    hello: Hello,
+}
+
+struct Admitted {
+    reader: ControlReader,
+    writer: ControlWriter,
+    registration: Registration,
+}
+
+/// Whether a session gives a sign of life within 1 s, or three round trips if that is longer.
+async fn answers_probe(session: &Arc<dyn Session>) -> bool {
+    let before = session.health();
+    session.probe();
+    let deadline = Instant::now() + PROBE_AT_LEAST.max(before.rtt * 3);
+    let mut look = tokio::time::interval(PROBE_LOOK);
+    loop {
+        tokio::select! {
+            _ = session.closed() => return false,
+            now = look.tick() => {
+                if session.health().acknowledged > before.acknowledged {
+                    return true;
+                }
+                if now >= deadline {
+                    return false;
+                }
+            }
+        }
+    }
+}
