@@ -1,1 +1,12 @@
 //! End-to-end scenarios, one module per topic.
+
+mod answers;
+mod binaries;
+mod cuts;
+mod drain;
+mod house;
+mod identity;
+mod namespaces;
+mod prometheus;
+mod request;
+mod scripted;

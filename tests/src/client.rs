@@ -1,6 +1,6 @@
 //! Raw clients for the tunnel's doors: they send exactly what a test says and tell exactly how the answer ended.
 
-mod bytes;
+mod byte_stream;
 mod door;
 mod exchange;
 mod raw_request;
@@ -8,9 +8,12 @@ mod tls;
 mod upgrade;
 
 pub use crate::targets::BodyEnd;
-pub use bytes::{ByteStream, Reading};
+pub use byte_stream::{ByteStream, Reading};
 pub use door::Door;
 pub use exchange::{Exchange, HttpReply, KeepAliveClient, request};
 pub use raw_request::RawRequest;
-pub use tls::ClientTls;
+pub use tls::{ClientCertificate, ClientTls};
 pub use upgrade::{UpgradeClient, Upgraded};
+
+#[cfg(test)]
+mod tests;

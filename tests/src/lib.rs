@@ -3,8 +3,11 @@
 //! Scenarios live in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
 
 pub mod client;
+pub mod demo;
 pub mod eventually;
 pub mod netns;
 pub mod process;
+pub mod reference;
 pub mod targets;
 pub mod tools;
+pub mod world;

@@ -1,1 +1,13 @@
-//! (being written)
+//! Programs run as processes: the two binaries under test, and the real tools around them.
+
+mod culvert;
+mod fleet;
+mod log;
+mod running;
+mod scratch;
+
+pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
+pub use fleet::Fleet;
+pub use log::Log;
+pub use running::{Finished, Process, Program, Signal};
+pub use scratch::ScratchDir;

@@ -1,1 +1,236 @@
-//! (being written)
+//! Finds the real programs that scenarios run against, and lets a test that lacks one end as skipped, visibly.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A program that is not ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tool {
+    /// Debian's `prometheus`.
+    Prometheus,
+    /// Debian's `prometheus-node-exporter`.
+    NodeExporter,
+    /// `curl`.
+    Curl,
+    /// `openssl`.
+    Openssl,
+    /// `ip` of iproute2.
+    Ip,
+    /// `nft` of nftables.
+    Nft,
+    /// `unshare` of util-linux.
+    Unshare,
+    /// `nsenter` of util-linux.
+    Nsenter,
+}
+
+impl Tool {
+    /// The name of the program's file.
+    pub fn program(self) -> &'static str {
+        match self {
+            Self::Prometheus => "prometheus",
+            Self::NodeExporter => "prometheus-node-exporter",
+            Self::Curl => "curl",
+            Self::Openssl => "openssl",
+            Self::Ip => "ip",
+            Self::Nft => "nft",
+            Self::Unshare => "unshare",
+            Self::Nsenter => "nsenter",
+        }
+    }
+
+    /// Where the program is: in the search path, in the folders of administrators' programs, or where `tests/tools.sh`
+    /// unpacked it.
+    pub fn find(self) -> Option<PathBuf> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let unpacked = unpacked_root();
+        std::env::split_paths(&path)
+            .chain(ADMIN_FOLDERS.iter().map(PathBuf::from))
+            .chain(unpacked.iter().flat_map(|root| {
+                [
+                    root.join("usr/bin"),
+                    root.join("usr/sbin"),
+                    root.join("sbin"),
+                ]
+            }))
+            .map(|folder| folder.join(self.program()))
+            .find(|file| file.is_file())
+    }
+
+    /// A command that runs the program, with the libraries that were unpacked beside it.
+    ///
+    /// # Errors
+    /// [`Skip`] when the program is not here.
+    pub fn command(self) -> Result<Command, Skip> {
+        let file = self.find().ok_or_else(|| Skip::needs(&[self]))?;
+        let mut command = Command::new(&file);
+        if let Some(libraries) = libraries_of(&file) {
+            command.env("LD_LIBRARY_PATH", libraries);
+        }
+        Ok(command)
+    }
+}
+
+/// Checks that all `tools` are here.
+///
+/// # Errors
+/// [`Skip`] naming the missing ones.
+pub fn require(tools: &[Tool]) -> Result<(), Skip> {
+    let missing: Vec<Tool> = tools
+        .iter()
+        .copied()
+        .filter(|tool| tool.find().is_none())
+        .collect();
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        Err(Skip::needs(&missing))
+    }
+}
+
+/// Why a test cannot run on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Skip {
+    reason: String,
+}
+
+impl Skip {
+    /// A skip for any other reason; `reason` continues "skipped: TEST: ".
+    pub fn because(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+        }
+    }
+
+    fn needs(tools: &[Tool]) -> Self {
+        let names: Vec<&str> = tools.iter().map(|tool| tool.program()).collect();
+        Self::because(format!("needs {}", names.join(", ")))
+    }
+}
+
+impl fmt::Display for Skip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.reason)
+    }
+}
+
+impl std::error::Error for Skip {}
+
+/// Hands on what a test needs, or records the test as skipped:
+/// `let Some(edges) = or_skip(Topology::new()) else { return };`
+///
+/// The record is one line on stderr and one file under `target/test-skips`, which `make test` lists and counts at its
+/// end, since with nextest each test is a process of its own.
+///
+/// # Panics
+/// When `CULVERT_NO_SKIPS` is set: for machines that have to have everything.
+#[expect(
+    clippy::panic,
+    reason = "where skips are forbidden, a skip is a failed test"
+)]
+pub fn or_skip<T>(needed: Result<T, Skip>) -> Option<T> {
+    let skip = match needed {
+        Ok(found) => return Some(found),
+        Err(skip) => skip,
+    };
+    if std::env::var_os("CULVERT_NO_SKIPS").is_some() {
+        panic!("skips are not allowed here: {skip}");
+    }
+    let test = running_test();
+    let line = format!("skipped: {test}: {skip}\n");
+    let mut stderr = std::io::stderr().lock();
+    // A test that cannot even be recorded as skipped still says so in its own output.
+    let _ = stderr.write_all(line.as_bytes());
+    if let Err(error) = record(&test, &line) {
+        let _ = writeln!(stderr, "cannot record the skip: {error}");
+    }
+    None
+}
+
+/// The folder with the binaries of the build that this program belongs to.
+pub fn bin_dir() -> Option<PathBuf> {
+    if let Some(folder) = std::env::var_os("CULVERT_BIN_DIR") {
+        return Some(folder.into());
+    }
+    let exe = std::env::current_exe().ok()?;
+    let folder = exe.parent()?;
+    // Test programs lie in `deps` beside the binaries.
+    let folder = if folder.ends_with("deps") {
+        folder.parent()?
+    } else {
+        folder
+    };
+    Some(folder.to_owned())
+}
+
+/// The build's `target` folder.
+pub fn target_dir() -> Option<PathBuf> {
+    let exe = std::env::current_exe().ok()?;
+    // Cargo marks it; with `--target` there is one more folder between it and the profile's.
+    exe.ancestors()
+        .find(|folder| folder.join("CACHEDIR.TAG").is_file())
+        .map(Path::to_owned)
+}
+
+fn record(test: &str, line: &str) -> std::io::Result<()> {
+    let Some(target) = target_dir() else {
+        return Ok(());
+    };
+    let folder = target.join("test-skips");
+    fs::create_dir_all(&folder)?;
+    fs::write(folder.join(test.replace("::", ".")), line)
+}
+
+fn running_test() -> String {
+    std::env::var("NEXTEST_TEST_NAME")
+        .ok()
+        .or_else(|| std::thread::current().name().map(str::to_owned))
+        .unwrap_or_else(|| "unnamed".to_owned())
+}
+
+fn unpacked_root() -> Option<PathBuf> {
+    Some(target_dir()?.join("tools/root")).filter(|root| root.is_dir())
+}
+
+/// The folders of libraries that came unpacked with `file`, when it was unpacked at all.
+fn libraries_of(file: &Path) -> Option<OsString> {
+    let root = unpacked_root().filter(|root| file.starts_with(root))?;
+    let folders = ["usr/lib", "lib"]
+        .iter()
+        .filter_map(|lib| fs::read_dir(root.join(lib)).ok())
+        .flatten();
+    let folders = folders
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|folder| folder.is_dir());
+    std::env::join_paths(folders).ok()
+}
+
+/// Often missing from the search path of those who are not root.
+const ADMIN_FOLDERS: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skip_names_what_is_missing() {
+        let skip = Skip::needs(&[Tool::Ip, Tool::NodeExporter]);
+        assert_eq!(skip.to_string(), "needs ip, prometheus-node-exporter");
+    }
+
+    #[test]
+    fn what_is_here_is_no_skip() {
+        assert_eq!(or_skip(Ok(7)), Some(7));
+    }
+
+    #[test]
+    fn build_folders_are_found_from_the_running_program() {
+        let (bins, target) = (bin_dir().unwrap(), target_dir().unwrap());
+        assert!(bins.is_dir() && target.is_dir());
+        assert!(!bins.ends_with("deps"));
+    }
+}

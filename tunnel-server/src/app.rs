@@ -285,6 +285,9 @@ impl App {
         self.shutdown.finish().await;
         self.drivers.close();
         self.drivers.wait().await;
+        if let Err(error) = self.nodes.save() {
+            warn!(%error, "cannot keep the known nodes");
+        }
         info!("stopped");
     }
 }

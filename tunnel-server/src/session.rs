@@ -22,6 +22,8 @@ use crate::registry::{AgentSession, Registration, Registry};
 const PROBE_AT_LEAST: Duration = Duration::from_secs(1);
 /// How often the answer to a probe is looked for.
 const PROBE_LOOK: Duration = Duration::from_millis(20);
+/// How long a refused agent may take to acknowledge the reason.
+const TURN_AWAY: Duration = Duration::from_secs(1);
 /// Rounds of probing before a newcomer is refused: sessions of one name that come faster than they can be probed.
 const ADMISSION_ROUNDS: usize = 3;
 
@@ -110,7 +112,7 @@ impl Sessions {
         let stream = session
             .open(&StreamHeader::new(kind), self.limits.handshake)
             .await?;
-        let (mut reader, mut writer) = control::split(stream);
+        let (mut reader, writer) = control::split(stream);
         let Some(ControlMessage::Hello(hello)) = reader.receive().await? else {
             return Err(AdmissionError::Refused(
                 CloseCode::Protocol,
@@ -135,9 +137,7 @@ impl Sessions {
             Some(_) => None,
         };
         if let Some((code, detail)) = refusal {
-            writer
-                .send(&ControlMessage::NotAdmitted(code, detail.clone()))
-                .await?;
+            turn_away(writer, code, &detail).await;
             return Err(AdmissionError::Refused(code, detail));
         }
         Ok(Greeted {
@@ -176,12 +176,7 @@ impl Sessions {
                     "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
                     live.session.health().remote
                 );
-                writer
-                    .send(&ControlMessage::NotAdmitted(
-                        CloseCode::NameInUse,
-                        detail.clone(),
-                    ))
-                    .await?;
+                turn_away(writer, CloseCode::NameInUse, &detail).await;
                 return Err(AdmissionError::Refused(CloseCode::NameInUse, detail));
             }
             yielded.push(live.id);
@@ -304,6 +299,19 @@ struct Admitted {
     reader: ControlReader,
     writer: ControlWriter,
     registration: Registration,
+}
+
+/// Tells the agent why, and waits until it has heard: the close that follows would cut the message.
+async fn turn_away(mut writer: ControlWriter, code: CloseCode, detail: &str) {
+    let told = async {
+        writer
+            .send(&ControlMessage::NotAdmitted(code, detail.to_owned()))
+            .await?;
+        writer.finish().await
+    };
+    if let Ok(Err(error)) = timeout(TURN_AWAY, told).await {
+        debug!(%error, "agent did not hear why it is not admitted");
+    }
 }
 
 /// Whether a session gives a sign of life within 1 s, or three round trips if that is longer.

@@ -23,16 +23,25 @@ impl Door {
 
     /// TLS to `addr`.
     pub fn tls(addr: SocketAddr, tls: ClientTls) -> Self {
-        Self { addr, tls: Some(tls) }
+        Self {
+            addr,
+            tls: Some(tls),
+        }
     }
 
     pub(crate) async fn connect(&self) -> Result<Wire> {
         let addr = self.addr;
-        let tcp = TcpStream::connect(addr).await.with_context(|| format!("connect to {addr}"))?;
+        let tcp = TcpStream::connect(addr)
+            .await
+            .with_context(|| format!("connect to {addr}"))?;
         tcp.set_nodelay(true).context("set TCP_NODELAY")?;
-        let Some(tls) = &self.tls else { return Ok(Wire::plain(tcp)) };
+        let Some(tls) = &self.tls else {
+            return Ok(Wire::plain(tcp));
+        };
         let stream = tls.connector().connect(tls.server_name(), tcp).await;
-        Ok(Wire::tls(stream.with_context(|| format!("TLS handshake with {addr}"))?))
+        Ok(Wire::tls(
+            stream.with_context(|| format!("TLS handshake with {addr}"))?,
+        ))
     }
 }
 

@@ -4,6 +4,7 @@
 #[derive(Debug, Clone)]
 pub struct RawRequest {
     head: Vec<u8>,
+    end_of_head: &'static [u8],
     body: Vec<u8>,
     wait_for_continue: bool,
 }
@@ -21,18 +22,26 @@ impl RawRequest {
 
     /// `METHOD target HTTP/1.1` and nothing else.
     pub fn without_host(method: &str, target: &str) -> Self {
-        let head = format!("{method} {target} HTTP/1.1\r\n").into_bytes();
-        Self { head, body: Vec::new(), wait_for_continue: false }
+        Self {
+            end_of_head: b"\r\n",
+            ..Self::raw(format!("{method} {target} HTTP/1.1\r\n"))
+        }
     }
 
-    /// These bytes, with start line, headers and empty line, or without one of them.
-    pub fn raw(bytes: impl Into<Vec<u8>>) -> RawBytes {
-        RawBytes(bytes.into())
+    /// These bytes, whatever they are; the builder methods do not go with it.
+    pub fn raw(bytes: impl Into<Vec<u8>>) -> Self {
+        Self {
+            head: bytes.into(),
+            end_of_head: b"",
+            body: Vec::new(),
+            wait_for_continue: false,
+        }
     }
 
     /// Adds a header line; names may repeat.
     pub fn header(mut self, name: &str, value: &str) -> Self {
-        self.head.extend_from_slice(format!("{name}: {value}\r\n").as_bytes());
+        self.head
+            .extend_from_slice(format!("{name}: {value}\r\n").as_bytes());
         self
     }
 
@@ -52,6 +61,46 @@ impl RawRequest {
     /// Adds `Expect: 100-continue` and sends the body only after a 100; a final answer before that one stands without
     /// the body having been sent.
     pub fn expecting_continue(self) -> Self {
-        Self { wait_for_continue: true, ..self.header("Expect", "100-continue") }
+        Self {
+            wait_for_continue: true,
+            ..self.header("Expect", "100-continue")
+        }
+    }
+
+    /// The bytes up to the end of the head.
+    pub(crate) fn head_bytes(&self) -> Vec<u8> {
+        [&self.head, self.end_of_head].concat()
+    }
+
+    /// The bytes behind the head.
+    pub(crate) fn body_bytes(&self) -> &[u8] {
+        &self.body
+    }
+
+    pub(crate) fn waits_for_continue(&self) -> bool {
+        self.wait_for_continue
+    }
+
+    pub(crate) fn is_head(&self) -> bool {
+        self.head.starts_with(b"HEAD ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_what_it_is_told_and_nothing_else() {
+        let request = RawRequest::new("POST", "http://a/b", "h")
+            .header("Host", "again")
+            .body("xyz");
+        let head = String::from_utf8(request.head_bytes()).unwrap();
+        assert_eq!(
+            head,
+            "POST http://a/b HTTP/1.1\r\nHost: h\r\nHost: again\r\nContent-Length: 3\r\n\r\n"
+        );
+        assert_eq!(request.body_bytes(), b"xyz");
+        assert_eq!(RawRequest::raw("GET").head_bytes(), b"GET");
     }
 }

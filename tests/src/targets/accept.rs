@@ -84,27 +84,45 @@ pub(crate) struct Listening {
 
 impl Listening {
     /// Binds `bind` and hands each connection, after its TLS handshake if there is `tls`, to `serve`.
-    pub(crate) async fn start<S, Fut>(bind: SocketAddr, tls: Option<TargetTls>, serve: S) -> Result<Self>
+    pub(crate) async fn start<S, Fut>(
+        bind: SocketAddr,
+        tls: Option<TargetTls>,
+        serve: S,
+    ) -> Result<Self>
     where
         S: Fn(Wire, Arc<Traffic>) -> Fut + Clone + Send + 'static,
         Fut: Future<Output = io::Result<()>> + Send + 'static,
     {
-        let listener = TcpListener::bind(bind).await.with_context(|| format!("bind target on {bind}"))?;
+        let listener = TcpListener::bind(bind)
+            .await
+            .with_context(|| format!("bind target on {bind}"))?;
         let addr = listener.local_addr().context("address of target")?;
         let traffic = Arc::new(Traffic::default());
         let stop = CancellationToken::new();
         let mut accepting = JoinSet::new();
-        accepting.spawn(accept(listener, stop.clone(), Arc::clone(&traffic), move |tcp, traffic| {
-            let (serve, tls) = (serve.clone(), tls.clone());
-            async move {
-                let wire = match tls {
-                    Some(tls) => Wire::tls(tls.acceptor().accept(tcp).await?),
-                    None => Wire::plain(tcp),
-                };
-                serve(wire.observed_by(Arc::clone(&traffic)), traffic).await
-            }
-        }));
-        Ok(Self { addr, traffic, stop, accepting })
+        accepting.spawn(accept(
+            listener,
+            stop.clone(),
+            Arc::clone(&traffic),
+            move |tcp, traffic| {
+                let (serve, tls) = (serve.clone(), tls.clone());
+                async move {
+                    // As every HTTP server does; else small writes wait for the peer's delayed ACKs.
+                    tcp.set_nodelay(true)?;
+                    let wire = match tls {
+                        Some(tls) => Wire::tls(tls.acceptor().accept(tcp).await?),
+                        None => Wire::plain(tcp),
+                    };
+                    serve(wire.observed_by(Arc::clone(&traffic)), traffic).await
+                }
+            },
+        ));
+        Ok(Self {
+            addr,
+            traffic,
+            stop,
+            accepting,
+        })
     }
 
     pub(crate) fn addr(&self) -> SocketAddr {
@@ -122,8 +140,12 @@ impl Listening {
     }
 }
 
-async fn accept<S, Fut>(listener: TcpListener, stop: CancellationToken, traffic: Arc<Traffic>, serve: S)
-where
+async fn accept<S, Fut>(
+    listener: TcpListener,
+    stop: CancellationToken,
+    traffic: Arc<Traffic>,
+    serve: S,
+) where
     S: Fn(TcpStream, Arc<Traffic>) -> Fut,
     Fut: Future<Output = io::Result<()>> + Send + 'static,
 {
@@ -196,4 +218,5 @@ macro_rules! target_methods {
 pub(crate) use target_methods;
 
 /// A free port of the loopback interface.
-pub(crate) const ANY_LOOPBACK_PORT: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+pub(crate) const ANY_LOOPBACK_PORT: SocketAddr =
+    SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);

@@ -35,7 +35,9 @@ pub(crate) struct Request {
 impl Request {
     /// The next request; `None` at the clean end of the connection.
     pub(crate) async fn read(wire: &mut Wire, traffic: &Traffic) -> io::Result<Option<Self>> {
-        let Some(raw) = wire.read_head().await? else { return Ok(None) };
+        let Some(raw) = wire.read_head().await? else {
+            return Ok(None);
+        };
         traffic.count_request();
         let received = Head::parse(raw)?;
         let mut words = received.start_line.split(' ');
@@ -44,7 +46,13 @@ impl Request {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
         let (path, query) = (path.to_owned(), query.to_owned());
         let body = BodyReader::new(Framing::of_request(&received));
-        Ok(Some(Self { received, body, method, path, query }))
+        Ok(Some(Self {
+            received,
+            body,
+            method,
+            path,
+            query,
+        }))
     }
 
     /// Does what `after` says, and returns the wire when another request may follow.
@@ -55,7 +63,11 @@ impl Request {
             After::KeepAlive if self.ends_connection() => wire.close().await.map(|()| None),
             After::KeepAlive => {
                 while self.body.data(&mut wire).await.is_some() {}
-                Ok(self.body.ended().is_some_and(|end| end.is_clean()).then_some(wire))
+                Ok(self
+                    .body
+                    .ended()
+                    .is_some_and(|end| end.is_clean())
+                    .then_some(wire))
             }
         }
     }
@@ -70,7 +82,10 @@ impl Request {
 
     /// The value of `key` in the query, as it stands there.
     pub(crate) fn query(&self, key: &str) -> Option<&str> {
-        let mut pairs = self.query.split('&').filter_map(|pair| pair.split_once('='));
+        let mut pairs = self
+            .query
+            .split('&')
+            .filter_map(|pair| pair.split_once('='));
         pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
     }
 
@@ -87,7 +102,9 @@ impl Request {
 
     /// An HTTP/1.1 head with `fields`.
     pub(crate) fn head(&self, status: u16, fields: &[(&str, &str)]) -> Vec<u8> {
-        let reason = StatusCode::from_u16(status).ok().and_then(|status| status.canonical_reason());
+        let reason = StatusCode::from_u16(status)
+            .ok()
+            .and_then(|status| status.canonical_reason());
         let mut head = format!("HTTP/1.1 {status} {}\r\n", reason.unwrap_or("Unnamed"));
         for (name, value) in fields {
             head.push_str(&format!("{name}: {value}\r\n"));
@@ -100,7 +117,12 @@ impl Request {
     }
 
     /// A whole answer with Content-Length.
-    pub(crate) async fn answer(&self, wire: &mut Wire, status: u16, body: &str) -> io::Result<After> {
+    pub(crate) async fn answer(
+        &self,
+        wire: &mut Wire,
+        status: u16,
+        body: &str,
+    ) -> io::Result<After> {
         let length = body.len().to_string();
         let mut fields = vec![("Content-Type", "text/plain; version=0.0.4; charset=utf-8")];
         let may_have_body = status != 204 && status != 304;
@@ -119,16 +141,31 @@ impl Request {
 
 /// The parts of a path between its slashes.
 pub(crate) fn segments(path: &str) -> Vec<&str> {
-    path.split('/').filter(|segment| !segment.is_empty()).collect()
+    path.split('/')
+        .filter(|segment| !segment.is_empty())
+        .collect()
 }
 
 /// Sends `head` and behind it the first `n` bytes of sequence `seed`, the beginning of both in one write.
-pub(crate) async fn send_bytes(wire: &mut Wire, head: Vec<u8>, seed: u64, n: u64) -> io::Result<()> {
-    send_pieces(wire, head, seed, n, |piece, out| out.extend_from_slice(piece)).await
+pub(crate) async fn send_bytes(
+    wire: &mut Wire,
+    head: Vec<u8>,
+    seed: u64,
+    n: u64,
+) -> io::Result<()> {
+    send_pieces(wire, head, seed, n, |piece, out| {
+        out.extend_from_slice(piece)
+    })
+    .await
 }
 
 /// As [`send_bytes`], each piece of 16 KiB as a chunk; the last chunk is not sent.
-pub(crate) async fn send_chunks(wire: &mut Wire, head: Vec<u8>, seed: u64, n: u64) -> io::Result<()> {
+pub(crate) async fn send_chunks(
+    wire: &mut Wire,
+    head: Vec<u8>,
+    seed: u64,
+    n: u64,
+) -> io::Result<()> {
     send_pieces(wire, head, seed, n, |piece, out| out.extend(chunk(piece))).await
 }
 

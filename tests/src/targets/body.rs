@@ -51,14 +51,20 @@ impl Framing {
     }
 
     pub(crate) fn of_reply(head: &Head, status: u16, to_head_request: bool) -> Self {
-        if to_head_request || status == 204 || status == 304 { Self::Length(0) } else { Self::declared(head) }
+        if to_head_request || status == 204 || status == 304 {
+            Self::Length(0)
+        } else {
+            Self::declared(head)
+        }
     }
 
     fn declared(head: &Head) -> Self {
         if head.lists("transfer-encoding", "chunked") {
             return Self::Chunked;
         }
-        let length = head.first("content-length").and_then(|length| length.parse().ok());
+        let length = head
+            .first("content-length")
+            .and_then(|length| length.parse().ok());
         length.map_or(Self::UntilClose, Self::Length)
     }
 }
@@ -96,12 +102,19 @@ impl BodyReader {
             Framing::Chunked => State::ChunkSize,
             Framing::UntilClose => State::UntilClose,
         };
-        Self { state, trailers: Vec::new() }
+        Self {
+            state,
+            trailers: Vec::new(),
+        }
     }
 
     /// How the body ended, once it has.
     pub(crate) fn ended(&self) -> Option<&BodyEnd> {
-        if let State::Ended(end) = &self.state { Some(end) } else { None }
+        if let State::Ended(end) = &self.state {
+            Some(end)
+        } else {
+            None
+        }
     }
 
     /// The fields behind the last chunk.
@@ -137,11 +150,17 @@ impl BodyReader {
             }
             State::UntilClose => Ok(some_data(ahead.split().freeze())),
             State::ChunkSize => {
-                let Some(line) = take_line(ahead)? else { return Ok(Step::NeedMore) };
+                let Some(line) = take_line(ahead)? else {
+                    return Ok(Step::NeedMore);
+                };
                 let digits = line.split(';').next().unwrap_or_default();
                 let left = u64::from_str_radix(digits.trim(), 16);
                 let left = left.map_err(|error| format!("chunk size {line:?}: {error}"))?;
-                self.state = if left == 0 { State::Trailers } else { State::ChunkData { left } };
+                self.state = if left == 0 {
+                    State::Trailers
+                } else {
+                    State::ChunkData { left }
+                };
                 Ok(Step::Again)
             }
             State::ChunkData { left } => {
@@ -152,7 +171,9 @@ impl BodyReader {
                 Ok(some_data(data))
             }
             State::ChunkEnd => {
-                let Some(line) = take_line(ahead)? else { return Ok(Step::NeedMore) };
+                let Some(line) = take_line(ahead)? else {
+                    return Ok(Step::NeedMore);
+                };
                 if !line.is_empty() {
                     return Err(format!("chunk is longer than its size: {line:?}"));
                 }
@@ -160,11 +181,14 @@ impl BodyReader {
                 Ok(Step::Again)
             }
             State::Trailers => {
-                let Some(line) = take_line(ahead)? else { return Ok(Step::NeedMore) };
+                let Some(line) = take_line(ahead)? else {
+                    return Ok(Step::NeedMore);
+                };
                 if line.is_empty() {
                     self.state = State::Ended(BodyEnd::CleanChunked);
                 } else if let Some((name, value)) = line.split_once(':') {
-                    self.trailers.push((name.to_owned(), value.trim().to_owned()));
+                    self.trailers
+                        .push((name.to_owned(), value.trim().to_owned()));
                 } else {
                     return Err(format!("trailer without a colon: {line:?}"));
                 }
@@ -194,15 +218,25 @@ fn take(ahead: &mut BytesMut, left: &mut u64) -> Bytes {
 }
 
 fn some_data(data: Bytes) -> Step {
-    if data.is_empty() { Step::NeedMore } else { Step::Data(data) }
+    if data.is_empty() {
+        Step::NeedMore
+    } else {
+        Step::Data(data)
+    }
 }
 
 fn take_line(ahead: &mut BytesMut) -> Result<Option<String>, String> {
     let Some(end) = ahead.windows(2).position(|window| window == b"\r\n") else {
-        return if ahead.len() > LINE_BYTES { Err("line is too long".to_owned()) } else { Ok(None) };
+        return if ahead.len() > LINE_BYTES {
+            Err("line is too long".to_owned())
+        } else {
+            Ok(None)
+        };
     };
     let line = ahead.split_to(end + 2);
-    Ok(Some(String::from_utf8_lossy(line.get(..end).unwrap_or_default()).into_owned()))
+    Ok(Some(
+        String::from_utf8_lossy(line.get(..end).unwrap_or_default()).into_owned(),
+    ))
 }
 
 /// Far above any chunk-size line or trailer in use.

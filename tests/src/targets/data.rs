@@ -28,7 +28,10 @@ pub struct Sha256 {
 impl Sha256 {
     /// The digest of nothing yet.
     pub fn new() -> Self {
-        Self { context: Context::new(&SHA256), bytes: 0 }
+        Self {
+            context: Context::new(&SHA256),
+            bytes: 0,
+        }
     }
 
     /// Takes the next piece.
@@ -56,7 +59,9 @@ impl Default for Sha256 {
 
 impl std::fmt::Debug for Sha256 {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Sha256").field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("Sha256")
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
     }
 }
 
@@ -73,7 +78,12 @@ pub(crate) struct ByteSource {
 
 impl ByteSource {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { seed, words: 0, rest: 0, rest_bytes: 0 }
+        Self {
+            seed,
+            words: 0,
+            rest: 0,
+            rest_bytes: 0,
+        }
     }
 
     /// Fills all of `bytes` with what follows.
@@ -106,7 +116,9 @@ impl ByteSource {
     /// SplitMix64 over a counter.
     fn next_word(&mut self) -> u64 {
         self.words += 1;
-        let mut word = self.seed.wrapping_add(self.words.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut word = self
+            .seed
+            .wrapping_add(self.words.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         word ^ (word >> 31)
@@ -120,11 +132,14 @@ pub(crate) fn websocket_accept(key: &str) -> String {
 }
 
 fn hex(digest: &Digest) -> String {
-    digest.as_ref().iter().fold(String::new(), |mut text, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    digest
+        .as_ref()
+        .iter()
+        .fold(String::new(), |mut text, byte| {
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
 }
 
 /// Standard alphabet with padding (RFC 4648, section 4).
@@ -132,10 +147,16 @@ fn base64(bytes: &[u8]) -> String {
     const ALPHABET: [u8; 64] = *b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::new();
     for group in bytes.chunks(3) {
-        let bits = (0..3).fold(0_usize, |bits, i| bits << 8 | group.get(i).copied().map_or(0, usize::from));
+        let bits = (0..3).fold(0_usize, |bits, i| {
+            bits << 8 | group.get(i).copied().map_or(0, usize::from)
+        });
         for i in 0..4 {
             let sextet = (bits >> (18 - 6 * i)) & 0x3f;
-            text.push(if i <= group.len() { char::from(ALPHABET[sextet]) } else { '=' });
+            text.push(if i <= group.len() {
+                char::from(ALPHABET[sextet])
+            } else {
+                '='
+            });
         }
     }
     text
@@ -165,12 +186,18 @@ mod tests {
         pieces.update(b"bc");
         assert_eq!(pieces.bytes(), 3);
         assert_eq!(pieces.finish(), sha256_hex(b"abc"));
-        assert_eq!(sha256_hex(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(
+            sha256_hex(b"abc"),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
     }
 
     #[test]
     fn websocket_accept_matches_the_example_of_the_rfc() {
-        assert_eq!(websocket_accept("dGhlIHNhbXBsZSBub25jZQ=="), "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+        assert_eq!(
+            websocket_accept("dGhlIHNhbXBsZSBub25jZQ=="),
+            "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+        );
     }
 
     #[test]

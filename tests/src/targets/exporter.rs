@@ -57,8 +57,13 @@ impl Exporter {
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
         let site = Arc::new(Site::new(node));
         let served = Arc::clone(&site);
-        let listening = Listening::start(bind, tls, move |wire, traffic| serve(Arc::clone(&served), wire, traffic));
-        Ok(Self { listening: listening.await?, site })
+        let listening = Listening::start(bind, tls, move |wire, traffic| {
+            serve(Arc::clone(&served), wire, traffic)
+        });
+        Ok(Self {
+            listening: listening.await?,
+            site,
+        })
     }
 
     /// Hands `line` (without line end) to all followers and returns their number.
@@ -108,23 +113,46 @@ pub(crate) struct Site {
 
 impl Site {
     pub(crate) fn new(node: &str) -> Self {
-        Self { node: node.to_owned(), feed: Feed::new(), gate: watch::Sender::new(0) }
+        Self {
+            node: node.to_owned(),
+            feed: Feed::new(),
+            gate: watch::Sender::new(0),
+        }
     }
 
-    pub(crate) async fn answer(&self, wire: &mut Wire, request: &mut Request, traffic: &Traffic) -> io::Result<After> {
+    pub(crate) async fn answer(
+        &self,
+        wire: &mut Wire,
+        request: &mut Request,
+        traffic: &Traffic,
+    ) -> io::Result<After> {
         let path = request.path().to_owned();
         match *segments(&path) {
             [] | ["metrics"] => request.answer(wire, 200, &self.metrics(traffic)).await,
-            ["size", n] => self.bytes(wire, request, n.parse().ok(), BodyKind::Length).await,
-            ["chunked", n] => self.bytes(wire, request, n.parse().ok(), BodyKind::Chunked).await,
-            ["close-delimited", n] => self.bytes(wire, request, n.parse().ok(), BodyKind::UntilClose).await,
+            ["size", n] => {
+                self.bytes(wire, request, n.parse().ok(), BodyKind::Length)
+                    .await
+            }
+            ["chunked", n] => {
+                self.bytes(wire, request, n.parse().ok(), BodyKind::Chunked)
+                    .await
+            }
+            ["close-delimited", n] => {
+                self.bytes(wire, request, n.parse().ok(), BodyKind::UntilClose)
+                    .await
+            }
             ["follow"] => self.follow(wire, request).await,
-            ["headers"] => request.answer(wire, 200, &String::from_utf8_lossy(&request.received.raw)).await,
+            ["headers"] => {
+                request
+                    .answer(wire, 200, &String::from_utf8_lossy(&request.received.raw))
+                    .await
+            }
             ["upload"] => upload(wire, request).await,
             ["status", code] => status(wire, request, code.parse().ok()).await,
             ["trailers"] => trailers(wire, request).await,
             ["early-hints"] => {
-                wire.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n").await?;
+                wire.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n")
+                    .await?;
                 request.answer(wire, 200, "after the hints\n").await
             }
             ["slow-head"] => self.slow_head(wire, request).await,
@@ -143,7 +171,13 @@ impl Site {
                 Ok(After::Reset)
             }
             ["short"] => {
-                send_bytes(wire, request.head(200, &[("Content-Length", "1000")]), 0, 500).await?;
+                send_bytes(
+                    wire,
+                    request.head(200, &[("Content-Length", "1000")]),
+                    0,
+                    500,
+                )
+                .await?;
                 Ok(After::Close)
             }
             ["garbage"] => {
@@ -164,14 +198,25 @@ impl Site {
         )
     }
 
-    async fn bytes(&self, wire: &mut Wire, request: &Request, n: Option<u64>, kind: BodyKind) -> io::Result<After> {
+    async fn bytes(
+        &self,
+        wire: &mut Wire,
+        request: &Request,
+        n: Option<u64>,
+        kind: BodyKind,
+    ) -> io::Result<After> {
         let seed = request.query("seed").map_or(Ok(0), str::parse);
         let (Some(n), Ok(seed)) = (n, seed) else {
-            return request.answer(wire, 400, "the size or the seed is not a number\n").await;
+            return request
+                .answer(wire, 400, "the size or the seed is not a number\n")
+                .await;
         };
         let (length, digest) = (n.to_string(), digest_of_sequence(seed, n));
         let sent = if request.is_head() { 0 } else { n };
-        let mut fields = vec![("Content-Type", "application/octet-stream"), ("X-Sha256", &digest)];
+        let mut fields = vec![
+            ("Content-Type", "application/octet-stream"),
+            ("X-Sha256", &digest),
+        ];
         match kind {
             BodyKind::Length => {
                 fields.push(("Content-Length", &length));
@@ -195,9 +240,17 @@ impl Site {
     }
 
     async fn follow(&self, wire: &mut Wire, request: &Request) -> io::Result<After> {
-        let every = request.query("interval_ms").and_then(|millis| millis.parse().ok());
-        let every = every.filter(|millis| *millis > 0).map(Duration::from_millis);
-        let following = Following { first_line: None, every, node: self.node.clone() };
+        let every = request
+            .query("interval_ms")
+            .and_then(|millis| millis.parse().ok());
+        let every = every
+            .filter(|millis| *millis > 0)
+            .map(Duration::from_millis);
+        let following = Following {
+            first_line: None,
+            every,
+            node: self.node.clone(),
+        };
         self.feed.follow(wire, request, following).await
     }
 
@@ -207,7 +260,9 @@ impl Site {
             _ = gate.changed() => {}
             gone = wire.peer_gone() => return gone.map(|()| After::Close),
         }
-        request.answer(wire, 200, &format!("{} at last\n", self.node)).await
+        request
+            .answer(wire, 200, &format!("{} at last\n", self.node))
+            .await
     }
 }
 
@@ -236,13 +291,20 @@ async fn upload(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
 
 async fn status(wire: &mut Wire, request: &Request, code: Option<u16>) -> io::Result<After> {
     match code.filter(|code| (200..=999).contains(code)) {
-        Some(code) => request.answer(wire, code, &format!("status {code} as ordered\n")).await,
+        Some(code) => {
+            request
+                .answer(wire, code, &format!("status {code} as ordered\n"))
+                .await
+        }
         None => request.answer(wire, 400, "not a final status\n").await,
     }
 }
 
 async fn trailers(wire: &mut Wire, request: &Request) -> io::Result<After> {
-    let mut answer = request.head(200, &[("Trailer", "X-Checksum"), ("Transfer-Encoding", "chunked")]);
+    let mut answer = request.head(
+        200,
+        &[("Trailer", "X-Checksum"), ("Transfer-Encoding", "chunked")],
+    );
     answer.extend(chunk(b"with a trailer\n"));
     answer.extend(b"0\r\nX-Checksum: 42\r\n\r\n");
     wire.write_all(&answer).await?;
@@ -251,7 +313,8 @@ async fn trailers(wire: &mut Wire, request: &Request) -> io::Result<After> {
 }
 
 fn close_delimited_head(fields: &str) -> Vec<u8> {
-    format!("HTTP/1.0 200 OK\r\nContent-Type: application/octet-stream\r\n{fields}\r\n").into_bytes()
+    format!("HTTP/1.0 200 OK\r\nContent-Type: application/octet-stream\r\n{fields}\r\n")
+        .into_bytes()
 }
 
 fn digest_of_sequence(seed: u64, n: u64) -> String {
@@ -267,3 +330,6 @@ fn digest_of_sequence(seed: u64, n: u64) -> String {
 
 /// Small enough to fit into the buffers of a loopback connection, so that most of it arrives before the reset.
 const CUT_AFTER_BYTES: u64 = 64 * 1024;
+
+#[cfg(test)]
+mod tests;

@@ -35,7 +35,9 @@ pub(crate) struct Following {
 
 impl Feed {
     pub(crate) fn new() -> Self {
-        Self { events: broadcast::Sender::new(BACKLOG) }
+        Self {
+            events: broadcast::Sender::new(BACKLOG),
+        }
     }
 
     /// Hands `line` (without line end) to all followers and returns their number.
@@ -62,7 +64,13 @@ impl Feed {
     ) -> io::Result<After> {
         // Before the head, so that whoever has seen the head misses no line.
         let mut events = self.events.subscribe();
-        let mut start = request.head(200, &[("Content-Type", "text/plain"), ("Transfer-Encoding", "chunked")]);
+        let mut start = request.head(
+            200,
+            &[
+                ("Content-Type", "text/plain"),
+                ("Transfer-Encoding", "chunked"),
+            ],
+        );
         if let Some(line) = following.first_line {
             start.extend(chunk(format!("{line}\n").as_bytes()));
         }
@@ -91,7 +99,8 @@ impl Feed {
                 }
                 gone = wire.peer_gone() => return gone.map(|()| After::Close),
             };
-            wire.write_all(&chunk(format!("{line}\n").as_bytes())).await?;
+            wire.write_all(&chunk(format!("{line}\n").as_bytes()))
+                .await?;
             wire.flush().await?;
         }
     }

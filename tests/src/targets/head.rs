@@ -20,7 +20,11 @@ impl Head {
         let Some(headers) = headers else {
             return Err(invalid(format!("header without a colon in {text:?}")));
         };
-        Ok(Self { raw, start_line, headers })
+        Ok(Self {
+            raw,
+            start_line,
+            headers,
+        })
     }
 
     pub(crate) fn first(&self, name: &str) -> Option<&str> {
@@ -52,8 +56,14 @@ pub(crate) fn first_value<'a>(headers: &'a [(String, String)], name: &str) -> Op
 }
 
 /// All values of header `name` in their order, compared without case.
-pub(crate) fn all_values<'a>(headers: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a str> {
-    headers.iter().filter(move |(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+pub(crate) fn all_values<'a>(
+    headers: &'a [(String, String)],
+    name: &str,
+) -> impl Iterator<Item = &'a str> {
+    headers
+        .iter()
+        .filter(move |(key, _)| key.eq_ignore_ascii_case(name))
+        .map(|(_, value)| value.as_str())
 }
 
 fn parse_header(line: &str) -> Option<(String, String)> {
@@ -71,11 +81,15 @@ mod tests {
 
     #[test]
     fn keeps_order_case_and_duplicates() {
-        let head = Head::parse(b"GET / HTTP/1.1\r\nHost: a\r\nX-B: 2\r\nx-b:1\r\n\r\n".to_vec()).unwrap();
+        let head =
+            Head::parse(b"GET / HTTP/1.1\r\nHost: a\r\nX-B: 2\r\nx-b:1\r\n\r\n".to_vec()).unwrap();
         assert_eq!(head.start_line, "GET / HTTP/1.1");
         let names: Vec<_> = head.headers.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["Host", "X-B", "x-b"]);
-        assert_eq!(all_values(&head.headers, "X-b").collect::<Vec<_>>(), ["2", "1"]);
+        assert_eq!(
+            all_values(&head.headers, "X-b").collect::<Vec<_>>(),
+            ["2", "1"]
+        );
     }
 
     #[test]

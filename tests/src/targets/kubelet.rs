@@ -73,7 +73,12 @@ impl StandInKubelet {
         let listening = Listening::start(bind, tls.clone(), move |wire, traffic| {
             serve(Arc::clone(&served), Arc::clone(&kept), wire, traffic)
         });
-        Ok(Self { listening: listening.await?, site, log, tls })
+        Ok(Self {
+            listening: listening.await?,
+            site,
+            log,
+            tls,
+        })
     }
 
     /// Certificate and key, when it serves TLS.
@@ -102,7 +107,12 @@ impl StandInKubelet {
     }
 }
 
-async fn serve(site: Arc<Site>, log: Arc<ReceivedLog>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+async fn serve(
+    site: Arc<Site>,
+    log: Arc<ReceivedLog>,
+    mut wire: Wire,
+    traffic: Arc<Traffic>,
+) -> io::Result<()> {
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let path = request.path().to_owned();
         let after = match *segments(&path) {
@@ -111,10 +121,20 @@ async fn serve(site: Arc<Site>, log: Arc<ReceivedLog>, mut wire: Wire, traffic: 
                 let first_line = format!("{}: log of {pod}/{container}", site.node);
                 logs(&site, &mut wire, &request, first_line).await?
             }
-            ["exec" | "attach" | "portForward", ..] => upgrade(&mut wire, &request, &traffic, &log).await?,
+            ["exec" | "attach" | "portForward", ..] => {
+                upgrade(&mut wire, &request, &traffic, &log).await?
+            }
             ["client-certificate"] => {
-                let digest = wire.peer_certificate().map(|certificate| sha256_hex(certificate));
-                request.answer(&mut wire, 200, &format!("{}\n", digest.as_deref().unwrap_or("none"))).await?
+                let digest = wire
+                    .peer_certificate()
+                    .map(|certificate| sha256_hex(certificate));
+                request
+                    .answer(
+                        &mut wire,
+                        200,
+                        &format!("{}\n", digest.as_deref().unwrap_or("none")),
+                    )
+                    .await?
             }
             _ => site.answer(&mut wire, &mut request, &traffic).await?,
         };
@@ -126,28 +146,45 @@ async fn serve(site: Arc<Site>, log: Arc<ReceivedLog>, mut wire: Wire, traffic: 
     wire.close().await
 }
 
-async fn logs(site: &Site, wire: &mut Wire, request: &Request, first_line: String) -> io::Result<After> {
+async fn logs(
+    site: &Site,
+    wire: &mut Wire,
+    request: &Request,
+    first_line: String,
+) -> io::Result<After> {
     if request.query("follow") != Some("true") {
         return request.answer(wire, 200, &format!("{first_line}\n")).await;
     }
-    let following = Following { first_line: Some(first_line), ..Following::default() };
+    let following = Following {
+        first_line: Some(first_line),
+        ..Following::default()
+    };
     site.feed.follow(wire, request, following).await
 }
 
-async fn upgrade(wire: &mut Wire, request: &Request, traffic: &Traffic, log: &ReceivedLog) -> io::Result<After> {
+async fn upgrade(
+    wire: &mut Wire,
+    request: &Request,
+    traffic: &Traffic,
+    log: &ReceivedLog,
+) -> io::Result<After> {
     if let Some(status) = request.query("refuse") {
         let status = status.parse().unwrap_or(403);
-        return request.answer(wire, status, &format!("refused with {status} as ordered\n")).await;
+        return request
+            .answer(wire, status, &format!("refused with {status} as ordered\n"))
+            .await;
     }
     let Some(script) = Script::asked_for(request) else {
         return request.answer(wire, 400, "no such script\n").await;
     };
     let Some(mut fields) = switching_fields(&request.received) else {
-        return request.answer(wire, 400, "not an upgrade that this kubelet knows\n").await;
+        return request
+            .answer(wire, 400, "not an upgrade that this kubelet knows\n")
+            .await;
     };
     if request.query("mismatch") == Some("true") {
         fields.retain(|(name, _)| *name != "Upgrade");
-        fields.push(("Upgrade", "something-else/1"));
+        fields.push(("Upgrade", "something-else/1".to_owned()));
     }
     let head = switching_head(&fields);
     script.act(wire, head, traffic, log).await
@@ -155,10 +192,18 @@ async fn upgrade(wire: &mut Wire, request: &Request, traffic: &Traffic, log: &Re
 
 /// The fields of the 101 that answers `request`, if that asks for an upgrade.
 fn switching_fields(request: &Head) -> Option<Vec<(&'static str, String)>> {
-    let protocol = request.first("upgrade").filter(|_| request.lists("connection", "upgrade"))?;
-    let mut fields = vec![("Connection", "Upgrade".to_owned()), ("Upgrade", protocol.to_owned())];
+    let protocol = request
+        .first("upgrade")
+        .filter(|_| request.lists("connection", "upgrade"))?;
+    let mut fields = vec![
+        ("Connection", "Upgrade".to_owned()),
+        ("Upgrade", protocol.to_owned()),
+    ];
     if protocol.eq_ignore_ascii_case("websocket") {
-        fields.push(("Sec-WebSocket-Accept", websocket_accept(request.first("sec-websocket-key")?)));
+        fields.push((
+            "Sec-WebSocket-Accept",
+            websocket_accept(request.first("sec-websocket-key")?),
+        ));
         if let Some(chosen) = chosen_protocol(request, "sec-websocket-protocol") {
             fields.push(("Sec-WebSocket-Protocol", chosen));
         }
@@ -178,9 +223,15 @@ fn chosen_protocol(request: &Head, field: &str) -> Option<String> {
 }
 
 fn switching_head(fields: &[(&str, String)]) -> Vec<u8> {
-    let fields: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let fields: String = fields
+        .iter()
+        .map(|(name, value)| format!("{name}: {value}\r\n"))
+        .collect();
     format!("HTTP/1.1 101 Switching Protocols\r\n{fields}\r\n").into_bytes()
 }
 
 /// The one that kubectl speaks over WebSocket.
 const NEWEST_PROTOCOL: &str = "v5.channel.k8s.io";
+
+#[cfg(test)]
+mod tests;

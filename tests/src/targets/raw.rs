@@ -107,7 +107,14 @@ impl HalfCloseTarget {
     /// # Errors
     /// The address cannot be bound.
     pub async fn start_on(bind: SocketAddr, bytes: u64) -> Result<Self> {
-        let (listening, log) = start(bind, Script::SinkThenSend { bytes, digest: false }).await?;
+        let (listening, log) = start(
+            bind,
+            Script::SinkThenSend {
+                bytes,
+                digest: false,
+            },
+        )
+        .await?;
         Ok(Self { listening, log })
     }
 
@@ -157,13 +164,23 @@ impl SilentTarget {
 async fn start(bind: SocketAddr, script: Script) -> Result<(Listening, Arc<ReceivedLog>)> {
     let log = Arc::new(ReceivedLog::default());
     let kept = Arc::clone(&log);
-    let listening = Listening::start(bind, None, move |wire, traffic| run(script, wire, traffic, Arc::clone(&kept)));
+    let listening = Listening::start(bind, None, move |wire, traffic| {
+        run(script, wire, traffic, Arc::clone(&kept))
+    });
     Ok((listening.await?, log))
 }
 
-async fn run(script: Script, mut wire: Wire, traffic: Arc<Traffic>, log: Arc<ReceivedLog>) -> io::Result<()> {
+async fn run(
+    script: Script,
+    mut wire: Wire,
+    traffic: Arc<Traffic>,
+    log: Arc<ReceivedLog>,
+) -> io::Result<()> {
     match script.act(&mut wire, Vec::new(), &traffic, &log).await? {
         After::KeepAlive | After::Close => wire.close().await,
         After::Reset => wire.reset().await,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -36,9 +36,15 @@ impl Script {
         };
         match request.query("script") {
             None | Some("echo") => Some(Self::Echo),
-            Some("sink-then-send") => Some(Self::SinkThenSend { bytes, digest: true }),
+            Some("sink-then-send") => Some(Self::SinkThenSend {
+                bytes,
+                digest: true,
+            }),
             Some("send-then-sink") => Some(Self::SendThenSink { bytes }),
-            Some("reset") => Some(Self::Reset { waits: true, bytes: 64 * 1024 }),
+            Some("reset") => Some(Self::Reset {
+                waits: true,
+                bytes: 64 * 1024,
+            }),
             Some("silent") => Some(Self::Silent),
             Some("deaf") => Some(Self::Deaf),
             Some(_) => None,
@@ -68,7 +74,11 @@ impl Script {
             }
             Self::SinkThenSend { bytes, digest } => {
                 let received = sink(wire, traffic).await?;
-                let line = if digest { format!("{}\n", received.sha256) } else { String::new() };
+                let line = if digest {
+                    format!("{}\n", received.sha256)
+                } else {
+                    String::new()
+                };
                 log.push(received);
                 send_bytes(wire, line.into_bytes(), 0, bytes).await?;
                 Ok(After::Close)
@@ -104,11 +114,17 @@ pub(crate) struct ReceivedLog(Mutex<Vec<Received>>);
 
 impl ReceivedLog {
     pub(crate) fn all(&self) -> Vec<Received> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     fn push(&self, received: Received) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(received);
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(received);
     }
 }
 
@@ -117,13 +133,18 @@ async fn echo(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
     let mut buf = vec![0; BUFFER_BYTES];
     loop {
         let n = wire.read(&mut buf).await?;
-        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else { break };
+        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else {
+            break;
+        };
         digest.update(data);
         traffic.count_bytes_in(n);
         wire.write_all(data).await?;
         wire.flush().await?;
     }
-    Ok(Received { bytes: digest.bytes(), sha256: digest.finish() })
+    Ok(Received {
+        bytes: digest.bytes(),
+        sha256: digest.finish(),
+    })
 }
 
 async fn sink(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
@@ -131,11 +152,16 @@ async fn sink(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
     let mut buf = vec![0; BUFFER_BYTES];
     loop {
         let n = wire.read(&mut buf).await?;
-        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else { break };
+        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else {
+            break;
+        };
         digest.update(data);
         traffic.count_bytes_in(n);
     }
-    Ok(Received { bytes: digest.bytes(), sha256: digest.finish() })
+    Ok(Received {
+        bytes: digest.bytes(),
+        sha256: digest.finish(),
+    })
 }
 
 const BUFFER_BYTES: usize = 16 * 1024;

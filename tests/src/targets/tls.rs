@@ -44,9 +44,15 @@ impl TargetTls {
     ///
     /// # Errors
     /// The chain is empty or the key is not that of the leaf.
-    #[expect(clippy::disallowed_methods, reason = "a target is not the tunnel and needs settings the tunnel must not have")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a target is not the tunnel and needs settings the tunnel must not have"
+    )]
     pub fn new(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self> {
-        let certificate = chain.first().context("chain of the target is empty")?.clone();
+        let certificate = chain
+            .first()
+            .context("chain of the target is empty")?
+            .clone();
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifier = AnyClient(Arc::clone(&provider));
         let mut config = ServerConfig::builder_with_provider(provider)
@@ -56,12 +62,18 @@ impl TargetTls {
             .with_single_cert(chain, key)
             .context("certificate and key of the target")?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Ok(Self { config: Arc::new(config), certificate })
+        Ok(Self {
+            config: Arc::new(config),
+            certificate,
+        })
     }
 
     /// Any other configuration; `certificate` is what [`Self::certificate`] returns.
     pub fn from_config(config: Arc<ServerConfig>, certificate: CertificateDer<'static>) -> Self {
-        Self { config, certificate }
+        Self {
+            config,
+            certificate,
+        }
     }
 
     /// The leaf; when self-signed also the root to trust.
@@ -102,7 +114,12 @@ impl ClientCertVerifier for AnyClient {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+        verify_tls12_signature(
+            message,
+            cert,
+            dss,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn verify_tls13_signature(
@@ -111,7 +128,12 @@ impl ClientCertVerifier for AnyClient {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            cert,
+            dss,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

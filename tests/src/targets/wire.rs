@@ -50,12 +50,20 @@ impl Wire {
     }
 
     pub(crate) fn observed_by(mut self, traffic: Arc<Traffic>) -> Self {
-        self.observer = Some(Observer { traffic, told: false });
+        self.observer = Some(Observer {
+            traffic,
+            told: false,
+        });
         self
     }
 
     fn new(stream: Stream) -> Self {
-        Self { stream, ahead: BytesMut::new(), scratch: vec![0; READ_BYTES].into(), observer: None }
+        Self {
+            stream,
+            ahead: BytesMut::new(),
+            scratch: vec![0; READ_BYTES].into(),
+            observer: None,
+        }
     }
 
     /// The certificate the peer presented, if any.
@@ -84,11 +92,19 @@ impl Wire {
                 return Ok(Some(self.ahead.split_to(end).to_vec()));
             }
             if self.ahead.len() > HEAD_BYTES {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "head is too long"));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "head is too long",
+                ));
             }
             match self.fill().await {
                 Ok(0) if self.ahead.is_empty() => return Ok(None),
-                Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "end within the head")),
+                Ok(0) => {
+                    return Err(io::Error::new(
+                        io::ErrorKind::UnexpectedEof,
+                        "end within the head",
+                    ));
+                }
                 Ok(_) => {}
                 Err(error) => return Err(error),
             }
@@ -108,7 +124,11 @@ impl Wire {
 
     /// Writes `data`, reading ahead while the peer does not take it, and stops early when `answered` says that what was
     /// read makes the rest pointless, or the peer ended.
-    pub(crate) async fn write_unless(&mut self, mut data: &[u8], answered: impl Fn(&[u8]) -> bool) -> io::Result<()> {
+    pub(crate) async fn write_unless(
+        &mut self,
+        mut data: &[u8],
+        answered: impl Fn(&[u8]) -> bool,
+    ) -> io::Result<()> {
         std::future::poll_fn(|cx| {
             while !data.is_empty() {
                 if let Poll::Ready(written) = Pin::new(&mut self.stream).poll_write(cx, data) {
@@ -166,7 +186,11 @@ impl Wire {
 }
 
 impl AsyncRead for Wire {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if buf.remaining() == 0 {
             return Poll::Ready(Ok(()));
         }
@@ -185,7 +209,11 @@ impl AsyncRead for Wire {
 }
 
 impl AsyncWrite for Wire {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, data)
     }
 
@@ -199,7 +227,11 @@ impl AsyncWrite for Wire {
 }
 
 impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Plain(tcp) => Pin::new(tcp).poll_read(cx, buf),
             Self::Tls(tls) => Pin::new(tls).poll_read(cx, buf),
@@ -208,7 +240,11 @@ impl AsyncRead for Stream {
 }
 
 impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Self::Plain(tcp) => Pin::new(tcp).poll_write(cx, data),
             Self::Tls(tls) => Pin::new(tls).poll_write(cx, data),
@@ -231,7 +267,9 @@ impl AsyncWrite for Stream {
 }
 
 fn observe(observer: &mut Option<Observer>, read: &io::Result<usize>) {
-    let Some(Observer { traffic, told }) = observer else { return };
+    let Some(Observer { traffic, told }) = observer else {
+        return;
+    };
     match read {
         _ if *told => {}
         Ok(0) => {
@@ -247,7 +285,10 @@ fn observe(observer: &mut Option<Observer>, read: &io::Result<usize>) {
 }
 
 fn head_end(bytes: &[u8]) -> Option<usize> {
-    bytes.windows(4).position(|window| window == b"\r\n\r\n").map(|start| start + 4)
+    bytes
+        .windows(4)
+        .position(|window| window == b"\r\n\r\n")
+        .map(|start| start + 4)
 }
 
 /// One TLS record; also what one read takes from a plain connection.

@@ -115,6 +115,7 @@ impl Caller {
         mut request: Request<Incoming>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
+        check_head(&request, self.doors.limits.request_head_bytes)?;
         let destination = self.destination(&request)?;
         record.destination(&destination);
         let place = destination.to_string();
@@ -164,6 +165,23 @@ impl Caller {
         };
         decide(&facts, &self.doors.routes.load(), &self.doors.policy)
     }
+}
+
+/// hyper bounds its read buffer and so only heads that come in pieces; this bounds every head.
+fn check_head(request: &Request<Incoming>, limit: usize) -> Result<(), Failure> {
+    let target = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |target| target.as_str().len());
+    let fields = request
+        .headers()
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + ": \r\n".len());
+    if target + fields.sum::<usize>() > limit {
+        let text = format!("the request head is larger than {limit} bytes");
+        return Err(Failure::new(Outcome::HeadTooLarge, text));
+    }
+    Ok(())
 }
 
 /// A target's answer and what follows its head.

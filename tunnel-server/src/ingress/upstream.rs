@@ -52,7 +52,8 @@ pub(super) async fn connect(
             let connecting =
                 TlsConnector::from(doors.target_tls.clone()).connect(name, opened.stream);
             // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
-            let stream = match timeout(doors.limits.open * 2, connecting).await {
+            let stream = match timeout(doors.limits.open + doors.limits.handshake, connecting).await
+            {
                 Ok(Ok(stream)) => stream,
                 Ok(Err(error)) => return Err(tls_failure(&error, &place)),
                 Err(_elapsed) => {

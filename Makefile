@@ -1,0 +1,34 @@
+# Each target is a line or two that a person can also type. `make help` lists them.
+
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint audit docs tools
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+demo: ## the guided tour; ARGS=--once checks each answer and exits
+	@tests/tools.sh
+	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bins
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/demo $(ARGS)
+
+test: tools ## all tests; those that need what this machine lacks are listed at the end
+	@tests/run.sh
+
+lint: ## formatting, clippy, documentation, and what each crate may depend on
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked
+	cargo check -p tunnel-proto --no-default-features --locked
+	! cargo tree -p tunnel-proto --no-default-features -e normal --prefix none | grep -w tokio
+	cargo check -p tunnel-server --no-default-features --locked
+
+audit: ## licences, advisories and banned crates (cargo-deny)
+	@if command -v cargo-deny >/dev/null; then cargo deny check; else echo "skipped: cargo-deny is not installed"; fi
+
+docs: ## writes the configuration reference anew from the code
+	cargo run -p tunnel-tests --bin reference
+
+tools: ## the real programs that tests run against: Prometheus, node_exporter, curl, openssl, ip, nft
+	@tests/tools.sh

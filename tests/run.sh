@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Builds the binaries, runs all tests, and lists those that were skipped. Arguments go to the test runner.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+skips=${CARGO_TARGET_DIR:-target}/test-skips
+rm -rf "$skips"
+
+# The scenarios run the binaries as processes: they have to be those of this tree.
+cargo build --workspace --bins || exit 1
+if cargo nextest --version >/dev/null 2>&1; then
+  cargo nextest run --workspace "$@"
+else
+  echo "cargo-nextest is not installed: cargo test runs the tests instead, without its time limits"
+  cargo test --workspace --lib --bins --tests "$@" -- --test-threads=1
+fi
+result=$?
+if [ $# -eq 0 ]; then
+  cargo test --workspace --doc --quiet || result=1
+fi
+
+if [ -d "$skips" ]; then
+  echo "$(find "$skips" -type f | wc -l) skipped:"
+  sort "$skips"/*
+else
+  echo "0 skipped"
+fi
+exit "$result"

@@ -1,0 +1,84 @@
+//! The two binaries as processes: verbs and exit codes, kills and restarts, and ends that lose nothing.
+
+mod drain;
+mod restart;
+mod verbs;
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::time::timeout;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::targets::Exporter;
+
+/// A server and one agent on loopback, and an exporter behind the agent.
+struct Stack {
+    agent_setup: AgentSetup,
+    agent: Process,
+    server: Server,
+    exporter: Exporter,
+    _scratch: ScratchDir,
+}
+
+impl Stack {
+    /// Starts all parts; the arguments are further ones of `run`.
+    async fn start(server_arguments: &[&str], agent_arguments: &[&str]) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let exporter = Exporter::start(NODE).await?;
+        let port = exporter.addr().port().to_string();
+        // The exporter itself has the port on this host.
+        let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
+        let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+        let server = setup.args(&ports).args(server_arguments).start().await?;
+        let token = server.token(NODE, None).await?;
+        let agents = server.address(Listener::Agents);
+        let agent_setup = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"));
+        let agent_setup = agent_setup.args(&["--token", &token]).args(agent_arguments);
+        let agent = agent_setup.start()?;
+        let stack = Self {
+            agent_setup,
+            agent,
+            server,
+            exporter,
+            _scratch: scratch,
+        };
+        stack.wait_for_traffic("first traffic", CONNECT).await;
+        Ok(stack)
+    }
+
+    /// What a caller puts into Host.
+    fn host(&self) -> String {
+        format!("{NODE}:{}", self.exporter.addr().port())
+    }
+
+    fn get(&self, path: &str) -> RawRequest {
+        RawRequest::get(&self.host(), path)
+    }
+
+    async fn wait_for_traffic(&self, what: &str, patience: Duration) {
+        let door = self.server.address(Listener::Http);
+        eventually(what, patience, async || {
+            let reply = timeout(scaled(ATTEMPT), request(door, &self.get("/metrics"))).await;
+            let reply = reply.context("no answer")??;
+            ensure!(
+                reply.status == 200,
+                "{}: {}\n{}",
+                reply.status,
+                reply.text(),
+                self.agent
+            );
+            Ok(())
+        })
+        .await;
+    }
+}
+
+const NODE: &str = "worker-1";
+
+/// For one request while parts of the tunnel are missing.
+const ATTEMPT: Duration = Duration::from_millis(500);
+
+/// Enrolment, and the longest pause of an agent between two tries at the beginning of an outage.
+const CONNECT: Duration = Duration::from_secs(15);

@@ -1,0 +1,239 @@
+//! A cut is never taken for a clean end, and a refusal arrives with its reason: on both HTTP doors and on TCP services.
+
+use anyhow::Result;
+use tokio::io::AsyncWriteExt;
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_server::config::RawService;
+use tunnel_tests::client::{BodyEnd, ByteStream, Door, RawRequest, UpgradeClient, request};
+use tunnel_tests::targets::{
+    EchoTarget, Exporter, HalfCloseTarget, ResetTarget, StandInKubelet, deterministic_bytes,
+};
+use tunnel_tests::world::World;
+
+use super::scripted::ScriptedAgent;
+
+const MIB: usize = 1 << 20;
+
+/// A world with one TCP service that leads to a port of worker-1.
+async fn world_with_service(port: u16) -> Result<(World, Door)> {
+    let world = World::start_with(|settings| {
+        settings.services = vec![RawService {
+            name: "raw".into(),
+            listen: "127.0.0.1:0".into(),
+            node: "worker-1".into(),
+            target: port.to_string(),
+            protocol: None,
+        }];
+    })
+    .await?;
+    let door = Door::plain(world.bound().services[0].1);
+    Ok((world, door))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
+    let world = World::start().await?;
+    let (plain, tls) = (
+        Exporter::start("worker-1").await?,
+        StandInKubelet::start("worker-1").await?,
+    );
+    let _agent = world.agent("worker-1").await?;
+    for path in [
+        "/reset-mid-body",
+        "/reset-chunked",
+        "/reset-close-delimited",
+        "/short",
+    ] {
+        for (door, port) in [
+            (world.http(), plain.addr().port()),
+            (world.https("worker-1")?, tls.addr().port()),
+        ] {
+            let reply = request(door, &RawRequest::get(&format!("worker-1:{port}"), path)).await?;
+            // The head may already have been lost with the rest; then the answer says so itself.
+            let told = reply.status == 502 && reply.header("x-tunnel-error").is_some();
+            assert!(
+                told || matches!(reply.ended, BodyEnd::Reset(_)),
+                "{path}: {} {:?}",
+                reply.status,
+                reply.ended
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn upgraded_stream_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
+    let world = World::start().await?;
+    let kubelet = StandInKubelet::plain("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    for _ in 0..20 {
+        let upgraded = UpgradeClient::spdy(&host, "/exec/a/b/c?script=reset")
+            .connect(world.http())
+            .await?;
+        let mut stream = upgraded.switched()?;
+        stream.send(b"x").await?;
+        let reading = stream.read_to_end().await;
+        assert!(
+            matches!(reading.ended, BodyEnd::Reset(_)),
+            "{:?}",
+            reading.ended
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
+    let echo = EchoTarget::start().await?;
+    let (world, door) = world_with_service(echo.addr().port()).await?;
+    let _agent = world.agent("worker-1").await?;
+    let sent = deterministic_bytes(1, 3 * MIB);
+    let reading = ByteStream::connect(door.clone()).await?.talk(&sent).await?;
+    assert!(
+        reading.bytes == sent && reading.ended == BodyEnd::CleanClose,
+        "{:?}",
+        reading.ended
+    );
+
+    let answer = HalfCloseTarget::start(16 * MIB as u64).await?;
+    let (world, door) = world_with_service(answer.addr().port()).await?;
+    let _agent = world.agent("worker-1").await?;
+    let reading = ByteStream::connect(door).await?.talk(b"question").await?;
+    assert_eq!(reading.bytes.len(), 16 * MIB);
+    assert_eq!(reading.ended, BodyEnd::CleanClose);
+
+    let reset = ResetTarget::start_waiting(64 << 10).await?;
+    let (world, door) = world_with_service(reset.addr().port()).await?;
+    let _agent = world.agent("worker-1").await?;
+    for _ in 0..20 {
+        let mut stream = ByteStream::connect(door.clone()).await?;
+        stream.send(b"x").await?;
+        let reading = stream.read_to_end().await;
+        assert!(
+            matches!(reading.ended, BodyEnd::Reset(_)),
+            "{:?}",
+            reading.ended
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn service_without_an_agent_is_a_reset() -> Result<()> {
+    let (_world, door) = world_with_service(9100).await?;
+    let mut stream = ByteStream::connect(door).await?;
+    let reading = stream.read_to_end().await;
+    assert!(
+        matches!(reading.ended, BodyEnd::Reset(_)),
+        "{:?}",
+        reading.ended
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusal_after_64_kib_of_optimistic_data_keeps_code_and_detail() -> Result<()> {
+    let world = World::start().await?;
+    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let upload = RawRequest::new("POST", "/upload", "worker-1:9100")
+        .header("Connection", "close")
+        .body(vec![7; 64 << 10]);
+    for _ in 0..20 {
+        let (reply, refused) = tokio::join!(request(world.http(), &upload), async {
+            let stream = agent.next_stream().await?;
+            stream
+                .refuse(RefusalCode::Policy, "agent's --deny-ports lists 9100")
+                .await;
+            anyhow::Ok(())
+        });
+        refused?;
+        let reply = reply?;
+        assert_eq!(
+            (reply.status, reply.header("x-tunnel-error")),
+            (403, Some("refused_by_policy")),
+            "{}",
+            reply.text()
+        );
+        assert!(
+            reply.text().contains("agent's --deny-ports lists 9100"),
+            "{}",
+            reply.text()
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn exec_like_upgrade_gets_16_mib_after_its_fin_100_times() -> Result<()> {
+    let world = World::start().await?;
+    let (plain, tls) = (
+        StandInKubelet::plain("worker-1").await?,
+        StandInKubelet::start("worker-1").await?,
+    );
+    let _agent = world.agent("worker-1").await?;
+    let expected = tunnel_tests::targets::sha256_hex(&deterministic_bytes(0, 16 * MIB));
+    let stdin = deterministic_bytes(3, 100_000);
+    for round in 0..100 {
+        let (door, target) = if round % 2 == 0 {
+            (world.http(), plain.addr())
+        } else {
+            (world.https("worker-1")?, tls.addr())
+        };
+        let host = format!("worker-1:{}", target.port());
+        let path = format!(
+            "/exec/default/pod/c?script=sink-then-send&bytes={}",
+            16 * MIB
+        );
+        let client = if round % 4 < 2 {
+            UpgradeClient::spdy(&host, &path)
+        } else {
+            UpgradeClient::websocket(&host, &path)
+        };
+        let reading = client.connect(door).await?.switched()?.talk(&stdin).await?;
+        assert_eq!(reading.ended, BodyEnd::CleanClose, "round {round}");
+        let (line, answer) = reading.bytes.split_at(65);
+        assert_eq!(
+            line[..64],
+            *tunnel_tests::targets::sha256_hex(&stdin).as_bytes(),
+            "round {round}"
+        );
+        assert_eq!(
+            tunnel_tests::targets::sha256_hex(answer),
+            expected,
+            "round {round}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
+    let world = World::start().await?;
+    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let get = RawRequest::get("worker-1:9100", "/");
+    for _ in 0..10 {
+        let (reply, dropped) = tokio::join!(request(world.http(), &get), async {
+            let mut stream = agent.next_stream().await?;
+            stream.accept("").await?;
+            stream
+                .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nhalf an answer")
+                .await?;
+            stream.flush().await?;
+            // Close-delimited: only the reset tells that this is not the end.
+            drop(stream);
+            anyhow::Ok(())
+        });
+        dropped?;
+        let Ok(reply) = reply else { continue };
+        let told = reply.status == 502;
+        assert!(
+            told || matches!(reply.ended, BodyEnd::Reset(_)),
+            "{} {:?}",
+            reply.status,
+            reply.ended
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,67 @@
+//! Stopping loses nothing: an answer that ends in the instant of the signal arrives whole.
+
+use anyhow::Result;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::World;
+
+const MIB: usize = 1 << 20;
+const ROUNDS: usize = 100;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let path = format!("/size/{MIB}");
+    for round in 0..ROUNDS {
+        let agent = world.agent("worker-1").await?;
+        let served = exporter.traffic().requests();
+        let get = RawRequest::get(&host, &path);
+        let (reply, ()) = tokio::join!(request(world.http(), &get), async {
+            // The target has taken the request; its answer is on its way.
+            while exporter.traffic().requests() == served {
+                tokio::task::yield_now().await;
+            }
+            agent.drain();
+        });
+        let reply = reply?;
+        assert_eq!(reply.status, 200, "round {round}: {}", reply.text());
+        assert_eq!(
+            reply.header("x-sha256"),
+            Some(reply.sha256().as_str()),
+            "round {round}"
+        );
+        agent.ended().await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
+    let mut world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let path = format!("/size/{MIB}");
+    let _agent = world.agent("worker-1").await?;
+    for round in 0..ROUNDS {
+        world.connected("worker-1").await;
+        let served = exporter.traffic().requests();
+        let get = RawRequest::get(&host, &path);
+        let (reply, ()) = tokio::join!(request(world.http(), &get), async {
+            while exporter.traffic().requests() == served {
+                tokio::task::yield_now().await;
+            }
+            world.drain_server();
+        });
+        let reply = reply?;
+        assert_eq!(reply.status, 200, "round {round}: {}", reply.text());
+        assert_eq!(
+            reply.header("x-sha256"),
+            Some(reply.sha256().as_str()),
+            "round {round}"
+        );
+        world.restart_server().await?;
+    }
+    Ok(())
+}

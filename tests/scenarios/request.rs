@@ -1,0 +1,271 @@
+//! Requests by node name through the doors: what arrives at the target and what comes back.
+
+use anyhow::Result;
+use tunnel_tests::client::{BodyEnd, Door, Exchange, KeepAliveClient, RawRequest, request};
+use tunnel_tests::targets::{Exporter, StandInKubelet};
+use tunnel_tests::world::World;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nodes_with_one_address_are_reached_by_name() -> Result<()> {
+    let world = World::start().await?;
+    let (one, two) = (
+        Exporter::start("worker-1").await?,
+        Exporter::start("worker-2").await?,
+    );
+    let _agents = (
+        world.agent("worker-1").await?,
+        world.agent("worker-2").await?,
+    );
+    for (node, target) in [("worker-1", &one), ("worker-2", &two)] {
+        let host = format!("{node}:{}", target.addr().port());
+        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        assert_eq!(reply.status, 200);
+        assert!(
+            reply.text().contains(&format!("node=\"{node}\"")),
+            "{}",
+            reply.text()
+        );
+        assert!(reply.ended.is_clean());
+        assert_eq!(reply.header("x-tunnel-error"), None);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tls_door_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target() -> Result<()> {
+    let world = World::start().await?;
+    let kubelet = StandInKubelet::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let reply = request(
+        world.https("worker-1")?,
+        &RawRequest::get(&host, "/metrics"),
+    )
+    .await?;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert!(reply.text().contains("worker-1"));
+    assert_eq!(reply.ended, BodyEnd::CleanLength);
+    // The certificate is for the name that was asked for, not for any name.
+    assert!(
+        request(
+            world.https("worker-2")?,
+            &RawRequest::get(&host, "/metrics")
+        )
+        .await
+        .is_err()
+    );
+    // Nobody's credential is lent to a caller who has none.
+    let reply = request(
+        world.https("worker-1")?,
+        &RawRequest::get(&host, "/client-certificate"),
+    )
+    .await?;
+    assert_eq!(reply.text().trim(), "none");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    for path in [
+        "/size/0",
+        "/size/1",
+        "/size/5000000",
+        "/chunked/5000000",
+        "/close-delimited/5000000",
+    ] {
+        let through = request(world.http(), &RawRequest::get(&host, path)).await?;
+        let direct = request(exporter.addr(), &RawRequest::get(&host, path)).await?;
+        assert_eq!(through.status, 200);
+        assert!(through.ended.is_clean(), "{path}: {:?}", through.ended);
+        assert_eq!(through.sha256(), direct.sha256(), "{path}");
+    }
+    let upload = RawRequest::new("POST", "/upload", &host)
+        .header("Connection", "close")
+        .body(vec![7; 3_000_000]);
+    let through = request(world.http(), &upload).await?;
+    assert_eq!(
+        through.text(),
+        request(exporter.addr(), &upload).await?.text()
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let mut follow = Exchange::start(world.http(), &RawRequest::get(&host, "/follow")).await?;
+    assert_eq!(follow.status(), 200);
+    for index in 0..20 {
+        let line = format!("line {index}");
+        // The next line is only sent after the one before has arrived: nothing may wait for more.
+        tunnel_tests::eventually::eventually(
+            "the follower is there",
+            tunnel_tests::world::PATIENCE,
+            async || (exporter.emit(&line) > 0).then_some(()),
+        )
+        .await;
+        loop {
+            let got = follow.line().await.expect("stream goes on");
+            if got.trim() == line {
+                break;
+            }
+        }
+    }
+    exporter.end_follows();
+    while follow.line().await.is_some() {}
+    assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
+    let world = World::start().await?;
+    let (one, two) = (
+        Exporter::start("worker-1").await?,
+        Exporter::start("worker-2").await?,
+    );
+    let _agents = (
+        world.agent("worker-1").await?,
+        world.agent("worker-2").await?,
+    );
+    let mut client = KeepAliveClient::connect(world.http()).await?;
+    for round in 0..50 {
+        let (node, target) = if round % 2 == 0 {
+            ("worker-1", &one)
+        } else {
+            ("worker-2", &two)
+        };
+        let host = format!("{node}:{}", target.addr().port());
+        let reply = client
+            .request(&RawRequest::new("GET", "/metrics", &host))
+            .await?;
+        assert!(
+            reply.text().contains(&format!("node=\"{node}\"")),
+            "round {round}"
+        );
+        // An answer of our own in between leaves the connection usable.
+        let reply = client
+            .request(&RawRequest::new("GET", "/", "nobody:9100"))
+            .await?;
+        assert_eq!(reply.header("x-tunnel-error"), Some("unknown_node"));
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let port = exporter.addr().port();
+    let asked = RawRequest::new("GET", "/headers", &format!("WORKER-1.:{port}"))
+        .header("X-Tunnel-Proxy-Host", "worker-1")
+        .header("X-Tunnel-Proxy-Dest", &format!("worker-1:{port}"))
+        .header("Connection", "close, X-Hop")
+        .header("X-Hop", "1")
+        .header("Keep-Alive", "timeout=5")
+        .header("Authorization", "Bearer secret")
+        .header("X-Kept", "yes");
+    let head = request(world.http(), &asked).await?.text();
+    assert!(
+        head.contains(&format!("Host: worker-1:{port}\r\n")),
+        "{head}"
+    );
+    for kept in ["Authorization: Bearer secret", "X-Kept: yes"] {
+        assert!(head.contains(kept), "{kept} is missing in {head}");
+    }
+    let lower = head.to_lowercase();
+    for gone in ["x-tunnel", "x-hop", "keep-alive", "x-forwarded", "via:"] {
+        assert!(!lower.contains(gone), "{gone} arrived in {head}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    let world = World::start_with(|settings| {
+        settings.localhost_proxy_ports = Some(port.to_string());
+    })
+    .await?;
+    // The node's own address is one where nothing listens, so only the loopback class can reach the exporter.
+    let _agent = world
+        .agent_with("worker-1", |config| {
+            config.node_ip = Some([127, 0, 0, 77].into());
+            config.ceiling.localhost_ports = port.to_string().parse().unwrap();
+        })
+        .await?;
+    let reply = request(
+        world.http(),
+        &RawRequest::get(&format!("worker-1:{port}"), "/headers"),
+    )
+    .await?;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert!(
+        reply.text().contains(&format!("Host: 127.0.0.1:{port}")),
+        "{}",
+        reply.text()
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    for path in ["/follow", "/slow-head"] {
+        let raw = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+        let mut stream = tunnel_tests::client::ByteStream::connect(world.http()).await?;
+        stream.send(raw.as_bytes()).await?;
+        let open = async || (exporter.traffic().open() == 1).then_some(());
+        tunnel_tests::eventually::eventually(
+            "target is reached",
+            tunnel_tests::world::PATIENCE,
+            open,
+        )
+        .await;
+        drop(stream);
+        let closed = async || (exporter.traffic().open() == 0).then_some(());
+        tunnel_tests::eventually::eventually(
+            "target's side closes",
+            tunnel_tests::world::PATIENCE,
+            closed,
+        )
+        .await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    // The door of the extra port has the target's number on another loopback address, as a Service would.
+    let world = World::start_with(|settings| {
+        settings.http_proxy_ports = Some(port.to_string());
+        settings.proxy_port_listen = Some("127.0.0.5".into());
+    })
+    .await?;
+    let _agent = world.agent("worker-1").await?;
+    let door = Door::plain(world.bound().proxy[0]);
+    assert_eq!(world.bound().proxy[0].port(), port);
+    for host in ["worker-1".to_owned(), format!("worker-1:{port}")] {
+        let reply = request(door.clone(), &RawRequest::get(&host, "/metrics")).await?;
+        assert!(
+            reply.text().contains("node=\"worker-1\""),
+            "{}",
+            reply.text()
+        );
+    }
+    Ok(())
+}

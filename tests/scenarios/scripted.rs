@@ -1,0 +1,131 @@
+//! An agent played by the test: real credentials and a real session, and then whatever the test wants.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rcgen::{CertificateParams, KeyPair};
+use rustls::sign::CertifiedKey;
+use tokio::time::Instant;
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::transport::quic::{QuicDialer, QuicSettings};
+use tunnel_proto::transport::{Dialer as _, Session, Stream};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::name::{InstanceId, NodeName};
+use tunnel_tests::world::World;
+
+/// A session that is held by the test.
+pub(crate) struct ScriptedAgent {
+    session: Arc<dyn Session>,
+    _control: (ControlReader, ControlWriter),
+    _dialer: QuicDialer,
+}
+
+/// The server's answer to a Hello.
+pub(crate) enum Admission {
+    Admitted(ScriptedAgent),
+    Refused(CloseCode, String),
+}
+
+/// A certificate of the world's CA for an agent.
+pub(crate) fn agent_key(world: &World, node: &str) -> Result<Arc<CertifiedKey>> {
+    let key = KeyPair::generate()?;
+    let request = CertificateParams::default().serialize_request(&key)?;
+    let issued = world.ca().issue_agent(request.der(), &node.parse()?)?;
+    world.nodes().record(&node.parse()?, &[]);
+    let key = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
+    Ok(tls::certified_key(issued.chain, key)?)
+}
+
+/// Dials the world's server with a credential.
+pub(crate) async fn dial(
+    world: &World,
+    key: Arc<CertifiedKey>,
+) -> Result<(Arc<dyn Session>, QuicDialer)> {
+    let settings = QuicSettings {
+        stream_window: 1 << 20,
+        connection_window: 64 << 20,
+        keep_alive: Some(Duration::from_secs(5)),
+        idle_timeout: Duration::from_secs(30),
+    };
+    let dialer = QuicDialer::new(
+        tls::session_client(key, Trust::Roots(world.roots()?))?,
+        settings,
+    )?;
+    let session = dialer.dial(world.bound().agents).await?;
+    Ok((session, dialer))
+}
+
+impl ScriptedAgent {
+    /// An admitted agent.
+    pub(crate) async fn connect(world: &World, node: &str) -> Result<Self> {
+        match Self::greet(world, agent_key(world, node)?, node, [7; 16]).await? {
+            Admission::Admitted(agent) => Ok(agent),
+            Admission::Refused(code, detail) => bail!("not admitted: {code} {detail}"),
+        }
+    }
+
+    /// Says Hello with a name that may be another than the credential's.
+    pub(crate) async fn greet(
+        world: &World,
+        key: Arc<CertifiedKey>,
+        name: &str,
+        instance: [u8; 16],
+    ) -> Result<Admission> {
+        let node_name: NodeName = name.parse()?;
+        let hello = Hello {
+            versions: (1, 1),
+            capabilities: vec!["from-the-future".into()],
+            node_name,
+            instance: InstanceId::new(instance),
+            software: "scripted".into(),
+            node_ip: String::new(),
+        };
+        Self::say(world, key, hello).await
+    }
+
+    /// Says a Hello of the test's making.
+    pub(crate) async fn say(
+        world: &World,
+        key: Arc<CertifiedKey>,
+        hello: Hello,
+    ) -> Result<Admission> {
+        let (session, dialer) = dial(world, key).await?;
+        let incoming = session.accept().await?;
+        let (_, mut stream) = incoming
+            .header(Instant::now() + Duration::from_secs(30))
+            .await?;
+        stream.accept("").await?;
+        let (mut reader, mut writer) = control::split(stream);
+        writer.send(&ControlMessage::Hello(hello)).await?;
+        match reader.receive().await?.context("control stream ended")? {
+            ControlMessage::Welcome(welcome) => {
+                session.allow_streams(welcome.streams_per_agent + 1);
+                let agent = Self {
+                    session,
+                    _control: (reader, writer),
+                    _dialer: dialer,
+                };
+                Ok(Admission::Admitted(agent))
+            }
+            ControlMessage::NotAdmitted(code, detail) => Ok(Admission::Refused(code, detail)),
+            other => bail!("unexpected {other:?}"),
+        }
+    }
+
+    /// The next stream of the server, its header read.
+    pub(crate) async fn next_stream(&self) -> Result<Stream> {
+        let incoming = self.session.accept().await?;
+        Ok(incoming
+            .header(Instant::now() + Duration::from_secs(30))
+            .await?
+            .1)
+    }
+
+    /// Ends the session in the middle of everything.
+    pub(crate) async fn close(&self) {
+        self.session.close(CloseCode::Normal, "test").await;
+    }
+}

@@ -1,0 +1,17 @@
+//! `make demo`: two edges with the same address behind NAT, reached by their names.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match tunnel_tests::demo::run(&arguments).await {
+        Ok(code) => code,
+        Err(error) => {
+            // Without a standard error there is nobody to tell.
+            let _ = writeln!(std::io::stderr(), "demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! TLS of the test clients.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
+use rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use tokio_rustls::TlsConnector;
+
+/// A client configuration and the name to ask for (SNI) and to verify.
+#[derive(Debug, Clone)]
+pub struct ClientTls {
+    config: Arc<ClientConfig>,
+    server_name: ServerName<'static>,
+}
+
+/// A client certificate: the chain, leaf first, and the key.
+pub type ClientCertificate = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+
+impl ClientTls {
+    /// Accepts any server certificate.
+    ///
+    /// # Errors
+    /// `server_name` is neither a DNS name nor an IP address, or the certificate and key do not belong together.
+    pub fn insecure(server_name: &str, certificate: Option<ClientCertificate>) -> Result<Self> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        Self::build(server_name, Arc::new(AnyServer(provider)), certificate)
+    }
+
+    /// Verifies the server's chain against `roots` and its name.
+    ///
+    /// # Errors
+    /// As [`Self::insecure`]; also when there are no roots.
+    pub fn verifying(
+        server_name: &str,
+        roots: RootCertStore,
+        certificate: Option<ClientCertificate>,
+    ) -> Result<Self> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier =
+            rustls::client::WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider)
+                .build()
+                .context("verifier of the client")?;
+        Self::build(server_name, verifier, certificate)
+    }
+
+    /// Any other configuration.
+    ///
+    /// # Errors
+    /// `server_name` is neither a DNS name nor an IP address.
+    pub fn from_config(server_name: &str, config: Arc<ClientConfig>) -> Result<Self> {
+        let server_name = ServerName::try_from(server_name.to_owned());
+        Ok(Self {
+            config,
+            server_name: server_name.context("server name")?,
+        })
+    }
+
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a test client is not the tunnel and needs settings the tunnel must not have"
+    )]
+    fn build(
+        server_name: &str,
+        verifier: Arc<dyn ServerCertVerifier>,
+        certificate: Option<ClientCertificate>,
+    ) -> Result<Self> {
+        let builder = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+            .with_safe_default_protocol_versions()
+            .context("TLS versions of the client")?
+            .dangerous()
+            .with_custom_certificate_verifier(verifier);
+        let config = match certificate {
+            Some((chain, key)) => builder
+                .with_client_auth_cert(chain, key)
+                .context("client certificate")?,
+            None => builder.with_no_client_auth(),
+        };
+        Self::from_config(server_name, Arc::new(config))
+    }
+
+    pub(crate) fn connector(&self) -> TlsConnector {
+        TlsConnector::from(Arc::clone(&self.config))
+    }
+
+    pub(crate) fn server_name(&self) -> ServerName<'static> {
+        self.server_name.clone()
+    }
+}
+
+/// Accepts each certificate, as long as the server has its key.
+#[derive(Debug)]
+struct AnyServer(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for AnyServer {
+    fn verify_server_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(
+            message,
+            cert,
+            dss,
+            &self.0.signature_verification_algorithms,
+        )
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(
+            message,
+            cert,
+            dss,
+            &self.0.signature_verification_algorithms,
+        )
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}

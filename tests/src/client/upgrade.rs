@@ -1,0 +1,149 @@
+//! Upgrades as kubectl asks for them: SPDY and WebSocket.
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::{ByteStream, Door, Exchange, HttpReply, RawRequest};
+use crate::targets::{first_value, websocket_accept};
+
+/// A request for an upgrade.
+#[derive(Debug, Clone)]
+pub struct UpgradeClient {
+    request: RawRequest,
+    protocol: Protocol,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Protocol {
+    Spdy,
+    WebSocket,
+}
+
+/// What became of an upgrade.
+#[derive(Debug)]
+pub enum Upgraded {
+    /// 101 for the protocol that was asked for.
+    Switched {
+        /// Headers of the 101.
+        headers: Vec<(String, String)>,
+        /// The stream behind it, beginning with its first byte.
+        stream: ByteStream,
+    },
+    /// Any other answer, read to its end.
+    Refused(HttpReply),
+}
+
+impl UpgradeClient {
+    /// `POST path` with `Upgrade: SPDY/3.1`, as `kubectl exec` of old.
+    pub fn spdy(host: &str, path: &str) -> Self {
+        let request = RawRequest::new("POST", path, host)
+            .header("Connection", "Upgrade")
+            .header("Upgrade", "SPDY/3.1")
+            .header("X-Stream-Protocol-Version", "v4.channel.k8s.io")
+            .header("X-Stream-Protocol-Version", "channel.k8s.io");
+        Self {
+            request,
+            protocol: Protocol::Spdy,
+        }
+    }
+
+    /// `GET path` with `Upgrade: websocket`, as `kubectl exec`.
+    pub fn websocket(host: &str, path: &str) -> Self {
+        let request = RawRequest::new("GET", path, host)
+            .header("Upgrade", "websocket")
+            .header("Connection", "Upgrade")
+            .header("Sec-WebSocket-Key", WEBSOCKET_KEY)
+            .header("Sec-WebSocket-Version", "13")
+            .header("Sec-WebSocket-Protocol", "v5.channel.k8s.io");
+        Self {
+            request,
+            protocol: Protocol::WebSocket,
+        }
+    }
+
+    /// Adds a header line.
+    pub fn header(self, name: &str, value: &str) -> Self {
+        Self {
+            request: self.request.header(name, value),
+            ..self
+        }
+    }
+
+    /// Sends `bytes` together with the head, before any answer; they belong to the stream.
+    pub fn followed_by(self, bytes: impl Into<Vec<u8>>) -> Self {
+        Self {
+            request: self.request.followed_by(bytes),
+            ..self
+        }
+    }
+
+    /// Connects, asks and reads the head of the answer.
+    ///
+    /// # Errors
+    /// No connection, no answer, or a 101 that does not answer the question.
+    pub async fn connect(&self, door: impl Into<Door>) -> Result<Upgraded> {
+        let exchange = Exchange::start(door, &self.request).await?;
+        if exchange.status() != 101 {
+            return Ok(Upgraded::Refused(exchange.into_reply().await));
+        }
+        let headers = exchange.headers().to_vec();
+        self.check(&headers)?;
+        Ok(Upgraded::Switched {
+            headers,
+            stream: ByteStream::new(exchange.into_wire()),
+        })
+    }
+
+    fn check(&self, headers: &[(String, String)]) -> Result<()> {
+        let wanted = match self.protocol {
+            Protocol::Spdy => "SPDY/3.1",
+            Protocol::WebSocket => "websocket",
+        };
+        let upgrade = first_value(headers, "upgrade").context("101 without Upgrade")?;
+        ensure!(
+            upgrade.eq_ignore_ascii_case(wanted),
+            "101 for {upgrade:?} in place of {wanted}"
+        );
+        let connection = first_value(headers, "connection").context("101 without Connection")?;
+        ensure!(
+            connection.eq_ignore_ascii_case("upgrade"),
+            "101 with Connection {connection:?}"
+        );
+        if self.protocol == Protocol::WebSocket {
+            let accept = first_value(headers, "sec-websocket-accept");
+            ensure!(
+                accept == Some(&websocket_accept(WEBSOCKET_KEY)),
+                "101 with Sec-WebSocket-Accept {accept:?}"
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Upgraded {
+    /// The stream.
+    ///
+    /// # Errors
+    /// The upgrade was refused.
+    pub fn switched(self) -> Result<ByteStream> {
+        match self {
+            Self::Switched { stream, .. } => Ok(stream),
+            Self::Refused(reply) => {
+                bail!("upgrade refused with {}: {}", reply.status, reply.text())
+            }
+        }
+    }
+
+    /// The refusal.
+    ///
+    /// # Errors
+    /// The upgrade was granted.
+    pub fn refused(self) -> Result<HttpReply> {
+        match self {
+            Self::Switched { headers, .. } => bail!("upgrade granted with {headers:?}"),
+            Self::Refused(reply) => Ok(reply),
+        }
+    }
+}
+
+/// That of RFC 6455, section 1.3; a client that does not care for caches may use the same one always.
+const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";

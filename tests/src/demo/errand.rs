@@ -1,0 +1,309 @@
+//! Small programs that run where the harness itself cannot be: inside a namespace.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustls::RootCertStore;
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{interval, timeout};
+
+use crate::client::{ClientTls, Door, Exchange, KeepAliveClient, RawRequest, UpgradeClient};
+use crate::netns::Namespace;
+use crate::process::{Process, Program};
+use crate::targets::{Exporter, StandInKubelet};
+
+/// Starts stand-in targets of `node` inside `namespace`: an exporter on the first address, a kubelet on the second.
+///
+/// # Errors
+/// They cannot be started; with what they printed.
+pub async fn site(
+    node: &str,
+    exporter: Option<SocketAddr>,
+    kubelet: Option<SocketAddr>,
+    namespace: Option<&Namespace>,
+) -> Result<Process> {
+    let mut program = Program::ours(PROGRAM)?.args(["site", node]);
+    for (flag, address) in [("--exporter", exporter), ("--kubelet", kubelet)] {
+        if let Some(address) = address {
+            program = program.arg(flag).arg(address.to_string());
+        }
+    }
+    let mut site = program.inside(namespace).in_own_group().start()?;
+    site.wait_for_line("readiness", SITE_START, |line| {
+        (line == READY).then_some(())
+    })
+    .await?;
+    Ok(site)
+}
+
+/// Inside `namespace`, asks `address` for `path` with `Host: host`; returns head and body of the answer.
+///
+/// # Errors
+/// There is no answer, or it is cut.
+pub async fn get(
+    namespace: Option<&Namespace>,
+    address: SocketAddr,
+    host: &str,
+    path: &str,
+) -> Result<(String, String)> {
+    let program = Program::ours(PROGRAM)?.args(["get", "--head", &address.to_string(), host, path]);
+    let printed = program.inside(namespace).run().await?.ok()?;
+    let (head, body) = printed.split_once("\n\n").context("no end of the head")?;
+    Ok((head.to_owned(), body.to_owned()))
+}
+
+/// How many answers there were of each kind, by status and first line of the body: `200 # node worker-1`.
+pub type Tally = BTreeMap<String, u64>;
+
+/// Inside `namespace`, sends `count` requests for `path` with `Host: host` to `address`, on a few kept connections.
+///
+/// # Errors
+/// The program cannot be run or fails.
+pub async fn tally(
+    namespace: Option<&Namespace>,
+    address: SocketAddr,
+    host: &str,
+    path: &str,
+    count: u64,
+) -> Result<Tally> {
+    let program = Program::ours(PROGRAM)?
+        .args(["tally", &address.to_string(), host, path])
+        .args([count.to_string(), CONNECTIONS.to_string()]);
+    let printed = program.inside(namespace).run().await?.ok()?;
+    serde_json::from_str(&printed).with_context(|| format!("tally printed {printed}"))
+}
+
+/// Whether `address` takes a TCP connection from inside `namespace`, within [`DIAL_PATIENCE`]; if not, why.
+///
+/// # Errors
+/// The program cannot be run.
+pub async fn dial(
+    namespace: Option<&Namespace>,
+    address: SocketAddr,
+) -> Result<Result<(), String>> {
+    let program = Program::ours(PROGRAM)?.args(["dial", &address.to_string()]);
+    let finished = program.inside(namespace).run().await?;
+    Ok(if finished.status.success() {
+        Ok(())
+    } else {
+        Err(finished.err.trim().to_owned())
+    })
+}
+
+/// Does the errand of that name.
+pub(super) async fn run(name: &str, words: &[&str]) -> Result<ExitCode> {
+    let words = Words::sort(words)?;
+    match (name, words.plain.as_slice()) {
+        ("site", &[node]) => serve_site(node, &words).await,
+        ("get", &[address, host, path]) => print_answer(&words, address.parse()?, host, path).await,
+        ("exec", &[address, host, path, text]) => {
+            exec(words.door(address.parse()?, host)?, host, path, text).await
+        }
+        ("tally", &[address, host, path, count, connections]) => {
+            let request = RawRequest::new("GET", path, host);
+            count_answers(
+                address.parse()?,
+                request,
+                count.parse()?,
+                connections.parse()?,
+            )
+            .await
+        }
+        ("dial", &[address]) => {
+            let address: SocketAddr = address.parse()?;
+            timeout(DIAL_PATIENCE, TcpStream::connect(address))
+                .await
+                .context("no answer")??;
+            Ok(())
+        }
+        _ => bail!(
+            "{name} {:?} is not understood; --help tells what there is",
+            words.plain
+        ),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Arguments, sorted into flags with their values and the rest.
+struct Words<'a> {
+    plain: Vec<&'a str>,
+    flags: BTreeMap<&'a str, &'a str>,
+}
+
+impl<'a> Words<'a> {
+    fn sort(words: &[&'a str]) -> Result<Self> {
+        let (mut plain, mut flags) = (Vec::new(), BTreeMap::new());
+        let mut words = words.iter().copied();
+        while let Some(word) = words.next() {
+            if word == "--head" {
+                flags.insert(word, "");
+            } else if word.starts_with("--") {
+                let value = words.next();
+                flags.insert(
+                    word,
+                    value.with_context(|| format!("{word} wants a value"))?,
+                );
+            } else {
+                plain.push(word);
+            }
+        }
+        Ok(Self { plain, flags })
+    }
+
+    fn address(&self, flag: &str) -> Result<Option<SocketAddr>> {
+        let address = self.flags.get(flag).map(|address| address.parse());
+        address
+            .transpose()
+            .with_context(|| format!("{flag} wants an address with a port"))
+    }
+
+    /// TLS when there is a CA to verify the server with; its name is the one in `host`.
+    fn door(&self, address: SocketAddr, host: &str) -> Result<Door> {
+        let Some(file) = self.flags.get("--ca") else {
+            return Ok(Door::plain(address));
+        };
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_file_iter(Path::new(file)).context("read CA")? {
+            roots
+                .add(certificate.context("read CA")?)
+                .context("use CA")?;
+        }
+        let name = host.rsplit_once(':').map_or(host, |(name, _port)| name);
+        Ok(Door::tls(address, ClientTls::verifying(name, roots, None)?))
+    }
+}
+
+async fn serve_site(node: &str, words: &Words<'_>) -> Result<()> {
+    let _exporter = match words.address("--exporter")? {
+        Some(address) => Some(Exporter::start_on(address, node, None).await?),
+        None => None,
+    };
+    let kubelet = match words.address("--kubelet")? {
+        Some(address) => {
+            let names = [node.to_owned(), address.ip().to_string()];
+            let tls =
+                crate::targets::TargetTls::self_signed(&names.each_ref().map(String::as_str))?;
+            Some(StandInKubelet::start_on(address, node, Some(tls)).await?)
+        }
+        None => None,
+    };
+    print(READY)?;
+    let mut pace = interval(LOG_PACE);
+    for number in 1_u64.. {
+        pace.tick().await;
+        if let Some(kubelet) = &kubelet {
+            kubelet.emit(&format!("{node}: line {number}"));
+        }
+    }
+    Ok(())
+}
+
+async fn print_answer(
+    words: &Words<'_>,
+    address: SocketAddr,
+    host: &str,
+    path: &str,
+) -> Result<()> {
+    let lines: usize = words
+        .flags
+        .get("--lines")
+        .map_or(Ok(usize::MAX), |lines| lines.parse())?;
+    let mut exchange =
+        Exchange::start(words.door(address, host)?, &RawRequest::get(host, path)).await?;
+    if words.flags.contains_key("--head") {
+        print(&format!("HTTP/1.1 {}", exchange.status()))?;
+        for (name, value) in exchange.headers() {
+            print(&format!("{name}: {value}"))?;
+        }
+        print("")?;
+    }
+    for _ in 0..lines {
+        match exchange.line().await {
+            Some(line) => print(&line)?,
+            None => break,
+        }
+    }
+    if let Some(ended) = exchange.ended() {
+        ensure!(ended.is_clean(), "the answer was cut: {ended:?}");
+    }
+    Ok(())
+}
+
+async fn exec(door: Door, host: &str, path: &str, text: &str) -> Result<()> {
+    let upgrade = UpgradeClient::spdy(host, path).connect(door).await?;
+    let stream = upgrade.switched()?;
+    print("101 Switching Protocols")?;
+    let back = stream.talk(text.as_bytes()).await?;
+    ensure!(
+        back.ended.is_clean(),
+        "the stream was cut: {:?}",
+        back.ended
+    );
+    print(&String::from_utf8_lossy(&back.bytes))
+}
+
+async fn count_answers(
+    address: SocketAddr,
+    request: RawRequest,
+    count: u64,
+    connections: u64,
+) -> Result<()> {
+    ensure!(connections > 0, "at least one connection is needed");
+    let mut clients = JoinSet::new();
+    for client in 0..connections {
+        let share = count / connections + u64::from(client < count % connections);
+        let request = request.clone();
+        clients.spawn(async move {
+            let mut client = KeepAliveClient::connect(address).await?;
+            let mut tally = Tally::new();
+            for _ in 0..share {
+                let reply = client.request(&request).await?;
+                let text = reply.text();
+                let kind = format!(
+                    "{} {}",
+                    reply.status,
+                    text.lines().next().unwrap_or_default()
+                );
+                *tally.entry(kind).or_default() += 1;
+            }
+            anyhow::Ok(tally)
+        });
+    }
+    let mut all = Tally::new();
+    while let Some(one) = clients.join_next().await {
+        for (kind, n) in one?? {
+            *all.entry(kind).or_default() += n;
+        }
+    }
+    print(&serde_json::to_string(&all)?)
+}
+
+fn print(line: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .context("print")
+}
+
+/// The program that does the errands.
+const PROGRAM: &str = "demo";
+
+const READY: &str = "ready";
+
+const SITE_START: Duration = Duration::from_secs(5);
+
+/// Long enough for any answer within one machine; a firewall that drops gives none.
+const DIAL_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Slow enough to read, fast enough not to wait for.
+const LOG_PACE: Duration = Duration::from_millis(200);
+
+const CONNECTIONS: u64 = 8;

@@ -1,0 +1,85 @@
+//! What the tour looks like.
+
+use std::io::{self, IsTerminal, Write};
+
+/// Prints to standard output, in colour when a person reads it.
+#[derive(Debug)]
+pub(super) struct Terminal {
+    colour: bool,
+}
+
+/// How a piece of text stands out.
+#[derive(Debug, Clone, Copy)]
+enum Style {
+    Bold,
+    Dim,
+    Green,
+    Red,
+}
+
+impl Terminal {
+    pub(super) fn new() -> Self {
+        let wished = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        Self {
+            colour: wished && io::stdout().is_terminal(),
+        }
+    }
+
+    pub(super) fn title(&self, text: &str) {
+        self.say(&format!(
+            "{}\n{}",
+            self.paint(Style::Bold, text),
+            "=".repeat(text.chars().count())
+        ));
+    }
+
+    pub(super) fn heading(&self, text: &str) {
+        self.say(&format!("\n{}", self.paint(Style::Bold, text)));
+    }
+
+    /// A command that the reader can copy.
+    pub(super) fn command(&self, line: &str) {
+        self.say(&format!("  {} {line}", self.paint(Style::Dim, "$")));
+    }
+
+    /// What a command printed.
+    pub(super) fn output(&self, text: &str) {
+        let lines: Vec<&str> = text.lines().collect();
+        for line in lines.iter().take(SHOWN_LINES) {
+            self.say(&self.paint(Style::Dim, &format!("    {line}")));
+        }
+        if lines.len() > SHOWN_LINES {
+            let rest = format!("    … {} lines more", lines.len() - SHOWN_LINES);
+            self.say(&self.paint(Style::Dim, &rest));
+        }
+    }
+
+    pub(super) fn verdict(&self, verdict: &Result<(), String>) {
+        match verdict {
+            Ok(()) => self.say(&format!("  {}", self.paint(Style::Green, "PASS"))),
+            Err(why) => self.say(&format!("  {}: {why}", self.paint(Style::Red, "FAIL"))),
+        }
+    }
+
+    pub(super) fn say(&self, text: &str) {
+        let mut out = io::stdout().lock();
+        // Whoever closed the other end does not want to read on.
+        let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+    }
+
+    fn paint(&self, style: Style, text: &str) -> String {
+        if !self.colour {
+            return text.to_owned();
+        }
+        let code = match style {
+            Style::Bold => 1,
+            Style::Dim => 2,
+            Style::Green => 32,
+            Style::Red => 31,
+        };
+        format!("\u{1b}[{code}m{text}\u{1b}[0m")
+    }
+}
+
+/// Enough for every answer of the tour that says something in each line.
+const SHOWN_LINES: usize = 14;

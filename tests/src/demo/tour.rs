@@ -1,0 +1,346 @@
+//! The steps of the tour: a command, and what its answer has to be.
+
+use std::process::{Output, Stdio};
+
+use anyhow::{Context, Result};
+use tokio::process::Command;
+
+use super::stage::{Stage, quote};
+use super::terminal::Terminal;
+use crate::netns::{EDGE_ADDRESS, NODES};
+use crate::process::Listener;
+use crate::tools::Tool;
+
+/// One command, shown and run.
+struct Step {
+    /// What is shown with it; steps in a row with the same heading stand below one.
+    heading: &'static str,
+    /// The shell line, exactly as run.
+    line: String,
+    /// What the answer must contain.
+    expected: Vec<String>,
+    /// Whether the command has to fail.
+    fails: bool,
+}
+
+/// Shows all steps and returns how many went wrong.
+pub(super) async fn show(terminal: &Terminal, stage: &Stage) -> Result<usize> {
+    let mut heading = "";
+    let (mut failures, mut shown) = (0, 0);
+    for step in steps(stage) {
+        if step.heading != heading {
+            heading = step.heading;
+            terminal.heading(heading);
+        }
+        terminal.command(&step.line);
+        let output = run(&step.line).await?;
+        terminal.output(&printed(&output));
+        let verdict = step.judge(&output);
+        terminal.verdict(&verdict);
+        failures += usize::from(verdict.is_err());
+        shown += 1;
+    }
+    terminal.say(&format!("\n{} of {shown} steps passed", shown - failures));
+    if !stage.has_equal_addresses() {
+        terminal.say("NOT shown by this run: two edges with the same address (see the note at the beginning)");
+    }
+    Ok(failures)
+}
+
+impl Terminal {
+    /// Tells what can be done while everything stays up.
+    pub(super) fn invite(&self, stage: &Stage) {
+        self.heading("Everything stays up until Ctrl-C. In another terminal, from this folder, try for example");
+        let caller = Caller::new(stage);
+        for node in NODES {
+            self.command(&caller.exporter(node, "/follow?interval_ms=500").line(stage));
+        }
+        self.command(&stage.server_verb(&["nodes", "-o", "json"]));
+        self.command(&stage.server_verb(&["token", "list"]));
+    }
+}
+
+fn steps(stage: &Stage) -> Vec<Step> {
+    let caller = Caller::new(stage);
+    let [first, second] = NODES;
+    let names = |node: &str| format!("node=\"{node}\"");
+    let mut steps = Vec::new();
+    for node in NODES {
+        let request = caller.exporter(node, "/metrics");
+        steps.push(request.step(
+            stage,
+            "Requests by name of the node, over the plain door",
+            &[&names(node)],
+        ));
+    }
+    let ca = format!("{} >{}", stage.server_verb(&["ca"]), quote(&caller.ca));
+    steps.push(Step::new(
+        "The same over the TLS door, with the server's CA",
+        ca,
+        &[],
+    ));
+    for node in NODES {
+        let request = caller.kubelet(node, "/metrics");
+        steps.push(request.step(
+            stage,
+            "The same over the TLS door, with the server's CA",
+            &[&names(node)],
+        ));
+    }
+    let request = caller.extra_port(second, "/metrics");
+    steps.push(request.step(
+        stage,
+        "Through an extra port: no header, no proxy setting",
+        &[&names(second)],
+    ));
+    let request = caller
+        .kubelet(first, "/containerLogs/default/pod/app?follow=true")
+        .first_lines(4);
+    let lines = [
+        format!("{first}: log of pod/app"),
+        format!("{first}: line "),
+    ];
+    let lines = lines.each_ref().map(String::as_str);
+    steps.push(request.step(
+        stage,
+        "A stream that is followed, as in `kubectl logs -f`",
+        &lines,
+    ));
+    let tls = stage.door(Listener::Https).to_string();
+    let host = format!("{first}:{}", stage.kubelet_port());
+    let exec = [
+        "exec",
+        &tls,
+        &host,
+        "/exec/default/pod/app",
+        "typed into the edge",
+        "--ca",
+        &caller.ca,
+    ];
+    steps.push(Step::new(
+        "An upgraded connection, as in `kubectl exec`",
+        stage.in_cloud(&stage.errand(&exec)),
+        &["101 Switching Protocols", "typed into the edge"],
+    ));
+    let address = EDGE_ADDRESS.to_string();
+    let nodes = stage.server_verb(&["nodes"]);
+    steps.push(Step::new(
+        "The nodes, and that they share an address",
+        nodes,
+        &[first, second, &address],
+    ));
+    steps.extend(refusals(stage, &caller));
+    steps
+}
+
+fn refusals(stage: &Stage, caller: &Caller) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let [first, second] = NODES;
+    let ambiguous = ["400", "ambiguous_address", first, second];
+    let address = EDGE_ADDRESS.to_string();
+    let tunnel_port = stage.door(Listener::Http).port();
+    for (host, port, expected) in [
+        (address.as_str(), stage.exporter_port(), &ambiguous[..]),
+        ("worker-9", stage.exporter_port(), &["400", "unknown_node"]),
+        (first, 22, &["403", "refused_by_policy"]),
+        (
+            first,
+            tunnel_port,
+            &["403", "refused_by_policy", "the tunnel's own port"],
+        ),
+    ] {
+        let request = caller
+            .plain(&format!("{host}:{port}"), "/metrics")
+            .with_head();
+        steps.push(request.step(stage, "What is refused: an address that two nodes share, an unknown node, a port that is not allowed", expected));
+    }
+    if stage.has_equal_addresses() {
+        let line = stage.errand(&["dial", &format!("{EDGE_ADDRESS}:{}", stage.exporter_port())]);
+        let step = Step::new(
+            "Without the tunnel the cloud does not reach the edges",
+            stage.in_cloud(&line),
+            &[],
+        );
+        steps.push(Step {
+            fails: true,
+            ..step
+        });
+    }
+    steps
+}
+
+impl Step {
+    fn new(heading: &'static str, line: String, expected: &[&str]) -> Self {
+        let expected = expected.iter().map(|text| (*text).to_owned()).collect();
+        Self {
+            heading,
+            line,
+            expected,
+            fails: false,
+        }
+    }
+
+    fn judge(&self, output: &Output) -> Result<(), String> {
+        let text = printed(output);
+        if output.status.success() == self.fails {
+            return Err(format!("ended with {}", output.status));
+        }
+        match self
+            .expected
+            .iter()
+            .find(|expected| !text.contains(expected.as_str()))
+        {
+            Some(missing) => Err(format!("no {missing:?} in the answer")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// How requests are made: with curl where there is one, else with our own client.
+struct Caller {
+    curl: bool,
+    ca: String,
+    http: String,
+    https: String,
+    loopback: Option<String>,
+    exporter_port: u16,
+    kubelet_port: u16,
+}
+
+/// One request as a shell line.
+struct Request {
+    words: Vec<String>,
+    curl: bool,
+    lines: Option<usize>,
+}
+
+impl Caller {
+    fn new(stage: &Stage) -> Self {
+        Self {
+            curl: Tool::Curl.find().is_some(),
+            ca: stage.file("ca.crt"),
+            http: stage.door(Listener::Http).to_string(),
+            https: stage.door(Listener::Https).to_string(),
+            loopback: (!stage.has_equal_addresses()).then(|| "127.0.0.1".to_owned()),
+            exporter_port: stage.exporter_port(),
+            kubelet_port: stage.kubelet_port(),
+        }
+    }
+
+    fn exporter(&self, node: &str, path: &str) -> Request {
+        self.plain(&format!("{node}:{}", self.exporter_port), path)
+    }
+
+    fn plain(&self, host: &str, path: &str) -> Request {
+        if self.curl {
+            Request::curl(&[
+                "-H",
+                &format!("Host: {host}"),
+                &format!("http://{}{path}", self.http),
+            ])
+        } else {
+            Request::errand(&[&self.http, host, path])
+        }
+    }
+
+    fn kubelet(&self, node: &str, path: &str) -> Request {
+        let host = format!("{node}:{}", self.kubelet_port);
+        if self.curl {
+            let to_door = format!("::{}", self.https);
+            let url = format!("https://{host}{path}");
+            Request::curl(&["--cacert", &self.ca, "--connect-to", &to_door, &url])
+        } else {
+            Request::errand(&[&self.https, &host, path, "--ca", &self.ca])
+        }
+    }
+
+    fn extra_port(&self, node: &str, path: &str) -> Request {
+        let port = self.exporter_port;
+        let url = format!("http://{node}:{port}{path}");
+        match (&self.loopback, self.curl) {
+            (None, true) => Request::curl(&[&url]),
+            // Nobody resolves the node's name to the server here.
+            (Some(ip), true) => Request::curl(&["--resolve", &format!("{node}:{port}:{ip}"), &url]),
+            (ip, false) => {
+                let ip = ip.as_deref().unwrap_or("127.0.0.1");
+                Request::errand(&[&format!("{ip}:{port}"), &format!("{node}:{port}"), path])
+            }
+        }
+    }
+}
+
+impl Request {
+    fn curl(words: &[&str]) -> Self {
+        Self::new(true, &["curl", "-sS", "-m", "10"], words)
+    }
+
+    fn errand(words: &[&str]) -> Self {
+        Self::new(false, &["get"], words)
+    }
+
+    fn new(curl: bool, first: &[&str], rest: &[&str]) -> Self {
+        let words = first
+            .iter()
+            .chain(rest)
+            .map(|word| (*word).to_owned())
+            .collect();
+        Self {
+            words,
+            curl,
+            lines: None,
+        }
+    }
+
+    fn with_head(mut self) -> Self {
+        self.words
+            .insert(1, if self.curl { "-i" } else { "--head" }.to_owned());
+        self
+    }
+
+    /// The beginning of an answer that does not end; then the pipe is closed, which is no mistake to be told.
+    fn first_lines(mut self, lines: usize) -> Self {
+        if self.curl
+            && let Some(flags) = self.words.get_mut(1)
+        {
+            *flags = "-sN".to_owned();
+        }
+        self.lines = Some(lines);
+        self
+    }
+
+    fn line(&self, stage: &Stage) -> String {
+        let line = if self.curl {
+            self.words
+                .iter()
+                .map(|word| quote(word))
+                .collect::<Vec<_>>()
+                .join(" ")
+        } else {
+            stage.errand(&self.words.iter().map(String::as_str).collect::<Vec<_>>())
+        };
+        let line = stage.in_cloud(&line);
+        match self.lines {
+            Some(lines) => format!("{line} | head -n {lines}"),
+            None => line,
+        }
+    }
+
+    fn step(&self, stage: &Stage, heading: &'static str, expected: &[&str]) -> Step {
+        Step::new(heading, self.line(stage), expected)
+    }
+}
+
+async fn run(line: &str) -> Result<Output> {
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", line])
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
+    shell.output().await.context("run sh")
+}
+
+fn printed(output: &Output) -> String {
+    let both =
+        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    both.concat().replace('\r', "")
+}

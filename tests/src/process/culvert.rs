@@ -1,0 +1,363 @@
+//! The two binaries under test, as an operator would run them.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::{Process, Program};
+use crate::eventually::eventually;
+use crate::netns::Namespace;
+
+/// How a server is to be run; can be started again with the same data, as after a crash.
+#[derive(Debug, Clone)]
+pub struct ServerSetup {
+    namespace: Option<Namespace>,
+    data_dir: String,
+    arguments: Vec<String>,
+    own_group: bool,
+}
+
+impl ServerSetup {
+    /// A server with its defaults, outside any cluster, inside `namespace` if given.
+    pub fn new(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
+        let data_dir = data_dir.to_string_lossy().into_owned();
+        Self {
+            namespace: namespace.cloned(),
+            arguments: Vec::new(),
+            data_dir: data_dir.clone(),
+            own_group: false,
+        }
+        .args(&["--data-dir", &data_dir, "--kubernetes", "off"])
+    }
+
+    /// A server on free loopback ports.
+    pub fn on_loopback(data_dir: &Path) -> Self {
+        let free = [
+            "--agent-listen",
+            "--https-listen",
+            "--http-listen",
+            "--meta-listen",
+        ];
+        free.iter().fold(Self::new(data_dir, None), |setup, flag| {
+            setup.args(&[flag, "127.0.0.1:0"])
+        })
+    }
+
+    /// The arguments of `run`.
+    pub fn arguments(&self) -> &[String] {
+        &self.arguments
+    }
+
+    /// Adds arguments of `run`.
+    #[must_use]
+    pub fn args(mut self, words: &[&str]) -> Self {
+        self.arguments
+            .extend(words.iter().map(|word| (*word).to_owned()));
+        self
+    }
+
+    /// See [`Program::in_own_group`].
+    #[must_use]
+    pub fn in_own_group(mut self) -> Self {
+        self.own_group = true;
+        self
+    }
+
+    /// Starts it and waits until all its doors are open.
+    ///
+    /// # Errors
+    /// It ends instead, or the doors stay closed; with its log.
+    ///
+    /// # Panics
+    /// When its admin socket does not appear.
+    pub async fn start(&self) -> Result<Server> {
+        let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
+        let program = run.args(&self.arguments).inside(self.namespace.as_ref());
+        let program = if self.own_group {
+            program.in_own_group()
+        } else {
+            program
+        };
+        let mut process = program.start()?;
+        let mut addresses = HashMap::new();
+        for listener in Listener::DOORS {
+            let address =
+                process.wait_for_line(listener.name(), START, |line| listener.opened(line));
+            addresses.insert(listener, address.await?);
+        }
+        let socket = Path::new(&self.data_dir).join("admin.sock");
+        eventually("the admin socket", START, async || {
+            socket.exists().then_some(())
+        })
+        .await;
+        Ok(Server {
+            setup: self.clone(),
+            process,
+            addresses,
+        })
+    }
+
+    /// A verb of the server's binary, for the same data; not yet in the namespace.
+    fn verb(&self, words: &[&str]) -> Result<Program> {
+        Ok(Program::ours("tunnel-server")?
+            .args(words)
+            .arg("--data-dir")
+            .arg(&self.data_dir))
+    }
+}
+
+/// A running server.
+#[derive(Debug)]
+pub struct Server {
+    setup: ServerSetup,
+    process: Process,
+    addresses: HashMap<Listener, SocketAddr>,
+}
+
+impl Server {
+    /// Where one of its [`Listener::DOORS`] is.
+    ///
+    /// # Panics
+    /// For a listener that is none of them.
+    #[expect(clippy::expect_used, reason = "`start` has waited for each of them")]
+    pub fn address(&self, listener: Listener) -> SocketAddr {
+        *self.addresses.get(&listener).expect("one of the doors")
+    }
+
+    /// How to start it again, with its doors on the ports they have.
+    pub fn setup_for_restart(&self) -> ServerSetup {
+        let mut setup = self.setup.clone();
+        for listener in Listener::DOORS {
+            let flag = setup
+                .arguments
+                .iter()
+                .position(|word| word == listener.flag());
+            if let Some(value) = flag.and_then(|flag| setup.arguments.get_mut(flag + 1)) {
+                *value = self.address(listener).to_string();
+            }
+        }
+        setup
+    }
+
+    /// The process itself.
+    pub fn process(&mut self) -> &mut Process {
+        &mut self.process
+    }
+
+    /// Gives the process away, to be stopped or killed.
+    pub fn into_process(self) -> Process {
+        self.process
+    }
+
+    /// A verb for this server, to be run as its operator would.
+    ///
+    /// # Errors
+    /// The binary has not been built.
+    pub fn verb(&self, words: &[&str]) -> Result<Program> {
+        Ok(self
+            .setup
+            .verb(words)?
+            .inside(self.setup.namespace.as_ref()))
+    }
+
+    /// Creates a join token for `node`, whose address is `ip`.
+    ///
+    /// # Errors
+    /// The verb fails.
+    pub async fn token(&self, node: &str, ip: Option<IpAddr>) -> Result<String> {
+        let mut create = self.verb(&["token", "create", "--node", node])?;
+        if let Some(ip) = ip {
+            create = create.arg("--ip").arg(ip.to_string());
+        }
+        Ok(create.run().await?.ok()?.trim().to_owned())
+    }
+
+    /// What `nodes -o json` tells.
+    ///
+    /// # Errors
+    /// The verb fails, or prints something else.
+    pub async fn nodes(&self) -> Result<Vec<Value>> {
+        let printed = self.verb(&["nodes", "-o", "json"])?.run().await?.ok()?;
+        serde_json::from_str(&printed).with_context(|| format!("nodes printed {printed}"))
+    }
+
+    /// Waits until exactly those of `nodes` are connected that are named.
+    ///
+    /// # Panics
+    /// When they are not in time.
+    pub async fn wait_until_connected(&self, nodes: &[&str]) {
+        let what = format!("{nodes:?} to be connected");
+        eventually(&what, CONNECT, async || {
+            let listed = self.nodes().await?;
+            let connected = listed.iter().filter(|node| node["connected"] == true);
+            let connected: Vec<_> = connected.filter_map(|node| node["node"].as_str()).collect();
+            if connected == nodes {
+                Ok(())
+            } else {
+                bail!("nodes tells {listed:?}; {}", self.process)
+            }
+        })
+        .await;
+    }
+}
+
+/// How an agent is to be run; can be started again with the same data.
+#[derive(Debug, Clone)]
+pub struct AgentSetup {
+    namespace: Option<Namespace>,
+    arguments: Vec<String>,
+    own_group: bool,
+}
+
+impl AgentSetup {
+    /// An agent of `node` for the server at `server`, inside `namespace` if given.
+    pub fn new(
+        node: &str,
+        server: SocketAddr,
+        data_dir: &Path,
+        namespace: Option<&Namespace>,
+    ) -> Self {
+        let (server, data_dir) = (server.to_string(), data_dir.to_string_lossy());
+        let arguments = Vec::new();
+        Self {
+            namespace: namespace.cloned(),
+            arguments,
+            own_group: false,
+        }
+        .args(&[
+            "--server",
+            &server,
+            "--node-name",
+            node,
+            "--data-dir",
+            &data_dir,
+        ])
+    }
+
+    /// An agent on free loopback ports, whose targets of class `node` are on loopback.
+    pub fn on_loopback(node: &str, server: SocketAddr, data_dir: &Path) -> Self {
+        let loopback = ["--node-ip", "127.0.0.1", "--meta-listen", "127.0.0.1:0"];
+        Self::new(node, server, data_dir, None).args(&loopback)
+    }
+
+    /// The arguments of `run`.
+    pub fn arguments(&self) -> &[String] {
+        &self.arguments
+    }
+
+    /// Adds arguments of `run`.
+    #[must_use]
+    pub fn args(mut self, words: &[&str]) -> Self {
+        self.arguments
+            .extend(words.iter().map(|word| (*word).to_owned()));
+        self
+    }
+
+    /// See [`Program::in_own_group`].
+    #[must_use]
+    pub fn in_own_group(mut self) -> Self {
+        self.own_group = true;
+        self
+    }
+
+    /// Starts it; whether it gets a session is told by the server.
+    ///
+    /// # Errors
+    /// It cannot be run.
+    pub fn start(&self) -> Result<Process> {
+        let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
+        let program = run.args(&self.arguments).inside(self.namespace.as_ref());
+        if self.own_group {
+            program.in_own_group().start()
+        } else {
+            program.start()
+        }
+    }
+}
+
+/// What a server listens on, by the word in its log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Listener {
+    /// Agents, UDP and TCP.
+    Agents,
+    /// The terminated TLS door.
+    Https,
+    /// The plain HTTP door.
+    Http,
+    /// Health and metrics.
+    Meta,
+    /// The extra proxy port of a target's port.
+    Proxy(u16),
+}
+
+impl Listener {
+    /// Those that every server has.
+    pub const DOORS: [Self; 4] = [Self::Agents, Self::Https, Self::Http, Self::Meta];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Agents => "agents",
+            Self::Https => "https",
+            Self::Http => "http",
+            Self::Meta => "meta",
+            Self::Proxy(_) => "proxy",
+        }
+    }
+
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Agents => "--agent-listen",
+            Self::Https => "--https-listen",
+            Self::Http => "--http-listen",
+            Self::Meta => "--meta-listen",
+            Self::Proxy(_) => "--proxy-port-listen",
+        }
+    }
+
+    /// The address in `line`, when it tells that this listener is open.
+    pub fn opened(self, line: &str) -> Option<SocketAddr> {
+        let line: Value = serde_json::from_str(line).ok()?;
+        let fields = line.get("fields").unwrap_or(&line);
+        if fields["message"] != "listening" || fields["listener"] != self.name() {
+            return None;
+        }
+        let address: SocketAddr = fields["address"].as_str()?.parse().ok()?;
+        match self {
+            Self::Proxy(port) if address.port() != port => None,
+            _ => Some(address),
+        }
+    }
+}
+
+/// A server makes its keys at its first start.
+const START: Duration = Duration::from_secs(15);
+
+/// For a process with nothing under way.
+pub(super) const STOP: Duration = Duration::from_secs(5);
+
+/// Longer than the longest pause of an agent between two tries at the beginning of an outage.
+const CONNECT: Duration = Duration::from_secs(15);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listeners_are_read_from_log_lines() {
+        let line = |listener: &str, port: u16| {
+            format!(
+                r#"{{"level":"INFO","fields":{{"message":"listening","listener":"{listener}","address":"[::]:{port}"}}}}"#
+            )
+        };
+        let http = Listener::Http.opened(&line("http", 10264)).unwrap();
+        assert_eq!(http.port(), 10264);
+        assert!(Listener::Http.opened(&line("https", 10263)).is_none());
+        assert!(Listener::Proxy(9100).opened(&line("proxy", 9101)).is_none());
+        assert!(Listener::Proxy(9100).opened(&line("proxy", 9100)).is_some());
+        assert!(Listener::Http.opened("plain text").is_none());
+    }
+}

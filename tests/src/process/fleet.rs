@@ -1,0 +1,75 @@
+//! The two binaries on a [`Topology`].
+
+use std::net::SocketAddr;
+
+use anyhow::{Context, Result};
+
+use super::culvert::STOP;
+use super::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Topology};
+
+/// A server in the cloud and an agent at each edge, all connected, each with what its join token says as its only
+/// address.
+#[derive(Debug)]
+pub struct Fleet {
+    agents: Vec<Option<Process>>,
+    server: Server,
+    _scratch: ScratchDir,
+}
+
+impl Fleet {
+    /// Starts all of it; `server_arguments` are further arguments of the server's `run`.
+    ///
+    /// # Errors
+    /// A part does not start; with its log.
+    ///
+    /// # Panics
+    /// When the agents do not connect in time.
+    pub async fn start(sites: &Topology, server_arguments: &[&str]) -> Result<Self> {
+        let scratch = ScratchDir::new().context("folder for the parts")?;
+        let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
+        let server = setup.args(server_arguments).start().await?;
+        let agents_port = server.address(Listener::Agents).port();
+        let door = SocketAddr::new(CLOUD_ADDRESS.into(), agents_port);
+        let mut agents = Vec::new();
+        for edge in sites.edges() {
+            let node = edge.node_name();
+            let token = server.token(node, Some(EDGE_ADDRESS.into())).await?;
+            let agent = AgentSetup::new(node, door, &scratch.path().join(node), Some(edge.node()));
+            agents.push(Some(agent.args(&["--token", &token]).start()?));
+        }
+        server.wait_until_connected(&NODES).await;
+        Ok(Self {
+            agents,
+            server,
+            _scratch: scratch,
+        })
+    }
+
+    /// The server.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Ends the agent of one edge, by its place in [`NODES`], and waits until the server has seen it.
+    ///
+    /// # Errors
+    /// It cannot be ended, or had been.
+    ///
+    /// # Panics
+    /// When the server still thinks it connected after a while.
+    pub async fn stop_agent(&mut self, edge: usize) -> Result<()> {
+        let agent = self
+            .agents
+            .get_mut(edge)
+            .and_then(Option::take)
+            .context("no such agent")?;
+        agent.stop(STOP).await?;
+        let others = (0..)
+            .zip(NODES)
+            .filter(|(n, _)| self.agents.get(*n).is_some_and(Option::is_some));
+        let others: Vec<_> = others.map(|(_, node)| node).collect();
+        self.server.wait_until_connected(&others).await;
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! What a process has printed so far.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
+use tokio::sync::watch;
+
+/// The lines that a process has written to its standard output and error, in the order they were read.
+///
+/// Clones are handles to the same log.
+#[derive(Debug, Clone)]
+pub struct Log {
+    lines: Arc<Mutex<Lines>>,
+    written: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Lines {
+    kept: VecDeque<String>,
+    dropped: usize,
+}
+
+impl Log {
+    pub(crate) fn new() -> Self {
+        Self {
+            lines: Arc::default(),
+            written: watch::Sender::new(0),
+        }
+    }
+
+    /// The lines kept so far; of a long log only the last ones.
+    pub fn lines(&self) -> Vec<String> {
+        self.lock().kept.iter().cloned().collect()
+    }
+
+    /// Whether a line contains `text`.
+    pub fn contains(&self, text: &str) -> bool {
+        self.lock().kept.iter().any(|line| line.contains(text))
+    }
+
+    /// Waits for a line in which `look` finds something, from the first line on. Cancel-safe.
+    pub async fn find<T>(&self, mut look: impl FnMut(&str) -> Option<T>) -> T {
+        let mut written = self.written.subscribe();
+        let mut seen = 0;
+        loop {
+            written.mark_unchanged();
+            if let Some(found) = self.look_from(&mut seen, &mut look) {
+                return found;
+            }
+            if written.changed().await.is_err() {
+                // Cannot happen while `self` holds the sender.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    /// Adds each line of `source` until its end.
+    pub(crate) async fn fill_from(self, source: impl AsyncRead + Unpin) {
+        let mut source = BufReader::new(source);
+        let mut line = Vec::new();
+        while source
+            .read_until(b'\n', &mut line)
+            .await
+            .is_ok_and(|n| n > 0)
+        {
+            self.push(String::from_utf8_lossy(&line).trim_end().to_owned());
+            line.clear();
+        }
+    }
+
+    fn push(&self, line: String) {
+        let mut lines = self.lock();
+        lines.kept.push_back(line);
+        if lines.kept.len() > KEPT_LINES {
+            lines.kept.pop_front();
+            lines.dropped += 1;
+        }
+        drop(lines);
+        self.written.send_modify(|written| *written += 1);
+    }
+
+    fn look_from<T>(
+        &self,
+        seen: &mut usize,
+        look: &mut impl FnMut(&str) -> Option<T>,
+    ) -> Option<T> {
+        let lines = self.lock();
+        let skipped = seen.saturating_sub(lines.dropped);
+        *seen = lines.dropped + lines.kept.len();
+        lines.kept.iter().skip(skipped).find_map(|line| look(line))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lines> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Display for Log {
+    /// The last lines, indented, for the message of a failed test.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = self.lock();
+        let shown = lines.kept.len().min(SHOWN_LINES);
+        for line in lines.kept.iter().skip(lines.kept.len() - shown) {
+            write!(f, "\n    {line}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A demo may run for days.
+const KEPT_LINES: usize = 20_000;
+
+const SHOWN_LINES: usize = 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn finds_lines_from_before_and_after_the_call() {
+        let log = Log::new();
+        log.push("first".to_owned());
+        assert_eq!(log.find(|line| (line == "first").then_some(1)).await, 1);
+        let later = log.clone();
+        let (found, ()) = tokio::join!(
+            log.find(|line| line.strip_prefix("x=").map(str::to_owned)),
+            async {
+                later
+                    .clone()
+                    .fill_from(&b"noise\nx=7\nlast without end"[..])
+                    .await;
+            }
+        );
+        assert_eq!(found, "7");
+        assert_eq!(log.lines(), ["first", "noise", "x=7", "last without end"]);
+    }
+}

@@ -1,0 +1,433 @@
+//! Starting, watching and ending one process.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::process::{Child, Command};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::Log;
+use crate::eventually::scaled;
+use crate::netns::Namespace;
+use crate::tools::{Skip, Tool, bin_dir};
+
+/// A program with its arguments, and where it is to run.
+#[derive(Debug, Clone)]
+pub struct Program {
+    label: String,
+    words: Vec<OsString>,
+    environment: Vec<(OsString, OsString)>,
+    own_group: bool,
+}
+
+impl Program {
+    /// A binary of this workspace, from the build that the running program belongs to.
+    ///
+    /// # Errors
+    /// It has not been built.
+    pub fn ours(name: &str) -> Result<Self> {
+        let file = bin_dir().context("folder of the binaries")?.join(name);
+        if !file.is_file() {
+            bail!(
+                "{} is missing: cargo build --workspace --bins makes it",
+                file.display()
+            );
+        }
+        Ok(Self::new(name, file))
+    }
+
+    /// A program that is not ours.
+    ///
+    /// # Errors
+    /// [`Skip`] when it is not here.
+    pub fn tool(tool: Tool) -> Result<Self, Skip> {
+        let command = tool.command()?;
+        let mut program = Self::new(tool.program(), command.get_program());
+        for (name, value) in command.get_envs() {
+            program
+                .environment
+                .extend(value.map(|value| (name.to_owned(), value.to_owned())));
+        }
+        Ok(program)
+    }
+
+    fn new(label: &str, file: impl Into<OsString>) -> Self {
+        Self {
+            label: label.to_owned(),
+            words: vec![file.into()],
+            environment: Vec::new(),
+            own_group: false,
+        }
+    }
+
+    /// Adds an argument.
+    #[must_use]
+    pub fn arg(mut self, word: impl Into<OsString>) -> Self {
+        self.words.push(word.into());
+        self
+    }
+
+    /// Adds arguments.
+    #[must_use]
+    pub fn args<W: Into<OsString>>(mut self, words: impl IntoIterator<Item = W>) -> Self {
+        self.words.extend(words.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets a variable of its environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.environment.push((name.into(), value.into()));
+        self
+    }
+
+    /// Runs it inside `namespace`; without one, where this program is.
+    #[must_use]
+    pub fn inside(mut self, namespace: Option<&Namespace>) -> Self {
+        if let Some(namespace) = namespace {
+            self.label = format!("{} in {}", self.label, namespace.name());
+            self.words.splice(0..0, namespace.enter());
+        }
+        self
+    }
+
+    /// Keeps it from signals that a terminal sends to the whole group of this program.
+    #[must_use]
+    pub fn in_own_group(mut self) -> Self {
+        self.own_group = true;
+        self
+    }
+
+    /// Starts it, with nothing on its standard input.
+    ///
+    /// # Errors
+    /// It cannot be run.
+    pub fn start(self) -> Result<Process> {
+        let mut command = self.command()?;
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("start {}", self.label))?;
+        let log = Log::new();
+        let mut readers = JoinSet::new();
+        if let Some(out) = child.stdout.take() {
+            readers.spawn(log.clone().fill_from(out));
+        }
+        if let Some(err) = child.stderr.take() {
+            readers.spawn(log.clone().fill_from(err));
+        }
+        Ok(Process {
+            label: self.label,
+            child,
+            log,
+            readers,
+        })
+    }
+
+    /// Runs it to its end.
+    ///
+    /// # Errors
+    /// It cannot be run, or is not done after a minute.
+    pub async fn run(self) -> Result<Finished> {
+        let mut command = self.command()?;
+        let output = command.stdin(Stdio::null()).kill_on_drop(true).output();
+        let output = timeout(scaled(RUN_PATIENCE), output).await;
+        let output = output.with_context(|| format!("{} does not end", self.label))?;
+        let output = output.with_context(|| format!("run {}", self.label))?;
+        Ok(Finished {
+            label: self.label,
+            status: output.status,
+            out: String::from_utf8_lossy(&output.stdout).into_owned(),
+            err: String::from_utf8_lossy(&output.stderr).into_owned(),
+        })
+    }
+
+    fn command(&self) -> Result<Command> {
+        let (first, rest) = self.words.split_first().context("a program has a name")?;
+        let mut command = Command::new(first);
+        command
+            .args(rest)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)));
+        if self.own_group {
+            command.process_group(0);
+        }
+        Ok(command)
+    }
+}
+
+/// How a program that ran to its end went.
+#[derive(Debug, Clone)]
+pub struct Finished {
+    label: String,
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it wrote to its standard output.
+    pub out: String,
+    /// What it wrote to its standard error.
+    pub err: String,
+}
+
+impl Finished {
+    /// The exit code, unless a signal ended it.
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// Its standard output, if it exited with 0.
+    ///
+    /// # Errors
+    /// It did not; with what it printed.
+    pub fn ok(self) -> Result<String> {
+        if self.status.success() {
+            return Ok(self.out);
+        }
+        bail!("{self}")
+    }
+}
+
+impl fmt::Display for Finished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            label,
+            status,
+            out,
+            err,
+        } = self;
+        write!(f, "{label}: {status}\nstdout: {out}\nstderr: {err}")
+    }
+}
+
+/// A running process; dropping it kills it.
+#[derive(Debug)]
+pub struct Process {
+    label: String,
+    child: Child,
+    log: Log,
+    readers: JoinSet<()>,
+}
+
+impl Process {
+    /// Its id; `None` when it has ended and that was seen.
+    pub fn id(&self) -> Option<u32> {
+        self.child.id()
+    }
+
+    /// What it has printed.
+    pub fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// Waits for a line in which `look` finds something.
+    ///
+    /// # Errors
+    /// The process ends, or the scaled `patience` is over; with the end of the log. `what` is for that message.
+    pub async fn wait_for_line<T>(
+        &mut self,
+        what: &str,
+        patience: Duration,
+        look: impl FnMut(&str) -> Option<T>,
+    ) -> Result<T> {
+        let log = self.log.clone();
+        let ended = tokio::select! {
+            biased;
+            found = timeout(scaled(patience), log.find(look)) => match found {
+                Ok(found) => return Ok(found),
+                Err(_elapsed) => format!("after {:?}", scaled(patience)),
+            },
+            ended = self.ended() => format!("it ended: {ended:?}"),
+        };
+        bail!("{}: no {what}, {ended}; its log:{}", self.label, self.log)
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        let id = self
+            .child
+            .id()
+            .with_context(|| format!("{} has ended", self.label))?;
+        // The shell's own `kill`, since not every machine has the program.
+        let mut kill = std::process::Command::new("sh");
+        kill.args([
+            "-c",
+            "kill -s \"$1\" \"$2\"",
+            "sh",
+            signal.name(),
+            &id.to_string(),
+        ]);
+        let status = kill.status().context("run sh")?;
+        if !status.success() {
+            bail!("{}: cannot send {}", self.label, signal.name());
+        }
+        Ok(())
+    }
+
+    /// Waits for its end and for the last line of its log.
+    ///
+    /// # Errors
+    /// It is still running after the scaled `patience`; with the end of the log.
+    pub async fn end(&mut self, patience: Duration) -> Result<ExitStatus> {
+        match timeout(scaled(patience), self.ended()).await {
+            Ok(status) => status,
+            Err(_elapsed) => {
+                bail!(
+                    "{}: still running after {patience:?}; its log:{}",
+                    self.label,
+                    self.log
+                )
+            }
+        }
+    }
+
+    /// Ends it with TERM, or with KILL when it has not ended after the scaled `patience`.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub async fn stop(mut self, patience: Duration) -> Result<ExitStatus> {
+        if self.child.id().is_some() {
+            self.signal(Signal::Term)?;
+        }
+        if let Ok(ended) = timeout(scaled(patience), self.ended()).await {
+            return ended;
+        }
+        self.kill().await
+    }
+
+    /// Ends it with KILL, as a power cut would.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub async fn kill(mut self) -> Result<ExitStatus> {
+        // Fails only for a process that has ended.
+        let _ = self.child.start_kill();
+        self.ended().await
+    }
+
+    async fn ended(&mut self) -> Result<ExitStatus> {
+        let status = self
+            .child
+            .wait()
+            .await
+            .with_context(|| format!("wait for {}", self.label))?;
+        // A child of its own may hold the pipes open: what it prints does not matter here.
+        let _ = timeout(LOG_END, async {
+            while self.readers.join_next().await.is_some() {}
+        })
+        .await;
+        Ok(status)
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "log of {}:{}", self.label, self.log)
+    }
+}
+
+/// The signals that tests send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Signal {
+    /// Drain and end.
+    Term,
+    /// What Ctrl-C sends.
+    Int,
+    /// End at once.
+    Kill,
+    /// Stand still, as a machine that hangs.
+    Stop,
+    /// Go on after [`Self::Stop`].
+    Cont,
+}
+
+impl Signal {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Term => "TERM",
+            Self::Int => "INT",
+            Self::Kill => "KILL",
+            Self::Stop => "STOP",
+            Self::Cont => "CONT",
+        }
+    }
+}
+
+/// For verbs and tools, which are done in well under a second.
+const RUN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// For the last lines of a process that has ended.
+const LOG_END: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    fn shell(script: &str) -> Program {
+        Program::new("sh", "sh").args(["-c", script])
+    }
+
+    #[tokio::test]
+    async fn a_line_is_found_and_the_process_told_to_end() {
+        let script = "trap 'echo bye; exit 3' TERM; echo port=7 >&2; while :; do sleep 0.05; done";
+        let mut process = shell(script).start().unwrap();
+        let port = process.wait_for_line("port", PATIENCE, |line| {
+            line.strip_prefix("port=").map(str::to_owned)
+        });
+        assert_eq!(port.await.unwrap(), "7");
+        process.signal(Signal::Term).unwrap();
+        assert_eq!(process.end(PATIENCE).await.unwrap().code(), Some(3));
+        assert_eq!(process.log().lines(), ["port=7", "bye"]);
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_a_line_learns_of_the_end() {
+        let mut process = shell("echo boom; exit 1").start().unwrap();
+        let missing = process.wait_for_line("port", PATIENCE, |line| {
+            line.strip_prefix("port=").map(drop)
+        });
+        let error = missing.await.unwrap_err().to_string();
+        assert!(
+            error.contains("no port") && error.contains("boom"),
+            "{error}"
+        );
+    }
+
+    #[tokio::test]
+    async fn who_ignores_term_is_killed() {
+        let mut deaf = shell("trap '' TERM; echo deaf; exec sleep 600")
+            .start()
+            .unwrap();
+        deaf.wait_for_line("word", PATIENCE, |line| (line == "deaf").then_some(()))
+            .await
+            .unwrap();
+        let ended = deaf.stop(Duration::from_millis(50)).await.unwrap();
+        assert_eq!(ended.signal(), Some(9));
+    }
+
+    #[tokio::test]
+    async fn output_and_code_of_a_run_are_told() {
+        let finished = shell("echo out; echo err >&2; exit 64")
+            .run()
+            .await
+            .unwrap();
+        assert_eq!(
+            (finished.out.as_str(), finished.err.as_str()),
+            ("out\n", "err\n")
+        );
+        assert_eq!(finished.code(), Some(64));
+        assert!(finished.ok().is_err());
+    }
+}

@@ -1,0 +1,60 @@
+//! A folder for one test's files.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A new folder of its own, removed with all its content when dropped.
+///
+/// Its path is short, so that it has room for Unix sockets.
+#[derive(Debug)]
+pub struct ScratchDir {
+    path: PathBuf,
+}
+
+impl ScratchDir {
+    /// Creates the folder, for this user alone.
+    ///
+    /// # Errors
+    /// The temporary folder cannot be written.
+    pub fn new() -> io::Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let since_epoch = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let name = format!(
+            "culvert-{:x}-{:x}-{number}",
+            std::process::id(),
+            since_epoch.subsec_nanos()
+        );
+        let path = std::env::temp_dir().join(name);
+        let mut builder = std::fs::DirBuilder::new();
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.create(&path)?;
+        Ok(Self { path })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes a file into it and returns where that is.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> io::Result<PathBuf> {
+        let file = self.path.join(name);
+        std::fs::write(&file, content)?;
+        Ok(file)
+    }
+}
+
+impl Drop for ScratchDir {
+    fn drop(&mut self) {
+        // What cannot be removed stays in the machine's temporary folder.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}

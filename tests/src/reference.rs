@@ -1,0 +1,145 @@
+//! The configuration reference, made from the command line definitions and the table of limits.
+
+use std::fmt::Write as _;
+
+use clap::{Arg, ArgAction, Command};
+
+/// One page of the reference.
+#[derive(Debug)]
+pub struct Page {
+    /// Where it stands in the repository.
+    pub path: &'static str,
+    command: fn() -> Command,
+    limits: &'static [(&'static str, &'static str, &'static str)],
+    extra: &'static str,
+}
+
+/// All pages.
+pub const PAGES: &[Page] = &[
+    Page {
+        path: "docs/reference/tunnel-server.md",
+        command: tunnel_server::cli::command,
+        limits: tunnel_server::config::LIMITS,
+        extra: SERVICES,
+    },
+    Page {
+        path: "docs/reference/tunnel-agent.md",
+        command: tunnel_agent::cli::command,
+        limits: tunnel_agent::config::LIMITS,
+        extra: "",
+    },
+];
+
+/// The page's text.
+#[must_use]
+pub fn render(page: &Page) -> String {
+    let command = (page.command)();
+    let mut text = format!(
+        "# {}\n\nGenerated from the code by `make docs`; do not edit.\n\n",
+        command.get_name()
+    );
+    let about = command
+        .get_about()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    put(&mut text, format_args!("{about}.\n\n"));
+    text.push_str(
+        "Settings are taken from flags, then the environment, then the YAML file of `--config`, then the defaults. A flag's\n\
+         key in the file has the same words in camelCase.\n",
+    );
+    verbs(&mut text, &command, command.get_name());
+    if !page.limits.is_empty() {
+        text.push_str("\n## `limits:` of the file\n\n| key | default | |\n|---|---|---|\n");
+        for (name, default, meaning) in page.limits {
+            put(
+                &mut text,
+                format_args!("| `{name}` | {default} | {meaning} |\n"),
+            );
+        }
+    }
+    text.push_str(page.extra);
+    text
+}
+
+fn verbs(text: &mut String, command: &Command, path: &str) {
+    for verb in command
+        .get_subcommands()
+        .filter(|verb| verb.get_name() != "help")
+    {
+        let path = format!("{path} {}", verb.get_name());
+        let about = verb
+            .get_about()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        put(text, format_args!("\n## `{path}`\n\n{about}.\n"));
+        let flags: Vec<&Arg> = verb
+            .get_arguments()
+            .filter(|flag| flag.get_id() != "help")
+            .collect();
+        if !flags.is_empty() {
+            text.push_str("\n| flag | variable | |\n|---|---|---|\n");
+        }
+        for flag in flags {
+            row(text, flag);
+        }
+        verbs(text, verb, &path);
+    }
+}
+
+fn row(text: &mut String, flag: &Arg) {
+    let values = flag.get_value_names().map(|names| {
+        names
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(" ")
+    });
+    let takes_value = matches!(flag.get_action(), ArgAction::Set | ArgAction::Append);
+    let value = values
+        .filter(|_| takes_value)
+        .map(|value| format!(" {value}"))
+        .unwrap_or_default();
+    let name = match flag.get_long() {
+        Some(long) => format!("--{long}{value}"),
+        None => value.trim().to_owned(),
+    };
+    let variable = flag
+        .get_env()
+        .map(|name| format!("`{}`", name.to_string_lossy()))
+        .unwrap_or_default();
+    let help = flag
+        .get_long_help()
+        .or_else(|| flag.get_help())
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let help = help
+        .replace('|', "\\|")
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ");
+    put(text, format_args!("| `{name}` | {variable} | {help} |\n"));
+}
+
+fn put(text: &mut String, piece: std::fmt::Arguments<'_>) {
+    // Writing to a String cannot fail.
+    let _infallible = text.write_fmt(piece);
+}
+
+const SERVICES: &str = "
+## `services:` of the file
+
+Each entry listens on a TCP address and passes every connection, byte for byte, to one target behind one node.
+
+| key | |
+|---|---|
+| `name` | for logs |
+| `listen` | address with port on the server; other than loopback needs `allowUnauthenticated` |
+| `node` | the node's name |
+| `target` | `PORT` of the node (its loopback when the port is in `localhostProxyPorts`), `127.0.0.1:PORT`, or `HOST:PORT` of another machine that the agent's `--allow-targets` admits |
+| `protocol` | `tcp` (default) |
+
+```yaml
+services:
+  - { name: ssh-worker-1, listen: \"127.0.0.1:2201\", node: worker-1, target: \"22\" }
+```
+";

@@ -1,0 +1,290 @@
+//! Builds the parts, binds the meta port, and runs them until the drain is over.
+
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context;
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tokio::time::timeout;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tracing::{info, warn};
+use tunnel_proto::process::meta::{Meta, Readiness};
+use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::Dialer;
+use tunnel_proto::transport::quic::{QuicDialer, QuicSettings};
+use tunnel_proto::wire::name::InstanceId;
+
+use crate::config::{Config, LoadError, TransportChoice};
+use crate::connector::Connector;
+use crate::credentials::{CredentialError, Credentials, Store, Stored, read_token};
+use crate::egress::Egress;
+use crate::enroll::{Enrolment, enroll};
+use crate::metrics::Metrics;
+use crate::session::Shared;
+
+/// A started agent. Any number may live in one process; dropped, it stops at once.
+#[derive(Debug)]
+pub struct App {
+    config: Config,
+    beginning: Beginning,
+    instance: InstanceId,
+    metrics: Metrics,
+    readiness: Readiness,
+    shutdown: Shutdown,
+    meta_addr: Option<SocketAddr>,
+    _stop_on_drop: DropGuard,
+}
+
+/// Where the agent starts from.
+#[derive(Debug)]
+enum Beginning {
+    Stored(Box<Credentials>),
+    Enrol(Box<Enrolment>),
+}
+
+impl App {
+    /// Binds the meta port and reads the stored credentials or the token. Connects to nothing yet.
+    ///
+    /// # Errors
+    /// When that is not possible; [`exit_code`] tells usage errors from others.
+    pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let shutdown = Shutdown::new();
+        let stop_on_drop = shutdown.stop().clone().drop_guard();
+        let beginning = begin(&config)?;
+        let (metrics, registry) = Metrics::register();
+        let readiness = Readiness::default();
+        let meta_addr = match config.meta_listen {
+            Some(address) => Some(
+                start_meta(address, registry, &readiness, &shutdown)
+                    .await
+                    .with_context(|| format!("cannot listen on {address} (--meta-listen)"))?,
+            ),
+            None => None,
+        };
+        Ok(Self {
+            config,
+            beginning,
+            instance: InstanceId::new(rand::random()),
+            metrics,
+            readiness,
+            shutdown,
+            meta_addr,
+            _stop_on_drop: stop_on_drop,
+        })
+    }
+
+    /// The address of the meta port as bound, unless it is off.
+    #[must_use]
+    pub fn meta_addr(&self) -> Option<SocketAddr> {
+        self.meta_addr
+    }
+
+    /// What stops the agent: cancel `drain` for an orderly end, `stop` for one at once.
+    #[must_use]
+    pub fn shutdown(&self) -> &Shutdown {
+        &self.shutdown
+    }
+
+    /// Ready while a session is.
+    #[must_use]
+    pub fn readiness(&self) -> &Readiness {
+        &self.readiness
+    }
+
+    /// Enrols if need be, then holds a session until a drain is over or everything stops. Dropped early, all is cut.
+    ///
+    /// # Errors
+    /// When the agent cannot go on without a person.
+    pub async fn run(self) -> anyhow::Result<()> {
+        let farewell = CancellationToken::new();
+        let (shutdown, drain_timeout) = (self.shutdown.clone(), self.config.drain_timeout);
+        let mut work = pin!(self.work(farewell.clone()));
+        let mut drain = pin!(self.drain(&farewell, drain_timeout));
+        let outcome = tokio::select! {
+            biased;
+            end = &mut drain => {
+                if end == DrainEnd::Stopped {
+                    timeout(STOP_WITHIN, work).await.unwrap_or(Ok(()))
+                } else {
+                    work.await
+                }
+            }
+            outcome = &mut work => {
+                if outcome.is_ok() {
+                    drain.await;
+                }
+                outcome
+            }
+        };
+        shutdown.finish().await;
+        if outcome.is_ok() {
+            info!(agent = %self.config.node_name, "stopped");
+        }
+        outcome
+    }
+
+    /// Waits for a drain and its end, then lets the session go.
+    async fn drain(&self, farewell: &CancellationToken, within: Duration) -> DrainEnd {
+        tokio::select! {
+            () = self.shutdown.drain().cancelled() => {}
+            () = self.shutdown.stop().cancelled() => {}
+        }
+        let _not_ready = self.readiness.block("drain");
+        let end = self.shutdown.drain_within(within).await;
+        let streams = self.shutdown.work_left();
+        if streams > 0 {
+            warn!(agent = %self.config.node_name, streams, ?end, "streams are cut");
+        }
+        farewell.cancel();
+        end
+    }
+
+    async fn work(&self, farewell: CancellationToken) -> anyhow::Result<()> {
+        let config = &self.config;
+        let drain = self.shutdown.drain();
+        let credentials = match &self.beginning {
+            Beginning::Stored(credentials) => Credentials::clone(credentials),
+            Beginning::Enrol(enrolment) => {
+                let _not_ready = self.readiness.block("enrolment");
+                tokio::select! {
+                    biased;
+                    () = drain.cancelled() => return Ok(()),
+                    enrolled = enroll(enrolment) => enrolled?,
+                }
+            }
+        };
+        self.metrics.certificate(credentials.not_after);
+        let dialer = dialer(config, credentials)?;
+        let egress = Egress::new(
+            config.node_name.clone(),
+            config.ceiling.clone(),
+            &config.limits,
+            self.metrics.clone(),
+            drain.clone(),
+        );
+        let shared = Shared {
+            node: config.node_name.clone(),
+            node_ip: config.node_ip,
+            instance: self.instance,
+            limits: config.limits.clone(),
+            egress: Arc::new(egress),
+            metrics: self.metrics.clone(),
+            readiness: self.readiness.clone(),
+            shutdown: self.shutdown.clone(),
+            farewell,
+        };
+        let connector = Connector {
+            servers: config.servers.clone(),
+            dialer: dialer.clone(),
+            shared,
+        };
+        connector.run().await;
+        dialer.wait_idle().await;
+        Ok(())
+    }
+}
+
+/// The exit code for an error of loading, [`App::start`] or [`App::run`]: 64 when the configuration has to change,
+/// else 1.
+#[must_use]
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    let usage = error.chain().any(|cause| {
+        cause.is::<LoadError>()
+            || cause
+                .downcast_ref::<CredentialError>()
+                .is_some_and(CredentialError::is_usage)
+    });
+    if usage { EXIT_USAGE } else { EXIT_FAILURE }
+}
+
+fn begin(config: &Config) -> anyhow::Result<Beginning> {
+    let node = &config.node_name;
+    let store = Store::open(&config.data_dir)?;
+    let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
+    let ended = match stored {
+        Stored::Valid(credentials) => {
+            if config.token.is_some() {
+                info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
+            }
+            return Ok(Beginning::Stored(credentials));
+        }
+        Stored::Expired(ended) => Some(humantime::format_rfc3339_seconds(ended)),
+        Stored::Nothing => None,
+    };
+    let dir = config.data_dir.clone();
+    let token = match (&config.token, ended) {
+        (Some(source), ended) => {
+            if let Some(ended) = ended {
+                warn!(agent = %node, %ended, "stored certificate has ended; enrolling again");
+            }
+            read_token(source)?
+        }
+        (None, Some(ended)) => {
+            return Err(CredentialError::Expired {
+                dir,
+                ended: ended.to_string(),
+                node: node.clone(),
+            }
+            .into());
+        }
+        (None, None) => {
+            let node = node.clone();
+            return Err(CredentialError::NoToken { dir, node }.into());
+        }
+    };
+    Ok(Beginning::Enrol(Box::new(Enrolment {
+        servers: config.servers.clone(),
+        node: node.clone(),
+        token,
+        ca: config.ca.clone(),
+        store,
+        within: config.limits.handshake_timeout,
+    })))
+}
+
+async fn start_meta(
+    address: SocketAddr,
+    registry: Registry,
+    readiness: &Readiness,
+    shutdown: &Shutdown,
+) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind(address).await?;
+    let bound = listener.local_addr()?;
+    Meta::new(readiness.clone(), registry).start(listener, shutdown);
+    info!(listener = "meta", address = %bound, "listening");
+    Ok(bound)
+}
+
+fn dialer(config: &Config, credentials: Credentials) -> anyhow::Result<Arc<dyn Dialer>> {
+    let limits = &config.limits;
+    let tls = tls::session_client(credentials.own, Trust::Roots(credentials.roots))
+        .context("cannot use the stored certificate")?;
+    let settings = QuicSettings {
+        stream_window: limits.stream_window,
+        connection_window: u64::from(limits.streams_per_agent) * u64::from(limits.stream_window),
+        keep_alive: Some(limits.keep_alive),
+        idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
+    };
+    match config.transport {
+        TransportChoice::Auto | TransportChoice::Quic => {
+            let dialer = QuicDialer::new(tls, settings).context("cannot open a UDP socket")?;
+            Ok(Arc::new(dialer))
+        }
+    }
+}
+
+/// Exit code for usage and configuration.
+pub const EXIT_USAGE: u8 = 64;
+/// Exit code for failing to start or breaking.
+pub const EXIT_FAILURE: u8 = 1;
+/// After a second signal: time to tell the server.
+const STOP_WITHIN: Duration = Duration::from_millis(300);
+/// The transport's own idle timeout is only a backstop behind the session's clock.
+const IDLE_BEYOND_DEAD: Duration = Duration::from_secs(15);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,282 @@
+use std::path::Path;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tunnel_proto::process::meta;
+use tunnel_proto::transport::Session;
+use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Welcome};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::{Port, SessionId};
+
+use super::*;
+use crate::config::{Secret, Settings};
+use crate::testing::Scratch;
+use crate::testing::server::Server;
+
+const LONG: Duration = Duration::from_secs(10);
+
+fn settings(server: &Server, dir: &Path) -> Settings {
+    Settings {
+        server: vec![server.address().to_string()],
+        node_name: Some("worker-1".into()),
+        node_ip: Some("127.0.0.1".into()),
+        data_dir: Some(dir.to_owned()),
+        meta_listen: Some("127.0.0.1:0".into()),
+        token: Some(Secret(server.token().reveal())),
+        ..Settings::default()
+    }
+}
+
+async fn start(settings: Settings) -> anyhow::Result<App> {
+    App::start(Config::check(settings).unwrap()).await
+}
+
+async fn enrol(server: &Server, dir: &Path) {
+    let answer = |_| Some(server.issue(dir, "culvert://agent/worker-1"));
+    timeout(LONG, server.enrolment(answer))
+        .await
+        .unwrap()
+        .unwrap();
+}
+
+/// The server's side of a session as far as Welcome.
+async fn welcome(server: &Server) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
+    let session = timeout(LONG, server.session()).await.unwrap();
+    let header = StreamHeader::new(StreamKind::Control {
+        version_min: 1,
+        version_max: 1,
+    });
+    let (mut reader, mut writer) = control::split(session.open(&header, LONG).await.unwrap());
+    let hello = timeout(LONG, reader.receive()).await.unwrap().unwrap();
+    assert!(matches!(hello, Some(ControlMessage::Hello(_))), "{hello:?}");
+    let welcome = ControlMessage::Welcome(Welcome {
+        version: 1,
+        session: SessionId(1),
+        capabilities: vec![],
+        streams_per_agent: 64,
+        replicas: vec![],
+        target_dial_timeout: LONG,
+    });
+    writer.send(&welcome).await.unwrap();
+    (session, reader, writer)
+}
+
+async fn until_ready(address: SocketAddr) {
+    timeout(LONG, async {
+        while !meta::get(address, "/readyz").await.unwrap().0.is_success() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await
+    .unwrap();
+}
+
+fn exit(error: &anyhow::Error) -> (u8, String) {
+    (exit_code(error), format!("{error:#}"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_that_ends_with_the_drain_arrives_whole() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let app = start(settings(&server, scratch.path())).await.unwrap();
+    let (meta, shutdown) = (app.meta_addr().unwrap(), app.shutdown().clone());
+    let mut running = JoinSet::new();
+    running.spawn(app.run());
+    let (status, body) = meta::get(meta, "/readyz?verbose").await.unwrap();
+    assert!(!status.is_success(), "{body}");
+    enrol(&server, scratch.path()).await;
+    let (session, mut reader, _writer) = welcome(&server).await;
+    until_ready(meta).await;
+
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
+    let mut stream = session.open(&header, LONG).await.unwrap();
+    stream.shutdown().await.unwrap();
+    let (mut socket, _) = target.accept().await.unwrap();
+    let answer: Vec<u8> = (0..1 << 20)
+        .map(|index: u32| index.to_le_bytes()[1])
+        .collect();
+    socket.write_all(&answer).await.unwrap();
+    drop(socket);
+    shutdown.drain().cancel();
+
+    let mut received = Vec::new();
+    timeout(LONG, stream.read_to_end(&mut received))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(received == answer, "{} bytes", received.len());
+    let said = timeout(LONG, async {
+        let mut said = Vec::new();
+        while let Some(message) = reader.receive().await.unwrap() {
+            said.push(message);
+        }
+        said
+    });
+    let said = said.await.unwrap();
+    assert!(
+        matches!(said[..], [ControlMessage::Withdraw, ControlMessage::Bye(_)]),
+        "{said:?}"
+    );
+    let reason = timeout(LONG, session.closed()).await.unwrap();
+    assert_eq!(reason.code, CloseCode::Normal);
+    running.join_next().await.unwrap().unwrap().unwrap();
+    assert!(meta::get(meta, "/livez").await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let app = start(settings(&server, scratch.path())).await.unwrap();
+    let shutdown = app.shutdown().clone();
+    let mut running = JoinSet::new();
+    running.spawn(app.run());
+    enrol(&server, scratch.path()).await;
+    let (session, _reader, _writer) = welcome(&server).await;
+    session.close(CloseCode::Draining, "restarting").await;
+    // The first retry is at once.
+    let (_session, _reader, _writer) = timeout(Duration::from_secs(2), welcome(&server))
+        .await
+        .unwrap();
+    shutdown.stop().cancel();
+    timeout(Duration::from_secs(2), running.join_next())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap()
+        .unwrap();
+
+    let mut again = settings(&server, scratch.path());
+    // Gone with the secret that held it; nobody needs it.
+    again.token = None;
+    again.token_file = Some("/nonexistent/token".into());
+    let app = start(again).await.unwrap();
+    running.spawn(app.run());
+    let (session, _reader, _writer) = welcome(&server).await;
+    // Aborted, an agent leaves nothing behind.
+    running.shutdown().await;
+    timeout(LONG, session.closed()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn second_signal_does_not_wait_for_streams() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let app = start(settings(&server, scratch.path())).await.unwrap();
+    let shutdown = app.shutdown().clone();
+    let mut running = JoinSet::new();
+    running.spawn(app.run());
+    enrol(&server, scratch.path()).await;
+    let (session, mut reader, _writer) = welcome(&server).await;
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
+    let mut stream = session.open(&header, LONG).await.unwrap();
+    stream.accepted().await.unwrap();
+    let (mut socket, _) = target.accept().await.unwrap();
+
+    shutdown.drain().cancel();
+    let withdraw = timeout(LONG, reader.receive()).await.unwrap().unwrap();
+    assert_eq!(withdraw, Some(ControlMessage::Withdraw));
+    assert!(running.try_join_next().is_none());
+    let asked = Instant::now();
+    shutdown.stop().cancel();
+    let ended = timeout(LONG, running.join_next()).await.unwrap();
+    ended.unwrap().unwrap().unwrap();
+    assert!(
+        asked.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        asked.elapsed()
+    );
+    stream.read_u8().await.unwrap_err();
+    let cut = socket.read_u8().await.unwrap_err();
+    assert_eq!(cut.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn drain_has_a_deadline() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let mut brief = settings(&server, scratch.path());
+    brief.drain_timeout = Some("50ms".into());
+    let app = start(brief).await.unwrap();
+    let shutdown = app.shutdown().clone();
+    let mut running = JoinSet::new();
+    running.spawn(app.run());
+    enrol(&server, scratch.path()).await;
+    let (session, _reader, _writer) = welcome(&server).await;
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
+    let mut stream = session.open(&header, LONG).await.unwrap();
+    stream.accepted().await.unwrap();
+    let (mut socket, _) = target.accept().await.unwrap();
+    shutdown.drain().cancel();
+    let ended = timeout(LONG, running.join_next()).await.unwrap();
+    ended.unwrap().unwrap().unwrap();
+    stream.read_u8().await.unwrap_err();
+    let cut = socket.read_u8().await.unwrap_err();
+    assert_eq!(cut.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn refused_enrolment_ends_the_agent() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let app = start(settings(&server, scratch.path())).await.unwrap();
+    let refused = tunnel_proto::wire::enroll::EnrollReply::Refused(
+        tunnel_proto::wire::code::EnrollCode::TokenUsed,
+        "token abcdef012345 was used by another key".into(),
+    );
+    let (ended, _) = tokio::join!(app.run(), server.enrolment(|_| Some(refused)));
+    let (code, text) = exit(&ended.unwrap_err());
+    assert_eq!(code, EXIT_FAILURE);
+    assert!(
+        text.contains("used by another key") && text.contains("create a new token"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn drain_ends_an_agent_that_cannot_enrol() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let app = start(settings(&server, scratch.path())).await.unwrap();
+    app.shutdown().drain().cancel();
+    timeout(LONG, app.run()).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn exit_code_tells_configuration_from_failure() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let with = |change: fn(&mut Settings)| {
+        let mut settings = settings(&server, scratch.path());
+        change(&mut settings);
+        start(settings)
+    };
+    let no_token = with(|settings| settings.token = None).await.unwrap_err();
+    let (code, text) = exit(&no_token);
+    assert_eq!(code, EXIT_USAGE);
+    assert!(
+        text.contains("tunnel-server token create --node worker-1"),
+        "{text}"
+    );
+
+    let no_file = with(|settings| {
+        settings.token = None;
+        settings.token_file = Some("/nonexistent/token".into());
+    });
+    assert_eq!(exit(&no_file.await.unwrap_err()).0, EXIT_USAGE);
+
+    let no_dir = with(|settings| settings.data_dir = Some("/proc/nothing".into()));
+    let (code, text) = exit(&no_dir.await.unwrap_err());
+    assert_eq!(code, EXIT_FAILURE);
+    assert!(text.contains("--data-dir"), "{text}");
+
+    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut busy = settings(&server, scratch.path());
+    busy.meta_listen = Some(taken.local_addr().unwrap().to_string());
+    let (code, text) = exit(&start(busy).await.unwrap_err());
+    assert_eq!(code, EXIT_FAILURE);
+    assert!(text.contains("--meta-listen"), "{text}");
+}

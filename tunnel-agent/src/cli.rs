@@ -1,0 +1,116 @@
+//! The command line: verbs, flags and their help.
+
+use std::path::PathBuf;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::config::Settings;
+
+/// Culvert's edge side: dials out to tunnel-server and reaches this node's own ports for it
+///
+/// The agent opens no listening port towards the network. It keeps one outgoing session to tunnel-server; requests for
+/// this node come back through it and are dialled here, within the ceiling that the flags of `run` set.
+#[derive(Debug, Parser)]
+#[command(name = "tunnel-agent", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// What the binary can do.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Run the agent until SIGTERM or SIGINT; a second signal stops at once
+    ///
+    /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
+    /// a key of the file (same words, camelCase): --node-name is nodeName. The file alone also has a section `limits:`.
+    Run(Box<Source>),
+    /// Load the configuration as `run` would, print all mistakes at once, and exit
+    CheckConfig(Box<Source>),
+    /// Ask a running agent on this host whether it is ready: exit code 0 when it holds a session, else 1
+    ///
+    /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
+    Healthcheck(Health),
+    /// Print the completion script of a shell
+    Completion {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Print the version
+    Version,
+}
+
+/// Where settings come from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Source {
+    /// Configuration file (YAML)
+    #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Flags and variables.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// Where a running agent's meta port is.
+#[derive(Debug, clap::Args)]
+pub struct Health {
+    /// Configuration file (YAML), for its metaListen
+    #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Address of the agent's meta port [default: 127.0.0.1:10266]
+    #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR")]
+    pub meta_listen: Option<String>,
+}
+
+/// The command with all its flags, for completion and the generated reference.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Every environment variable of ours that a flag reads.
+#[must_use]
+pub fn known_variables() -> std::collections::BTreeSet<String> {
+    command()
+        .get_subcommands()
+        .flat_map(|verb| verb.get_arguments())
+        .filter_map(|flag| flag.get_env())
+        .map(|name| name.to_string_lossy().into_owned())
+        .collect()
+}
+
+const AFTER_HELP: &str = "\
+First start of a node (the token comes from `tunnel-server token create --node worker-1`):
+  tunnel-agent run --server cloud.example.com:10262 --node-name worker-1 --token-file ./token
+
+Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke.";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_is_consistent_and_every_flag_of_run_is_explained_and_has_its_variable() {
+        command().debug_assert();
+        let run = command();
+        let run = run.find_subcommand("run").unwrap();
+        for flag in run.get_arguments() {
+            assert!(flag.get_help().is_some(), "{}", flag.get_id());
+            let variable = flag.get_env().unwrap().to_string_lossy().into_owned();
+            let expected = flag.get_id().as_str().to_uppercase();
+            assert_eq!(variable, format!("TUNNEL_AGENT_{expected}"));
+        }
+        assert!(known_variables().contains("TUNNEL_AGENT_SERVER"));
+    }
+
+    #[test]
+    fn verb_keeps_its_own_description() {
+        let command = command();
+        for (verb, begin) in [("run", "Run the agent"), ("check-config", "Load the")] {
+            let about = command.find_subcommand(verb).unwrap().get_about();
+            assert!(about.unwrap().to_string().starts_with(begin), "{about:?}");
+        }
+    }
+}

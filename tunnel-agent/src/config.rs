@@ -1,0 +1,207 @@
+//! Settings as people write them: flags, environment and YAML file, and how one overrides another.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use tunnel_proto::process::settings::ConfigError;
+
+mod checked;
+mod limits;
+
+pub(crate) use checked::parse_token;
+pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_address};
+pub use limits::{LIMITS, Limits, RawLimits};
+
+/// Prefix of the environment variables.
+pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
+
+tunnel_proto::layered! {
+    /// One layer of settings, as written; the texts of the fields are the help of `run`.
+    #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
+    #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+    pub struct Settings {
+        /// Where tunnel-server accepts agents; repeat it for several addresses [required]
+        ///
+        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions need UDP, enrolment
+        /// needs TCP on the same port (10262 unless the server was told otherwise).
+        #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
+        pub server: Vec<String>,
+
+        /// Transport of sessions: auto or quic [default: auto]
+        ///
+        /// This build speaks QUIC only, so both mean the same.
+        #[arg(long, env = "TUNNEL_AGENT_TRANSPORT", value_name = "NAME", help_heading = "Connection")]
+        pub transport: Option<String>,
+
+        /// Name of this node; must equal the name in its credential [default: the host name]
+        ///
+        /// The variable NODE_NAME is read as well, as set by Kubernetes' downward API.
+        #[arg(long, env = "TUNNEL_AGENT_NODE_NAME", value_name = "NAME", help_heading = "Identity")]
+        pub node_name: Option<String>,
+
+        /// Address of this node, where its own ports are dialled [default: address of the default route]
+        ///
+        /// The variable NODE_IP is read as well. The address is never used for routing in the cloud, so any number
+        /// of sites may use the same one.
+        #[arg(long, env = "TUNNEL_AGENT_NODE_IP", value_name = "IP", help_heading = "Identity")]
+        pub node_ip: Option<String>,
+
+        /// Join token, as printed by `tunnel-server token create`
+        ///
+        /// Needed until the first certificate is in the data directory, then ignored. Prefer --token-file or the
+        /// variable: a command line can be read by every user of the host.
+        #[arg(long, env = "TUNNEL_AGENT_TOKEN", value_name = "TOKEN", hide_env_values = true, help_heading = "Identity")]
+        pub token: Option<Secret>,
+
+        /// File that holds the join token
+        #[arg(long, env = "TUNNEL_AGENT_TOKEN_FILE", value_name = "FILE", help_heading = "Identity")]
+        pub token_file: Option<PathBuf>,
+
+        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token, then kept in the data directory]
+        #[arg(long, env = "TUNNEL_AGENT_CA_FILE", value_name = "FILE", help_heading = "Identity")]
+        pub ca_file: Option<PathBuf>,
+
+        /// Directory for the key and the certificate [default: /var/lib/tunnel-agent]
+        #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR", help_heading = "Identity")]
+        pub data_dir: Option<PathBuf>,
+
+        /// Ports of the host's loopback that the cloud may reach [default: 10250, 10255, 10266, 10267]
+        ///
+        /// A ceiling: the server decides what to ask for, this list what it can get.
+        #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Ceiling")]
+        pub localhost_ports: Option<String>,
+
+        /// Ports that are never dialled on any address [default: 2379-2381, 10248, 10249, 10257, 10259]
+        #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Ceiling")]
+        pub deny_ports: Option<String>,
+
+        /// Other hosts that the cloud may reach through this agent [default: none]
+        ///
+        /// A list of CIDR:PORT or CIDR:LOW-HIGH, such as "10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443". It is
+        /// checked against the address that a name resolved to. Link-local, metadata and loopback addresses are never
+        /// dialled.
+        #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Ceiling")]
+        pub allow_targets: Option<String>,
+
+        /// Address of /livez, /readyz and /metrics, or off [default: 127.0.0.1:10266]
+        #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
+        pub meta_listen: Option<String>,
+
+        /// How long open streams may go on after SIGTERM [default: 30s]
+        #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
+        pub drain_timeout: Option<String>,
+
+        /// Least severe log lines: error, warn, info, debug or trace [default: info]
+        #[arg(long, env = "TUNNEL_AGENT_LOG_LEVEL", value_name = "LEVEL", help_heading = "Process")]
+        pub log_level: Option<String>,
+
+        /// Form of log lines: text or json [default: text on a terminal, else json]
+        #[arg(long, env = "TUNNEL_AGENT_LOG_FORMAT", value_name = "FORMAT", help_heading = "Process")]
+        pub log_format: Option<String>,
+
+        /// Limits and timers, in the file only; see [`LIMITS`].
+        #[arg(skip)]
+        pub limits: Option<RawLimits>,
+    }
+}
+
+/// A text that is not shown in logs or errors.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(pub String);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Secret(..)")
+    }
+}
+
+impl From<&str> for Secret {
+    fn from(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
+/// Why there is no configuration. Every case is a usage error.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("configuration file {path}: {problem}")]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says, with the place.
+        problem: String,
+    },
+    /// Settings are wrong.
+    #[error(transparent)]
+    Mistakes(#[from] ConfigError),
+}
+
+impl LoadError {
+    /// A mistake in the address of the meta port, where nothing else is looked at.
+    #[must_use]
+    pub fn meta_listen(problem: String) -> Self {
+        Self::Mistakes(ConfigError(vec![format!("--meta-listen: {problem}")]))
+    }
+}
+
+/// Puts the layers together: defaults < `file` < environment < flags. `given` holds flags and our own variables;
+/// `variable` looks up the others (NODE_NAME, NODE_IP).
+///
+/// # Errors
+/// [`LoadError`].
+pub fn load(
+    given: Settings,
+    file: Option<&Path>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Config, LoadError> {
+    Ok(Config::check(layers(given, file, variable)?)?)
+}
+
+/// The layers of [`load`] without the check.
+///
+/// # Errors
+/// [`LoadError`], never [`LoadError::Mistakes`].
+pub fn layers(
+    given: Settings,
+    file: Option<&Path>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Settings, LoadError> {
+    let kubernetes = Settings {
+        node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
+        node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
+        ..Settings::default()
+    };
+    let file = file.map(read_file).transpose()?.unwrap_or_default();
+    Ok(given.or(kubernetes).or(file))
+}
+
+fn read_file(path: &Path) -> Result<Settings, LoadError> {
+    let text = std::fs::read_to_string(path).map_err(|source| LoadError::File {
+        path: path.to_owned(),
+        source,
+    })?;
+    // A file of comments is a document without a value.
+    let parsed: Result<Option<Settings>, _> = serde_saphyr::from_str(&text);
+    match parsed {
+        Ok(settings) => Ok(settings.unwrap_or_default()),
+        Err(error) => Err(LoadError::Syntax {
+            path: path.to_owned(),
+            problem: error.to_string(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests;

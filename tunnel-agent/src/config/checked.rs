@@ -1,0 +1,356 @@
+//! The typed configuration, checked as a whole so that all mistakes are shown at once.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
+use tracing::level_filters::LevelFilter;
+use tunnel_proto::process::settings::{ConfigError, Mistakes};
+use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::wire::enroll::JoinToken;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::limits::Limits;
+use super::{Secret, Settings};
+use crate::policy::{self, Ceiling};
+
+/// The agent's configuration, checked.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where servers are, in order; at least one.
+    pub servers: Vec<ServerAddress>,
+    /// The transport of sessions.
+    pub transport: TransportChoice,
+    /// This node.
+    pub node_name: NodeName,
+    /// The node's address; `None` follows the route towards the server.
+    pub node_ip: Option<IpAddr>,
+    /// What to enrol with.
+    pub token: Option<TokenSource>,
+    /// The CA certificates of `--ca-file`.
+    pub ca: Option<Vec<CertificateDer<'static>>>,
+    /// Where key and certificate are kept.
+    pub data_dir: PathBuf,
+    /// What may be dialled at most.
+    pub ceiling: Ceiling,
+    /// The meta port, unless it is off.
+    pub meta_listen: Option<SocketAddr>,
+    /// How long open streams may go on when the agent stops.
+    pub drain_timeout: Duration,
+    /// Least severe log lines.
+    pub log_level: LevelFilter,
+    /// Form of log lines.
+    pub log_format: LogFormat,
+    /// Limits and timers.
+    pub limits: Limits,
+}
+
+/// Where the join token comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenSource {
+    /// Given as it is.
+    Given(JoinToken),
+    /// To be read when it is needed: it may be gone once a certificate is stored.
+    File(PathBuf),
+}
+
+/// Which transports sessions may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// What works: QUIC in this build.
+    Auto,
+    /// QUIC and nothing else.
+    Quic,
+}
+
+/// A server by name or address, with its port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerAddress {
+    /// A name or an address without brackets.
+    pub host: String,
+    /// The port.
+    pub port: u16,
+}
+
+impl Config {
+    /// Checks every setting and fills in the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with all mistakes.
+    pub fn check(settings: Settings) -> Result<Self, ConfigError> {
+        let mut mistakes = Mistakes::default();
+        let note = &mut mistakes;
+        let servers = servers(&settings.server, note);
+        let transport = parsed(
+            note,
+            "--transport",
+            settings.transport.as_deref().unwrap_or("auto"),
+        );
+        let node_name = node_name(settings.node_name, note);
+        let node_ip = node_ip(settings.node_ip, note);
+        let token = token(settings.token, settings.token_file, note);
+        let ca = settings
+            .ca_file
+            .and_then(|path| ca_certificates(&path, note));
+        let localhost_ports = settings
+            .localhost_ports
+            .as_deref()
+            .unwrap_or(DEFAULT_LOCALHOST_PORTS);
+        let deny_ports = settings.deny_ports.as_deref().unwrap_or(DEFAULT_DENY_PORTS);
+        let allow_targets = settings.allow_targets.as_deref().unwrap_or_default();
+        let ceiling = Ceiling {
+            localhost_ports: parsed(note, "--localhost-ports", localhost_ports).unwrap_or_default(),
+            deny_ports: parsed(note, "--deny-ports", deny_ports).unwrap_or_default(),
+            allow_targets: parsed(note, "--allow-targets", allow_targets).unwrap_or_default(),
+        };
+        let meta_listen = note.take(
+            "--meta-listen",
+            meta_address(settings.meta_listen.as_deref()),
+            None,
+        );
+        let drain_timeout = settings
+            .drain_timeout
+            .as_deref()
+            .unwrap_or(DEFAULT_DRAIN_TIMEOUT);
+        let drain_timeout = note.take("--drain-timeout", duration(drain_timeout), Duration::ZERO);
+        let log_level = settings.log_level.as_deref().unwrap_or("info");
+        let log_level = note.take("--log-level", level(log_level), LevelFilter::INFO);
+        let log_format = settings.log_format.map_or_else(LogFormat::detect, |text| {
+            note.take("--log-format", text.parse(), LogFormat::Text)
+        });
+        let limits = Limits::check(settings.limits.unwrap_or_default(), note);
+        let (Some(transport), Some(node_name)) = (transport, node_name) else {
+            return mistakes.finish(()).and(Err(ConfigError(Vec::new())));
+        };
+        mistakes.finish(Self {
+            servers,
+            transport,
+            node_name,
+            node_ip,
+            token,
+            ca,
+            data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),
+            ceiling,
+            meta_listen,
+            drain_timeout,
+            log_level,
+            log_format,
+            limits,
+        })
+    }
+}
+
+/// The address of the meta port in a setting, `None` for off.
+///
+/// # Errors
+/// A line for people.
+pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String> {
+    match setting.unwrap_or(DEFAULT_META_LISTEN) {
+        "off" => Ok(None),
+        text => text
+            .parse()
+            .map(Some)
+            .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\"")),
+    }
+}
+
+fn parsed<T: FromStr<Err = String>>(mistakes: &mut Mistakes, name: &str, text: &str) -> Option<T> {
+    mistakes.take(name, text.parse().map(Some), None)
+}
+
+fn servers(texts: &[String], mistakes: &mut Mistakes) -> Vec<ServerAddress> {
+    if texts.is_empty() {
+        mistakes.add(
+            "--server",
+            "is required, as in --server cloud.example.com:10262",
+        );
+    }
+    let mut servers = Vec::new();
+    for text in texts {
+        match text.trim().parse() {
+            Ok(server) => servers.push(server),
+            Err(problem) => {
+                let problem: String = problem;
+                mistakes.add("--server", problem);
+            }
+        }
+    }
+    servers
+}
+
+fn node_name(setting: Option<String>, mistakes: &mut Mistakes) -> Option<NodeName> {
+    let parsed = match setting {
+        Some(text) => text.parse().map_err(|error| format!("{text:?}: {error}")),
+        None => std::fs::read_to_string(HOST_NAME_FILE)
+            .map_err(|error| format!("is not given and the host name cannot be read: {error}"))
+            .and_then(|name| {
+                let name = name.trim();
+                name.parse().map_err(|error| {
+                    format!("is not given and the host name {name:?} does not do: {error}")
+                })
+            }),
+    };
+    mistakes.take("--node-name", parsed.map(Some), None)
+}
+
+fn node_ip(setting: Option<String>, mistakes: &mut Mistakes) -> Option<IpAddr> {
+    let text = setting?;
+    match text.trim().parse::<IpAddr>() {
+        Ok(ip) if policy::is_never_dialled(ip) => {
+            mistakes.add(
+                "--node-ip",
+                format_args!(
+                    "{ip} is never dialled: unspecified, link-local, multicast or metadata"
+                ),
+            );
+            None
+        }
+        Ok(ip) => Some(ip.to_canonical()),
+        Err(_syntax) => {
+            mistakes.add("--node-ip", format_args!("{text:?} is not an IP address"));
+            None
+        }
+    }
+}
+
+fn token(
+    given: Option<Secret>,
+    file: Option<PathBuf>,
+    mistakes: &mut Mistakes,
+) -> Option<TokenSource> {
+    let given = given.filter(|token| !token.0.trim().is_empty());
+    match (given, file) {
+        (Some(_), Some(_)) => {
+            mistakes.add("--token", "and --token-file exclude each other");
+            None
+        }
+        (Some(Secret(text)), None) => match parse_token(&text) {
+            Ok(token) => Some(TokenSource::Given(token)),
+            Err(problem) => {
+                mistakes.add("--token", problem);
+                None
+            }
+        },
+        (None, file) => file.map(TokenSource::File),
+    }
+}
+
+/// A join token, or what is wrong with it.
+///
+/// # Errors
+/// A line for people that never repeats the token.
+pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
+    // The three parts of a JSON web token begin with `{"` in base64url.
+    if text.trim().starts_with("eyJ") {
+        return Err(
+            "is a ServiceAccount token; this build takes join tokens only (ID.SECRET.CAHASH), \
+                    as printed by 'tunnel-server token create'"
+                .to_owned(),
+        );
+    }
+    text.parse().map_err(|error| format!("{error}"))
+}
+
+fn ca_certificates(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<CertificateDer<'static>>> {
+    let certificates = std::fs::read(path)
+        .map_err(|error| error.to_string())
+        .and_then(|pem| {
+            CertificateDer::pem_slice_iter(&pem)
+                .collect::<Result<Vec<_>, _>>()
+                .map_err(|error| format!("is not PEM: {error:?}"))
+        });
+    match certificates {
+        Ok(certificates) if !certificates.is_empty() => return Some(certificates),
+        Ok(_) => mistakes.add(
+            "--ca-file",
+            format_args!("{}: holds no certificate", path.display()),
+        ),
+        Err(problem) => mistakes.add("--ca-file", format_args!("{}: {problem}", path.display())),
+    }
+    None
+}
+
+fn level(text: &str) -> Result<LevelFilter, String> {
+    match text {
+        "error" => Ok(LevelFilter::ERROR),
+        "warn" => Ok(LevelFilter::WARN),
+        "info" => Ok(LevelFilter::INFO),
+        "debug" => Ok(LevelFilter::DEBUG),
+        "trace" => Ok(LevelFilter::TRACE),
+        other => Err(format!(
+            "{other:?} is none of error, warn, info, debug, trace"
+        )),
+    }
+}
+
+/// A duration as people write it.
+///
+/// # Errors
+/// A line for people.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text.trim())
+        .map_err(|error| format!("{text:?} is not a duration such as 30s or 5m: {error}"))
+}
+
+impl FromStr for ServerAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (host, port) = text.rsplit_once(':').ok_or_else(|| {
+            format!(
+                "{text:?} has no port; agents are usually accepted on 10262, as in {text}:10262"
+            )
+        })?;
+        let port: Port = port.parse().map_err(|error| format!("{text:?}: {error}"))?;
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'));
+        if bare.is_none() && host.contains(':') {
+            return Err(format!(
+                "{text:?}: write an IPv6 address in brackets, as in [2001:db8::1]:10262"
+            ));
+        }
+        let host = bare.unwrap_or(host);
+        let known = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
+        if host.is_empty() || !host.bytes().all(known) {
+            return Err(format!("{text:?} is not HOST:PORT"));
+        }
+        Ok(Self {
+            host: host.to_owned(),
+            port: port.get(),
+        })
+    }
+}
+
+impl fmt::Display for ServerAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(formatter, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(formatter, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+impl FromStr for TransportChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "quic" => Ok(Self::Quic),
+            other => Err(format!("{other:?} is neither \"auto\" nor \"quic\"")),
+        }
+    }
+}
+
+const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
+const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
+const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
+const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
+const DEFAULT_DRAIN_TIMEOUT: &str = "30s";
+const HOST_NAME_FILE: &str = "/proc/sys/kernel/hostname";

@@ -1,0 +1,137 @@
+//! Which address of which server is next; names are resolved again on each try.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::net::lookup_host;
+use tokio::time::timeout;
+
+use crate::config::ServerAddress;
+
+/// A place in the list of servers and their addresses. It stays where it worked and moves on after a failure.
+#[derive(Debug, Default)]
+pub(crate) struct Endpoints {
+    server: usize,
+    address: usize,
+}
+
+impl Endpoints {
+    /// The server and the address to try.
+    ///
+    /// # Errors
+    /// The server's name and why it has no address; the next call tries the next server.
+    pub(crate) async fn next<'a>(
+        &mut self,
+        servers: &'a [ServerAddress],
+        within: Duration,
+    ) -> Result<(&'a ServerAddress, SocketAddr), ResolveError> {
+        loop {
+            let server = servers
+                .get(self.server % servers.len().max(1))
+                .ok_or(ResolveError::NoServer)?;
+            let addresses = match resolve(server, within).await {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    self.next_server();
+                    return Err(error);
+                }
+            };
+            match addresses.get(self.address) {
+                Some(address) => return Ok((server, *address)),
+                // All of this server were tried; the next one has at least one.
+                None => self.next_server(),
+            }
+        }
+    }
+
+    /// The last address did not do.
+    pub(crate) fn failed(&mut self) {
+        self.address += 1;
+    }
+
+    fn next_server(&mut self) {
+        self.server += 1;
+        self.address = 0;
+    }
+}
+
+/// Why a server has no address.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ResolveError {
+    /// The configuration names none.
+    #[error("no server is configured")]
+    NoServer,
+    /// The resolver did not answer.
+    #[error("{server}: its name was not resolved in time")]
+    Timeout { server: ServerAddress },
+    /// The name exists without an address.
+    #[error("{server}: its name has no address")]
+    Empty { server: ServerAddress },
+    /// The resolver said no.
+    #[error("{server}: its name cannot be resolved")]
+    Lookup {
+        server: ServerAddress,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// At least one address.
+async fn resolve(
+    server: &ServerAddress,
+    within: Duration,
+) -> Result<Vec<SocketAddr>, ResolveError> {
+    let lookup = lookup_host((server.host.as_str(), server.port));
+    let server = server.clone();
+    match timeout(within, lookup).await {
+        Ok(Ok(found)) => {
+            let mut addresses: Vec<SocketAddr> = Vec::new();
+            for address in found {
+                if !addresses.contains(&address) {
+                    addresses.push(address);
+                }
+            }
+            if addresses.is_empty() {
+                return Err(ResolveError::Empty { server });
+            }
+            Ok(addresses)
+        }
+        Ok(Err(source)) => Err(ResolveError::Lookup { server, source }),
+        Err(_elapsed) => Err(ResolveError::Timeout { server }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn endpoint_stays_while_it_works_and_moves_on_after_a_failure() {
+        let servers: Vec<ServerAddress> = ["127.0.0.1:1", "[::1]:2"]
+            .iter()
+            .map(|text| text.parse().unwrap())
+            .collect();
+        let within = Duration::from_secs(5);
+        let mut endpoints = Endpoints::default();
+        let next = async |endpoints: &mut Endpoints| {
+            endpoints.next(&servers, within).await.unwrap().1.port()
+        };
+        assert_eq!(next(&mut endpoints).await, 1);
+        assert_eq!(next(&mut endpoints).await, 1);
+        endpoints.failed();
+        assert_eq!(next(&mut endpoints).await, 2);
+        endpoints.failed();
+        assert_eq!(next(&mut endpoints).await, 1);
+    }
+
+    #[tokio::test]
+    async fn name_that_does_not_resolve_yields_to_the_next_server() {
+        let servers = ["does-not-exist.invalid:1", "127.0.0.1:2"].map(|text| text.parse().unwrap());
+        let within = Duration::from_secs(5);
+        let mut endpoints = Endpoints::default();
+        let error = endpoints.next(&servers, within).await.unwrap_err();
+        assert!(error.to_string().starts_with("does-not-exist.invalid:1: "));
+        let (_, address) = endpoints.next(&servers, within).await.unwrap();
+        assert_eq!(address.port(), 2);
+    }
+}

@@ -1,0 +1,224 @@
+//! When to try again: a pure state machine over what happened, the time and a random number.
+//!
+//! ```text
+//! start --failed--> outage: at once, then 0..2 s for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
+//!                     | name in use: 60 s, 120 s, ... 10 min     | needs a person: 30 s
+//!                     +--ready for 10 s--> start
+//! ```
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_proto::wire::code::CloseCode;
+
+/// How an attempt to hold a session ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// It never became Ready; the code when the server said one.
+    Failed(Option<CloseCode>),
+    /// It was Ready for this long.
+    Lost {
+        /// Time from Ready to the end.
+        ready_for: Duration,
+        /// What it ended with.
+        code: CloseCode,
+    },
+}
+
+impl Event {
+    fn code(self) -> Option<CloseCode> {
+        match self {
+            Self::Failed(code) => code,
+            Self::Lost { code, .. } => Some(code),
+        }
+    }
+}
+
+/// The history that decides about the next attempt.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    outage_since: Option<Instant>,
+    last_at_once: Option<Instant>,
+    late_cap: Duration,
+    name_in_use: Duration,
+}
+
+impl Plan {
+    /// No attempt so far.
+    pub(crate) fn new() -> Self {
+        Self {
+            outage_since: None,
+            last_at_once: None,
+            late_cap: EARLY_CAP,
+            name_in_use: NAME_IN_USE_FIRST,
+        }
+    }
+
+    /// How long to wait after `event`; `random` is from 0 to 1.
+    pub(crate) fn next(&mut self, event: Event, now: Instant, random: f64) -> Duration {
+        let lost = match event {
+            Event::Lost { ready_for, .. } => {
+                if ready_for >= STEADY {
+                    *self = Self {
+                        last_at_once: self.last_at_once,
+                        ..Self::new()
+                    };
+                }
+                true
+            }
+            Event::Failed(_) => false,
+        };
+        let first = self.outage_since.is_none();
+        let since = *self.outage_since.get_or_insert(now);
+        match event.code() {
+            Some(CloseCode::NameInUse) => {
+                let wait = self.name_in_use;
+                self.name_in_use = (wait * 2).min(NAME_IN_USE_MOST);
+                return wait.mul_f64(1.0 + random * SPREAD);
+            }
+            Some(code) if !code.is_retryable() => {
+                return NEEDS_A_PERSON.mul_f64(1.0 + random * SPREAD);
+            }
+            Some(_) | None => {}
+        }
+        // A server that admits and closes at once must not be dialled in a tight loop.
+        let rested = self
+            .last_at_once
+            .is_none_or(|last| now.duration_since(last) >= AT_ONCE_APART);
+        if (first || lost) && rested {
+            self.last_at_once = Some(now);
+            return Duration::ZERO;
+        }
+        if now.duration_since(since) >= EARLY_FOR {
+            self.late_cap = (self.late_cap * 2).min(LATE_CAP);
+        }
+        self.late_cap.mul_f64(random)
+    }
+}
+
+/// A session that was Ready for this long ends the outage.
+const STEADY: Duration = Duration::from_secs(10);
+/// Least time between two retries at once.
+const AT_ONCE_APART: Duration = Duration::from_secs(1);
+/// Full jitter up to this early in an outage: a server that restarts is found soon, and 10,000 agents are spread.
+const EARLY_CAP: Duration = Duration::from_secs(2);
+/// How long "early" lasts.
+const EARLY_FOR: Duration = Duration::from_secs(120);
+/// The jitter's cap doubles up to this later on.
+const LATE_CAP: Duration = Duration::from_secs(30);
+/// First wait after "name in use".
+const NAME_IN_USE_FIRST: Duration = Duration::from_secs(60);
+/// Longest wait after "name in use".
+const NAME_IN_USE_MOST: Duration = Duration::from_secs(600);
+/// Wait after a refusal that a person must resolve.
+const NEEDS_A_PERSON: Duration = Duration::from_secs(30);
+/// The two fixed waits are stretched by up to this share, so that a site's agents do not come in step.
+const SPREAD: f64 = 0.1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FAILED: Event = Event::Failed(None);
+
+    fn lost_after(seconds: u64) -> Event {
+        Event::Lost {
+            ready_for: Duration::from_secs(seconds),
+            code: CloseCode::Dead,
+        }
+    }
+
+    fn seconds(count: u64) -> Duration {
+        Duration::from_secs(count)
+    }
+
+    #[test]
+    fn first_retry_is_at_once_then_jitter_up_to_two_seconds() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        assert_eq!(plan.next(FAILED, start, 0.9), Duration::ZERO);
+        assert_eq!(plan.next(FAILED, start, 0.0), Duration::ZERO);
+        assert_eq!(plan.next(FAILED, start, 0.5), seconds(1));
+        assert_eq!(plan.next(FAILED, start + seconds(119), 1.0), seconds(2));
+    }
+
+    #[test]
+    fn cap_doubles_to_thirty_seconds_after_two_minutes() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        plan.next(FAILED, start, 0.0);
+        let late = start + seconds(120);
+        let caps: Vec<u64> = (0..6)
+            .map(|_| plan.next(FAILED, late, 1.0).as_secs())
+            .collect();
+        assert_eq!(caps, [4, 8, 16, 30, 30, 30]);
+        assert_eq!(plan.next(FAILED, late, 0.5), seconds(15));
+    }
+
+    #[test]
+    fn session_that_was_ready_for_a_while_ends_the_outage() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        plan.next(FAILED, start, 0.0);
+        plan.next(FAILED, start + seconds(500), 1.0);
+        let later = start + seconds(1000);
+        assert_eq!(plan.next(lost_after(10), later, 1.0), Duration::ZERO);
+        assert_eq!(plan.next(FAILED, later + seconds(5), 1.0), seconds(2));
+    }
+
+    #[test]
+    fn lost_session_is_dialled_at_once_but_not_in_a_tight_loop() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        assert_eq!(plan.next(lost_after(1), start, 1.0), Duration::ZERO);
+        let again = start + Duration::from_millis(50);
+        assert_eq!(plan.next(lost_after(0), again, 1.0), seconds(2));
+        assert_eq!(
+            plan.next(lost_after(1), start + seconds(1), 1.0),
+            Duration::ZERO
+        );
+    }
+
+    #[test]
+    fn short_sessions_do_not_end_the_outage() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        plan.next(FAILED, start, 0.0);
+        let late = start + seconds(121);
+        assert_eq!(plan.next(lost_after(9), late, 1.0), Duration::ZERO);
+        assert_eq!(plan.next(FAILED, late, 1.0), seconds(4));
+    }
+
+    #[test]
+    fn name_in_use_waits_a_minute_doubling_to_ten() {
+        let mut plan = Plan::new();
+        let event = Event::Failed(Some(CloseCode::NameInUse));
+        let waits: Vec<u64> = (0..6)
+            .map(|_| plan.next(event, Instant::now(), 0.0).as_secs())
+            .collect();
+        assert_eq!(waits, [60, 120, 240, 480, 600, 600]);
+        assert_eq!(
+            plan.next(event, Instant::now(), 1.0),
+            Duration::from_secs(660)
+        );
+        plan.next(lost_after(10), Instant::now(), 0.0);
+        assert_eq!(plan.next(event, Instant::now(), 0.0), seconds(60));
+    }
+
+    #[test]
+    fn what_needs_a_person_is_retried_slowly() {
+        for code in [
+            CloseCode::Version,
+            CloseCode::NameNotInCredential,
+            CloseCode::CredentialRevoked,
+        ] {
+            let mut plan = Plan::new();
+            let event = Event::Failed(Some(code));
+            assert_eq!(plan.next(event, Instant::now(), 0.0), seconds(30));
+            assert_eq!(plan.next(event, Instant::now(), 0.0), seconds(30));
+        }
+        let mut plan = Plan::new();
+        let event = Event::Failed(Some(CloseCode::Overloaded));
+        assert_eq!(plan.next(event, Instant::now(), 0.0), Duration::ZERO);
+    }
+}

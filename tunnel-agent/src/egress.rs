@@ -1,0 +1,233 @@
+//! The tunnel feeding a local socket: one task per stream reads the header, asks the ceiling, dials, replies and relays.
+
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+use tunnel_proto::relay::{RelayEnd, Side, relay};
+use tunnel_proto::transport::{IncomingStream, Stream};
+use tunnel_proto::wire::code::{RefusalCode, ResetCode};
+use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::{NodeName, SessionId};
+
+use crate::config::Limits;
+use crate::metrics::{Metrics, StreamEnd};
+use crate::policy::Ceiling;
+
+mod dial;
+mod node_ip;
+mod socket;
+#[cfg(test)]
+mod tests;
+
+use dial::{DialContext, dial};
+pub(crate) use node_ip::NodeIp;
+use socket::TargetSocket;
+
+/// Serves the streams of all sessions.
+#[derive(Debug)]
+pub(crate) struct Egress {
+    node: NodeName,
+    ceiling: Ceiling,
+    head_timeout: Duration,
+    dial_timeout: Duration,
+    permits: Semaphore,
+    metrics: Metrics,
+    draining: CancellationToken,
+}
+
+/// What holds for the streams of one session.
+#[derive(Debug, Clone)]
+pub(crate) struct Terms {
+    /// The session, for logs.
+    pub(crate) session: SessionId,
+    /// Where targets of class node are dialled.
+    pub(crate) node_ip: Option<NodeIp>,
+    /// How long the server waits for a dial; zero when it did not say.
+    pub(crate) dial_timeout: Duration,
+}
+
+/// How a stream ended, for the access record.
+struct Outcome {
+    end: StreamEnd,
+    dialled: String,
+    to_target: u64,
+    from_target: u64,
+    detail: String,
+}
+
+impl Outcome {
+    fn refused(refusal: Refusal) -> Self {
+        Self {
+            end: StreamEnd::Refused(refusal.code),
+            detail: refusal.detail,
+            ..Self::nothing_moved(StreamEnd::Ok)
+        }
+    }
+
+    fn nothing_moved(end: StreamEnd) -> Self {
+        Self {
+            end,
+            dialled: String::new(),
+            to_target: 0,
+            from_target: 0,
+            detail: String::new(),
+        }
+    }
+}
+
+impl Egress {
+    /// An egress that refuses new streams once `draining` is cancelled.
+    pub(crate) fn new(
+        node: NodeName,
+        ceiling: Ceiling,
+        limits: &Limits,
+        metrics: Metrics,
+        draining: CancellationToken,
+    ) -> Self {
+        Self {
+            node,
+            ceiling,
+            head_timeout: limits.request_head_timeout,
+            dial_timeout: limits.target_dial_timeout,
+            permits: Semaphore::new(limits.streams_per_agent as usize),
+            metrics,
+            draining,
+        }
+    }
+
+    /// Serves one stream to its end. Dropped early, both sides see a cut.
+    pub(crate) async fn serve(&self, incoming: IncomingStream, terms: &Terms) {
+        let began = Instant::now();
+        let _open = self.metrics.stream();
+        let (target, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
+        {
+            Ok((header, stream)) => {
+                let outcome = self.answer(&header, stream, terms).await;
+                (describe(&header.kind), header.trace_parent, outcome)
+            }
+            Err(error) => {
+                let outcome = Outcome {
+                    detail: error.to_string(),
+                    ..Outcome::nothing_moved(StreamEnd::NoHeader)
+                };
+                ("unknown".to_owned(), String::new(), outcome)
+            }
+        };
+        self.metrics.stream_ended(outcome.end);
+        info!(
+            target: "access",
+            agent = %self.node,
+            session = %terms.session,
+            target,
+            dialled = present(&outcome.dialled),
+            code = outcome.end.label(),
+            error = present(&outcome.detail),
+            trace_parent = present(&trace_parent),
+            bytes_in = outcome.to_target,
+            bytes_out = outcome.from_target,
+            elapsed = ?began.elapsed(),
+            "access"
+        );
+    }
+
+    async fn answer(&self, header: &StreamHeader, stream: Stream, terms: &Terms) -> Outcome {
+        let refusal = match &header.kind {
+            StreamKind::Control { .. } => Refusal {
+                code: RefusalCode::BadHeader,
+                detail: format!("{}: the session has its control stream already", self.node),
+            },
+            StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
+                code: RefusalCode::Draining,
+                detail: format!("{}: agent is stopping", self.node),
+            },
+            StreamKind::Target(target) => match self.permits.try_acquire() {
+                Ok(_until_the_end) => return self.connect(target, stream, terms).await,
+                Err(_none_left) => Refusal {
+                    code: RefusalCode::TooManyStreams,
+                    detail: format!("{}: agent's limits.streamsPerAgent is reached", self.node),
+                },
+            },
+        };
+        stream.refuse(refusal.code, &refusal.detail).await;
+        Outcome::refused(refusal)
+    }
+
+    async fn connect(&self, target: &Target, stream: Stream, terms: &Terms) -> Outcome {
+        let limit = if terms.dial_timeout.is_zero() {
+            self.dial_timeout
+        } else {
+            self.dial_timeout.min(terms.dial_timeout)
+        };
+        let context = DialContext {
+            node: &self.node,
+            node_ip: terms.node_ip,
+            ceiling: &self.ceiling,
+            limit,
+            metrics: &self.metrics,
+        };
+        match dial(target, &context).await {
+            Ok((tcp, address)) => {
+                let socket = TargetSocket::new(tcp, &self.metrics);
+                let outcome = join(stream, socket, &address.to_string()).await;
+                Outcome {
+                    dialled: address.to_string(),
+                    ..outcome
+                }
+            }
+            Err(refusal) => {
+                stream.refuse(refusal.code, &refusal.detail).await;
+                Outcome::refused(refusal)
+            }
+        }
+    }
+}
+
+/// Accepts the stream and relays until both sides have ended or one was cut.
+async fn join(mut stream: Stream, mut socket: TargetSocket, dialled: &str) -> Outcome {
+    if let Err(error) = stream.accept(dialled).await {
+        return Outcome {
+            detail: error.to_string(),
+            ..Outcome::nothing_moved(StreamEnd::CutByPeer)
+        };
+    }
+    let relayed = relay(&mut stream, &mut socket, None).await;
+    let (end, detail) = match relayed.end {
+        RelayEnd::Clean => {
+            socket.ended_well();
+            (StreamEnd::Ok, String::new())
+        }
+        RelayEnd::ReaderLeft(_) => {
+            socket.ended_well();
+            (StreamEnd::ReaderLeft, String::new())
+        }
+        // The socket resets when it is dropped here, the stream below.
+        RelayEnd::Cut(Side::Left, error) => (StreamEnd::CutByPeer, error.to_string()),
+        RelayEnd::Cut(Side::Right, error) => {
+            stream.reset(ResetCode::PeerCut);
+            (StreamEnd::CutByTarget, error.to_string())
+        }
+        RelayEnd::Idle => (StreamEnd::CutByPeer, "idle".to_owned()),
+    };
+    Outcome {
+        end,
+        dialled: String::new(),
+        to_target: relayed.left_to_right,
+        from_target: relayed.right_to_left,
+        detail,
+    }
+}
+
+/// A field that is left out when there is nothing to say.
+fn present(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
+}
+
+fn describe(kind: &StreamKind) -> String {
+    match kind {
+        StreamKind::Control { .. } => "control".to_owned(),
+        StreamKind::Target(target) => target.to_string(),
+    }
+}

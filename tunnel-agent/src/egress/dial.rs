@@ -1,0 +1,222 @@
+//! From a target to a connected socket: candidate addresses, the ceiling on each, and the dial itself.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use tokio::net::{TcpStream, lookup_host};
+use tokio::time::{Instant, timeout_at};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::{Refusal, Target};
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::node_ip::NodeIp;
+use crate::metrics::{DialResult, Metrics};
+use crate::policy::{self, Ceiling, Class};
+
+/// What a dial needs to know besides the target.
+#[derive(Debug)]
+pub(crate) struct DialContext<'a> {
+    pub(crate) node: &'a NodeName,
+    pub(crate) node_ip: Option<NodeIp>,
+    pub(crate) ceiling: &'a Ceiling,
+    pub(crate) limit: Duration,
+    pub(crate) metrics: &'a Metrics,
+}
+
+/// Connects to a target, or says why not in the words of a refusal. Cancel-safe.
+pub(crate) async fn dial(
+    target: &Target,
+    context: &DialContext<'_>,
+) -> Result<(TcpStream, SocketAddr), Refusal> {
+    let deadline = Instant::now() + context.limit;
+    let candidates = candidates(target, context, deadline).await?;
+    let mut allowed = Vec::new();
+    let mut denied = None;
+    for (class, address) in candidates {
+        match policy::check(class, address, context.ceiling) {
+            Ok(()) => allowed.push((class, address)),
+            Err(reason) => denied = denied.or(Some(reason)),
+        }
+    }
+    let mut code = RefusalCode::TargetRefused;
+    let mut failures = Vec::new();
+    for (index, (class, address)) in allowed.iter().enumerate() {
+        let now = Instant::now();
+        let left = deadline.saturating_duration_since(now);
+        // Only the addresses of one name share the time: of the node's own addresses, the first that is silent decides.
+        let share = match class {
+            Class::Host => left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX),
+            Class::Node | Class::Loopback => left,
+        };
+        let error = match timeout_at(now + share, TcpStream::connect(address)).await {
+            Ok(Ok(socket)) => {
+                context.metrics.dialled(DialResult::Connected);
+                return Ok((socket, *address));
+            }
+            Ok(Err(error)) => error,
+            Err(_elapsed) => io::ErrorKind::TimedOut.into(),
+        };
+        let (result, why) = explain(&error, context.limit);
+        context.metrics.dialled(result);
+        failures.push(format!("{address}: {why}"));
+        code = match result {
+            DialResult::Timeout => RefusalCode::TargetTimeout,
+            DialResult::Failed => RefusalCode::Internal,
+            DialResult::Refused | DialResult::Connected => RefusalCode::TargetRefused,
+        };
+        if code == RefusalCode::TargetTimeout && *class != Class::Host {
+            break;
+        }
+    }
+    match (failures.is_empty(), denied) {
+        (true, Some(denied)) => Err(Refusal {
+            code: RefusalCode::Policy,
+            detail: denied.to_string(),
+        }),
+        _ => Err(refusal(context, code, &failures.join("; "))),
+    }
+}
+
+async fn candidates(
+    target: &Target,
+    context: &DialContext<'_>,
+    deadline: Instant,
+) -> Result<Vec<(Class, SocketAddr)>, Refusal> {
+    match target {
+        Target::Node(port) => {
+            let NodeIp { ip, given } = context.node_ip.ok_or_else(|| {
+                let problem = "address of the node is unknown; give the agent --node-ip";
+                refusal(context, RefusalCode::TargetRefused, problem)
+            })?;
+            // A host without a network has only loopback, and what listens there is not meant for the network.
+            let class = if ip.is_loopback() && !given {
+                Class::Loopback
+            } else {
+                Class::Node
+            };
+            let mut candidates = vec![(class, SocketAddr::new(ip, port.get()))];
+            if KUBELET_PORTS.contains(&port.get()) {
+                candidates.push((Class::Loopback, loopback_v4(*port)));
+            }
+            Ok(candidates)
+        }
+        Target::Loopback(port) => {
+            let v6 = SocketAddr::from((Ipv6Addr::LOCALHOST, port.get()));
+            Ok(vec![
+                (Class::Loopback, loopback_v4(*port)),
+                (Class::Loopback, v6),
+            ])
+        }
+        Target::Host(host, port) => {
+            let resolved = timeout_at(deadline, lookup_host((&**host, port.get()))).await;
+            let problem = match resolved {
+                Ok(Ok(addresses)) => {
+                    let found: Vec<_> = addresses
+                        .take(ADDRESSES_MAX)
+                        .map(|address| (Class::Host, address))
+                        .collect();
+                    if !found.is_empty() {
+                        return Ok(found);
+                    }
+                    "has no address".to_owned()
+                }
+                Ok(Err(error)) => format!("cannot be resolved: {error}"),
+                Err(_elapsed) => {
+                    let problem = format!("{host}: was not resolved within {:?}", context.limit);
+                    return Err(refusal(context, RefusalCode::TargetTimeout, &problem));
+                }
+            };
+            let problem = format!("{host}: {problem}");
+            Err(refusal(context, RefusalCode::TargetRefused, &problem))
+        }
+    }
+}
+
+fn loopback_v4(port: Port) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, port.get()))
+}
+
+fn refusal(context: &DialContext<'_>, code: RefusalCode, problem: &str) -> Refusal {
+    Refusal {
+        code,
+        detail: format!("{}: {problem}", context.node),
+    }
+}
+
+/// Whose fault a failed connect is, in words without the system's numbers.
+fn explain(error: &io::Error, limit: Duration) -> (DialResult, String) {
+    use io::ErrorKind::{
+        AddrNotAvailable, ConnectionAborted, ConnectionRefused, ConnectionReset, HostUnreachable,
+        NetworkDown, NetworkUnreachable, PermissionDenied, TimedOut,
+    };
+    match error.kind() {
+        TimedOut => (DialResult::Timeout, format!("no answer within {limit:?}")),
+        kind @ (ConnectionRefused | HostUnreachable | NetworkUnreachable | NetworkDown
+        | ConnectionReset | ConnectionAborted | AddrNotAvailable | PermissionDenied) => {
+            (DialResult::Refused, kind.to_string())
+        }
+        _ => (DialResult::Failed, error.to_string()),
+    }
+}
+
+/// kubelet's ports: some kubelets listen on loopback only.
+const KUBELET_PORTS: [u16; 2] = [10250, 10255];
+/// Most addresses of one name that are tried.
+const ADDRESSES_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn of_node(ip: &str, given: bool, port: u16) -> Vec<(Class, String)> {
+        let (node, ceiling, metrics) = (
+            "worker-1".parse().unwrap(),
+            Ceiling::default(),
+            Metrics::default(),
+        );
+        let context = DialContext {
+            node: &node,
+            node_ip: Some(NodeIp {
+                ip: ip.parse().unwrap(),
+                given,
+            }),
+            ceiling: &ceiling,
+            limit: Duration::from_secs(1),
+            metrics: &metrics,
+        };
+        let target = Target::Node(Port::new(port).unwrap());
+        candidates(&target, &context, Instant::now())
+            .await
+            .unwrap()
+            .into_iter()
+            .map(|(class, address)| (class, address.to_string()))
+            .collect()
+    }
+
+    #[tokio::test]
+    async fn kubelet_is_tried_at_the_node_address_and_then_at_loopback() {
+        for port in KUBELET_PORTS {
+            assert_eq!(
+                of_node("192.168.33.221", true, port).await,
+                [
+                    (Class::Node, format!("192.168.33.221:{port}")),
+                    (Class::Loopback, format!("127.0.0.1:{port}")),
+                ]
+            );
+        }
+        assert_eq!(
+            of_node("192.168.33.221", true, 9100).await,
+            [(Class::Node, "192.168.33.221:9100".to_owned())]
+        );
+    }
+
+    #[tokio::test]
+    async fn loopback_counts_as_the_node_address_only_when_it_was_given() {
+        assert_eq!(of_node("127.0.0.2", true, 9100).await[0].0, Class::Node);
+        assert_eq!(
+            of_node("127.0.0.1", false, 9100).await[0].0,
+            Class::Loopback
+        );
+    }
+}

@@ -1,0 +1,82 @@
+//! The socket to a target: counts its bytes, and tells the target a cut unless it ended well.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use prometheus_client::metrics::counter::Counter;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::metrics::{Direction, Metrics};
+
+/// A connection to a target. Dropped before [`TargetSocket::ended_well`], it is reset, so that a cut of the tunnel, or
+/// of this process, is not a clean end for the target.
+#[derive(Debug)]
+pub(crate) struct TargetSocket {
+    tcp: TcpStream,
+    to_target: Counter,
+    from_target: Counter,
+    reset_on_drop: bool,
+}
+
+impl TargetSocket {
+    /// Takes over a fresh connection.
+    pub(crate) fn new(tcp: TcpStream, metrics: &Metrics) -> Self {
+        // Requests and answers are small and latency counts; a socket that cannot do without Nagle still works.
+        let _best_effort = tcp.set_nodelay(true);
+        Self {
+            tcp,
+            to_target: metrics.bytes(Direction::ToTarget),
+            from_target: metrics.bytes(Direction::FromTarget),
+            reset_on_drop: true,
+        }
+    }
+
+    /// Closes the connection in the ordinary way.
+    pub(crate) fn ended_well(mut self) {
+        self.reset_on_drop = false;
+    }
+}
+
+impl Drop for TargetSocket {
+    fn drop(&mut self) {
+        if self.reset_on_drop {
+            let _gone_anyway = self.tcp.set_zero_linger();
+        }
+    }
+}
+
+impl AsyncRead for TargetSocket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = out.filled().len();
+        ready!(Pin::new(&mut self.tcp).poll_read(cx, out))?;
+        self.from_target
+            .inc_by((out.filled().len() - before) as u64);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for TargetSocket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let count = ready!(Pin::new(&mut self.tcp).poll_write(cx, data))?;
+        self.to_target.inc_by(count as u64);
+        Poll::Ready(Ok(count))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tcp).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tcp).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,366 @@
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tunnel_proto::transport::{Session, StreamCut, cause_in};
+use tunnel_proto::wire::name::Port;
+
+use super::*;
+use crate::testing::sessions;
+
+const LONG: Duration = Duration::from_secs(10);
+const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// An agent's egress behind a session in memory.
+struct Agent {
+    server: Arc<dyn Session>,
+    metrics: Metrics,
+    draining: CancellationToken,
+    tasks: JoinSet<()>,
+}
+
+impl Agent {
+    fn start() -> Self {
+        Self::with(Ceiling::default(), Some(LOCALHOST), 8)
+    }
+
+    /// The node's address counts as given by the operator.
+    fn with(ceiling: Ceiling, node_ip: Option<IpAddr>, streams: u32) -> Self {
+        let (server, agent) = sessions();
+        let limits = Limits {
+            streams_per_agent: streams,
+            target_dial_timeout: Duration::from_millis(500),
+            ..Limits::default()
+        };
+        let (metrics, draining) = (Metrics::default(), CancellationToken::new());
+        let egress = Arc::new(Egress::new(
+            "worker-1".parse().unwrap(),
+            ceiling,
+            &limits,
+            metrics.clone(),
+            draining.clone(),
+        ));
+        let terms = Arc::new(Terms {
+            session: SessionId(1),
+            node_ip: node_ip.map(|ip| NodeIp { ip, given: true }),
+            dial_timeout: Duration::ZERO,
+        });
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut streams = JoinSet::new();
+            while let Ok(incoming) = agent.accept().await {
+                let (egress, terms) = (egress.clone(), terms.clone());
+                streams.spawn(async move { egress.serve(incoming, &terms).await });
+            }
+        });
+        Self {
+            server,
+            metrics,
+            draining,
+            tasks,
+        }
+    }
+
+    async fn open(&self, target: Target) -> Stream {
+        self.open_kind(StreamKind::Target(target)).await
+    }
+
+    async fn open_kind(&self, kind: StreamKind) -> Stream {
+        let header = StreamHeader::new(kind);
+        self.server.open(&header, LONG).await.unwrap()
+    }
+
+    /// What the opener of a stream reads instead of an answer.
+    async fn refusal(&self, target: Target) -> Refusal {
+        refusal(self.open(target).await).await
+    }
+}
+
+async fn refusal(mut stream: Stream) -> Refusal {
+    let error = stream.read_u8().await.unwrap_err();
+    cause_in::<Refusal>(&error).expect("a refusal").clone()
+}
+
+async fn target() -> (TcpListener, Port) {
+    let listener = TcpListener::bind((LOCALHOST, 0)).await.unwrap();
+    let port = Port::new(listener.local_addr().unwrap().port()).unwrap();
+    (listener, port)
+}
+
+async fn unused_port() -> Port {
+    target().await.1
+}
+
+async fn accept(listener: &TcpListener) -> TcpStream {
+    timeout(LONG, listener.accept()).await.unwrap().unwrap().0
+}
+
+#[tokio::test]
+async fn optimistic_data_arrives_and_each_half_ends_by_itself() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut stream = agent.open(Target::Node(port)).await;
+    stream.write_all(b"question").await.unwrap();
+    stream.shutdown().await.unwrap();
+    let mut socket = accept(&listener).await;
+    let mut question = Vec::new();
+    socket.read_to_end(&mut question).await.unwrap();
+    assert_eq!(question, b"question");
+    let answer = vec![7; 300_000];
+    let (_, received) = tokio::join!(
+        async {
+            socket.write_all(&answer).await.unwrap();
+            socket.shutdown().await.unwrap();
+        },
+        async {
+            let mut received = Vec::new();
+            stream.read_to_end(&mut received).await.unwrap();
+            received
+        }
+    );
+    assert_eq!(received, answer);
+    assert_eq!(
+        agent
+            .metrics
+            .bytes(crate::metrics::Direction::ToTarget)
+            .get(),
+        8
+    );
+}
+
+#[tokio::test]
+async fn opener_learns_which_address_was_dialled() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut stream = agent.open(Target::Node(port)).await;
+    let dialled = stream.accepted().await.unwrap();
+    assert_eq!(dialled, listener.local_addr().unwrap().to_string());
+}
+
+#[tokio::test]
+async fn cut_of_the_stream_becomes_a_reset_of_the_target() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut stream = agent.open(Target::Node(port)).await;
+    stream.write_all(b"half a requ").await.unwrap();
+    let mut socket = accept(&listener).await;
+    let mut half = [0; 11];
+    socket.read_exact(&mut half).await.unwrap();
+    drop(stream);
+    let error = timeout(LONG, socket.read(&mut half)).await.unwrap();
+    assert_eq!(
+        error.unwrap_err().kind(),
+        std::io::ErrorKind::ConnectionReset
+    );
+}
+
+#[tokio::test]
+async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut stream = agent.open(Target::Node(port)).await;
+    let mut socket = accept(&listener).await;
+    socket.write_all(b"half an answ").await.unwrap();
+    let mut half = [0; 12];
+    stream.read_exact(&mut half).await.unwrap();
+    socket.set_zero_linger().unwrap();
+    drop(socket);
+    let error = timeout(LONG, stream.read(&mut half)).await.unwrap();
+    assert_eq!(
+        cause_in::<StreamCut>(&error.unwrap_err()),
+        Some(&StreamCut::Reset(ResetCode::PeerCut))
+    );
+}
+
+#[tokio::test]
+async fn agent_that_stops_at_once_resets_the_target() {
+    let mut agent = Agent::start();
+    let (listener, port) = target().await;
+    let _stream = agent.open(Target::Node(port)).await;
+    let mut socket = accept(&listener).await;
+    agent.tasks.shutdown().await;
+    let read = timeout(LONG, socket.read_u8()).await.unwrap();
+    assert_eq!(
+        read.unwrap_err().kind(),
+        std::io::ErrorKind::ConnectionReset
+    );
+}
+
+#[tokio::test]
+async fn ceiling_is_named_in_the_refusal() {
+    let ceiling = Ceiling {
+        localhost_ports: "10250".parse().unwrap(),
+        deny_ports: "2379".parse().unwrap(),
+        allow_targets: "10.0.0.0/8:5432".parse().unwrap(),
+    };
+    let agent = Agent::with(ceiling, Some([192, 0, 2, 1].into()), 8);
+    let port = |number| Port::new(number).unwrap();
+    for (target, detail) in [
+        (
+            Target::Loopback(port(9999)),
+            "agent's --localhost-ports does not list 9999",
+        ),
+        (Target::Node(port(2379)), "agent's --deny-ports lists 2379"),
+        (
+            Target::Host("10.0.0.1".into(), port(80)),
+            "agent's --allow-targets does not list 10.0.0.1:80",
+        ),
+        (
+            Target::Host("localhost".into(), port(5432)),
+            "agent's built-in rule forbids",
+        ),
+        (
+            Target::Host("169.254.169.254".into(), port(80)),
+            "agent's built-in rule forbids cloud metadata addresses (169.254.169.254)",
+        ),
+    ] {
+        let refusal = agent.refusal(target).await;
+        assert_eq!(refusal.code, RefusalCode::Policy);
+        assert!(refusal.detail.starts_with(detail), "{}", refusal.detail);
+    }
+}
+
+#[tokio::test]
+async fn refused_dial_names_node_address_and_reason() {
+    let agent = Agent::start();
+    let port = unused_port().await;
+    let refusal = agent.refusal(Target::Node(port)).await;
+    assert_eq!(refusal.code, RefusalCode::TargetRefused);
+    assert_eq!(
+        refusal.detail,
+        format!("worker-1: 127.0.0.1:{port}: connection refused")
+    );
+}
+
+#[tokio::test]
+async fn refusal_arrives_after_optimistic_data() {
+    let agent = Agent::start();
+    let mut stream = agent.open(Target::Node(unused_port().await)).await;
+    stream.write_all(&[0; 64 * 1024]).await.unwrap();
+    assert_eq!(refusal(stream).await.code, RefusalCode::TargetRefused);
+}
+
+#[tokio::test]
+async fn unknown_node_address_is_explained() {
+    let agent = Agent::with(Ceiling::default(), None, 8);
+    let refusal = agent.refusal(Target::Node(Port::new(9100).unwrap())).await;
+    assert_eq!(refusal.code, RefusalCode::TargetRefused);
+    assert!(refusal.detail.contains("--node-ip"), "{}", refusal.detail);
+}
+
+#[tokio::test]
+async fn silent_target_is_a_timeout() {
+    let agent = Agent::start();
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((LOCALHOST, 0).into()).unwrap();
+    let listener = socket.listen(0).unwrap();
+    let address = listener.local_addr().unwrap();
+    // Once nobody accepts and the queue is full, Linux leaves further attempts without an answer.
+    let mut queued = Vec::new();
+    while let Ok(connected) = timeout(Duration::from_millis(200), TcpStream::connect(address)).await
+    {
+        queued.push(connected.unwrap());
+    }
+    let port = Port::new(address.port()).unwrap();
+    let refusal = agent.refusal(Target::Node(port)).await;
+    assert_eq!(refusal.code, RefusalCode::TargetTimeout);
+    assert_eq!(
+        refusal.detail,
+        format!("worker-1: {address}: no answer within 500ms")
+    );
+}
+
+#[tokio::test]
+async fn host_is_dialled_at_the_address_that_was_checked() {
+    let Some(own) = own_address() else {
+        return;
+    };
+    let listener = TcpListener::bind((own, 0)).await.unwrap();
+    let port = Port::new(listener.local_addr().unwrap().port()).unwrap();
+    let ceiling = Ceiling {
+        allow_targets: format!("{own}:{port}").parse().unwrap(),
+        ..Ceiling::default()
+    };
+    let agent = Agent::with(ceiling, None, 8);
+    let mut stream = agent.open(Target::Host(own.to_string().into(), port)).await;
+    assert_eq!(stream.accepted().await.unwrap(), format!("{own}:{port}"));
+}
+
+/// An address of this host that is not loopback, when it has one.
+fn own_address() -> Option<IpAddr> {
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    Some(socket.local_addr().ok()?.ip())
+}
+
+#[tokio::test]
+async fn second_control_stream_is_refused() {
+    let agent = Agent::start();
+    let control = StreamKind::Control {
+        version_min: 1,
+        version_max: 1,
+    };
+    let refusal = refusal(agent.open_kind(control).await).await;
+    assert_eq!(refusal.code, RefusalCode::BadHeader);
+}
+
+#[tokio::test]
+async fn more_streams_than_the_limit_are_refused_and_room_comes_back() {
+    let agent = Agent::with(Ceiling::default(), Some(LOCALHOST), 1);
+    let (listener, port) = target().await;
+    let mut first = agent.open(Target::Node(port)).await;
+    first.accepted().await.unwrap();
+    let refusal = agent.refusal(Target::Node(port)).await;
+    assert_eq!(refusal.code, RefusalCode::TooManyStreams);
+    drop(first);
+    let mut socket = accept(&listener).await;
+    let _reset = socket.read_u8().await.unwrap_err();
+    timeout(LONG, async {
+        while agent
+            .open(Target::Node(port))
+            .await
+            .accepted()
+            .await
+            .is_err()
+        {}
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn draining_agent_refuses_new_streams_and_keeps_old_ones() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut first = agent.open(Target::Node(port)).await;
+    let mut socket = accept(&listener).await;
+    agent.draining.cancel();
+    assert_eq!(
+        agent.refusal(Target::Node(port)).await.code,
+        RefusalCode::Draining
+    );
+    socket.write_all(b"late").await.unwrap();
+    drop(socket);
+    let mut answer = Vec::new();
+    first.read_to_end(&mut answer).await.unwrap();
+    assert_eq!(answer, b"late");
+}
+
+#[tokio::test]
+async fn loopback_is_tried_on_both_families() {
+    let Ok(listener) = TcpListener::bind("[::1]:0").await else {
+        return;
+    };
+    let address: SocketAddr = listener.local_addr().unwrap();
+    let ceiling = Ceiling {
+        localhost_ports: address.port().to_string().parse().unwrap(),
+        ..Ceiling::default()
+    };
+    let agent = Agent::with(ceiling, None, 8);
+    let port = Port::new(address.port()).unwrap();
+    let mut stream = agent.open(Target::Loopback(port)).await;
+    assert_eq!(stream.accepted().await.unwrap(), address.to_string());
+}

@@ -1,0 +1,299 @@
+//! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::BytesMut;
+use rcgen::{CertificateParams, KeyPair, PublicKeyData};
+use rustls_pki_types::{CertificateDer, ServerName};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
+use tracing::{info, warn};
+use tunnel_proto::identity::{PeerIdentity, sha256, spki_sha256};
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::read_frame;
+use tunnel_proto::wire::ALPN_ENROLL;
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken};
+use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::config::ServerAddress;
+use crate::connector::causes;
+use crate::connector::endpoint::{Endpoints, ResolveError};
+use crate::connector::plan::{Event, Plan};
+use crate::credentials::{CredentialError, Credentials, Store, Stored};
+
+/// What enrolment needs.
+#[derive(Debug)]
+pub(crate) struct Enrolment {
+    pub(crate) servers: Vec<ServerAddress>,
+    pub(crate) node: NodeName,
+    pub(crate) token: JoinToken,
+    /// The CA certificates of --ca-file; without them the token's hash pins the CA.
+    pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
+    pub(crate) store: Store,
+    /// Bound on each step.
+    pub(crate) within: Duration,
+}
+
+/// Why there is no certificate.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EnrollError {
+    /// No address.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// No connection.
+    #[error("{address}: cannot connect (enrolment needs TCP)")]
+    Connect {
+        address: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    /// The server did not prove to be the token's.
+    #[error(
+        "{address}: TLS failed, and nothing of the token was sent; is this the server that printed the token?"
+    )]
+    Tls {
+        address: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    /// Request or answer did not get through.
+    #[error("{address}: no answer to the request")]
+    Exchange {
+        address: SocketAddr,
+        #[source]
+        source: io::Error,
+    },
+    /// The answer cannot be used.
+    #[error("{address}: answer is not usable: {problem}")]
+    Answer {
+        address: SocketAddr,
+        problem: &'static str,
+    },
+    /// The server said no.
+    #[error("server refuses to enrol {node} ({code}): {detail}{}", advice(*.code, .node))]
+    Refused {
+        node: NodeName,
+        code: EnrollCode,
+        detail: String,
+    },
+    /// Another process is at it.
+    #[error("another tunnel-agent enrols with the same data directory")]
+    Busy,
+    /// The data directory.
+    #[error(transparent)]
+    Credentials(#[from] CredentialError),
+    /// This build cannot make a request or a TLS configuration.
+    #[error("cannot prepare the request: {0}")]
+    Prepare(String),
+}
+
+impl EnrollError {
+    /// Whether the same may work later without a person.
+    fn is_retryable(&self) -> bool {
+        match self {
+            Self::Resolve(_)
+            | Self::Connect { .. }
+            | Self::Tls { .. }
+            | Self::Exchange { .. }
+            | Self::Answer { .. }
+            | Self::Busy => true,
+            Self::Refused { code, .. } => code.is_retryable(),
+            Self::Credentials(_) | Self::Prepare(_) => false,
+        }
+    }
+}
+
+/// What a person does about a refusal.
+fn advice(code: EnrollCode, node: &NodeName) -> String {
+    match code {
+        EnrollCode::BadToken | EnrollCode::TokenExpired | EnrollCode::TokenUsed => {
+            format!("; create a new token: tunnel-server token create --node {node}")
+        }
+        EnrollCode::WrongNode => {
+            "; give the --node-name that the token was created for, or create a token for this one"
+                .to_owned()
+        }
+        EnrollCode::BadRequest => "; agent and server may be of different versions".to_owned(),
+        EnrollCode::RateLimited | EnrollCode::Unavailable | EnrollCode::Unknown(_) => String::new(),
+    }
+}
+
+/// Enrols, trying again while that may help. Cancel-safe: the key is kept and the request may be repeated.
+///
+/// # Errors
+/// When a person has to act.
+pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Credentials, EnrollError> {
+    let node = &enrolment.node;
+    let mut plan = Plan::new();
+    let mut endpoints = Endpoints::default();
+    info!(agent = %node, token = enrolment.token.id(), "enrolling");
+    loop {
+        let error = match attempt(enrolment, &mut endpoints).await {
+            Ok(credentials) => return Ok(credentials),
+            Err(error) if !error.is_retryable() => return Err(error),
+            Err(error) => error,
+        };
+        let mut retry_in = plan.next(Event::Failed(None), Instant::now(), rand::random());
+        if let EnrollError::Refused {
+            code: EnrollCode::RateLimited,
+            ..
+        } = error
+        {
+            retry_in += RATE_LIMITED;
+        }
+        warn!(agent = %node, error = causes(&error), ?retry_in, "cannot enrol");
+        tokio::time::sleep(retry_in).await;
+    }
+}
+
+async fn attempt(
+    enrolment: &Enrolment,
+    endpoints: &mut Endpoints,
+) -> Result<Credentials, EnrollError> {
+    let Enrolment {
+        node, store, ca, ..
+    } = enrolment;
+    let _one_at_a_time = store.lock()?.ok_or(EnrollError::Busy)?;
+    // Another process may have enrolled while this one waited for its turn.
+    if let Stored::Valid(credentials) = store.load(node, ca.as_deref(), SystemTime::now())? {
+        return Ok(*credentials);
+    }
+    let key = store.key()?;
+    let (_, address) = endpoints.next(&enrolment.servers, enrolment.within).await?;
+    let issued = match request(enrolment, &key, address).await {
+        Ok(EnrollReply::Issued { chain, roots }) => check(enrolment, &key, &chain, &roots)
+            .map(|()| (chain, roots))
+            .map_err(|problem| EnrollError::Answer { address, problem }),
+        Ok(EnrollReply::Refused(code, detail)) => Err(EnrollError::Refused {
+            node: node.clone(),
+            code,
+            detail,
+        }),
+        Err(error) => Err(error),
+    };
+    let (chain, roots) = issued.inspect_err(|_| endpoints.failed())?;
+    store.keep(&chain, &roots)?;
+    match store.load(node, ca.as_deref(), SystemTime::now())? {
+        Stored::Valid(credentials) => {
+            let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
+            info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
+            Ok(*credentials)
+        }
+        Stored::Expired(_) | Stored::Nothing => Err(EnrollError::Answer {
+            address,
+            problem: "its certificate has ended already; is the clock of this host right?",
+        }),
+    }
+}
+
+/// One request to one address. The token leaves only after the verifier accepted the server's chain and role.
+async fn request(
+    enrolment: &Enrolment,
+    key: &KeyPair,
+    address: SocketAddr,
+) -> Result<EnrollReply, EnrollError> {
+    let prepare = |error: String| EnrollError::Prepare(error);
+    let csr = CertificateParams::default()
+        .serialize_request(key)
+        .map_err(|error| prepare(error.to_string()))?;
+    let trust = match &enrolment.ca {
+        Some(given) => Trust::Roots(
+            tls::roots(given.iter().cloned()).map_err(|error| prepare(error.to_string()))?,
+        ),
+        None => Trust::Pin(*enrolment.token.ca_hash()),
+    };
+    let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
+    let message = EnrollRequest {
+        token: enrolment.token.reveal(),
+        csr: csr.der().to_vec(),
+        node_name: enrolment.node.clone(),
+    };
+    let mut framed = BytesMut::new();
+    message
+        .encode(&mut framed)
+        .map_err(|error| prepare(error.to_string()))?;
+
+    let within = enrolment.within;
+    let tcp = limited(within, TcpStream::connect(address))
+        .await
+        .map_err(|source| EnrollError::Connect { address, source })?;
+    let tls = limited(within, handshake(config, tcp))
+        .await
+        .map_err(|source| EnrollError::Tls { address, source })?;
+    limited(within, exchange(tls, &framed))
+        .await
+        .map_err(|source| EnrollError::Exchange { address, source })
+}
+
+async fn handshake(
+    config: Arc<rustls::ClientConfig>,
+    tcp: TcpStream,
+) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+    let name = ServerName::try_from(SERVER_NAME).map_err(io::Error::other)?;
+    let tls = TlsConnector::from(config).connect(name, tcp).await?;
+    if tls.get_ref().1.alpn_protocol() != Some(ALPN_ENROLL) {
+        return Err(io::Error::other("server does not offer enrolment here"));
+    }
+    Ok(tls)
+}
+
+async fn exchange(
+    mut tls: tokio_rustls::client::TlsStream<TcpStream>,
+    request: &[u8],
+) -> io::Result<EnrollReply> {
+    tls.write_all(request).await?;
+    tls.flush().await?;
+    let reply = read_frame(&mut tls, ENROLL_MESSAGE_MAX).await?;
+    let reply = EnrollReply::decode(&reply).map_err(io::Error::other)?;
+    // The answer is complete, so an unclean end costs nothing.
+    let _best_effort = tls.shutdown().await;
+    Ok(reply)
+}
+
+async fn limited<T>(within: Duration, step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    timeout(within, step)
+        .await
+        .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
+}
+
+/// Whether what was issued is for our key and name, and from the pinned CA.
+fn check(
+    enrolment: &Enrolment,
+    key: &KeyPair,
+    chain: &[Vec<u8>],
+    roots: &[Vec<u8>],
+) -> Result<(), &'static str> {
+    let leaf = CertificateDer::from(chain.first().ok_or("it holds no certificate")?.as_slice());
+    let identity =
+        PeerIdentity::from_certificate(&leaf).map_err(|_why| "its certificate names nobody")?;
+    if identity.node() != Some(&enrolment.node) {
+        return Err("its certificate is for another node");
+    }
+    let ours = sha256(&key.subject_public_key_info());
+    if spki_sha256(&leaf).map_err(|_why| "its certificate is malformed")? != ours {
+        return Err("its certificate is for another key");
+    }
+    let pinned = roots.iter().any(|root| {
+        spki_sha256(&CertificateDer::from(root.as_slice()))
+            .is_ok_and(|hash| hash == *enrolment.token.ca_hash())
+    });
+    if enrolment.ca.is_none() && !pinned {
+        return Err("its roots do not hold the CA that the token pins");
+    }
+    Ok(())
+}
+
+/// Added to the wait after "rate limited": failures are counted over a minute.
+const RATE_LIMITED: Duration = Duration::from_secs(15);
+/// Sent as SNI; the chain and the role are what is verified, not this name.
+const SERVER_NAME: &str = "tunnel-server.culvert";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,120 @@
+//! The tunnel-agent binary: verbs and exit codes; everything else is in the library.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Parser;
+use tracing::{info, warn};
+use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
+use tunnel_agent::cli::{self, Cli, Health, Source, Verb};
+use tunnel_agent::config::{self, Config, Settings};
+use tunnel_proto::process::{meta, settings, shutdown, telemetry};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _closed_output = error.print();
+            let code = if error.use_stderr() { EXIT_USAGE } else { 0 };
+            return code.into();
+        }
+    };
+    let done = match cli.verb {
+        Verb::Run(source) => run(*source),
+        Verb::CheckConfig(source) => load(*source).and_then(|_| say("configuration is fine")),
+        Verb::Healthcheck(health) => healthcheck(health),
+        Verb::Completion { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut cli::command(), NAME, &mut script);
+            print(&script)
+        }
+        Verb::Version => say(concat!("tunnel-agent ", env!("CARGO_PKG_VERSION"))),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _closed_output = writeln!(std::io::stderr(), "{NAME}: {error:#}");
+            exit_code(&error).into()
+        }
+    }
+}
+
+fn run(source: Source) -> anyhow::Result<()> {
+    let config = load(source)?;
+    telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
+    for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
+        warn!(variable, "unknown variable ignored");
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let ended = runtime.block_on(async {
+        info!(agent = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
+        let app = App::start(config).await?;
+        shutdown::on_signals(app.shutdown()).context("cannot listen for signals")?;
+        app.run().await
+    });
+    // A name lookup that hangs must not keep the process.
+    runtime.shutdown_background();
+    ended
+}
+
+fn load(source: Source) -> anyhow::Result<Config> {
+    let variable = |name: &str| std::env::var(name).ok();
+    Ok(config::load(
+        source.settings,
+        source.config.as_deref(),
+        variable,
+    )?)
+}
+
+fn healthcheck(health: Health) -> anyhow::Result<()> {
+    let given = Settings {
+        meta_listen: health.meta_listen,
+        ..Settings::default()
+    };
+    let settings = config::layers(given, health.config.as_deref(), |_| None)?;
+    let address = config::meta_address(settings.meta_listen.as_deref())
+        .map_err(config::LoadError::meta_listen)?
+        .ok_or_else(|| {
+            config::LoadError::meta_listen("is off, so there is nothing to ask".to_owned())
+        })?;
+    let address = reachable(address);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let (status, body) = runtime
+        .block_on(meta::get(address, "/readyz?verbose"))
+        .with_context(|| format!("no answer from the agent at {address}"))?;
+    print(body.as_bytes())?;
+    anyhow::ensure!(status.is_success(), "agent is not ready");
+    Ok(())
+}
+
+/// Where a listener on `address` is reached from this host.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
+}
+
+fn say(line: &str) -> anyhow::Result<()> {
+    print(format!("{line}\n").as_bytes())
+}
+
+fn print(text: &[u8]) -> anyhow::Result<()> {
+    match std::io::stdout().write_all(text) {
+        // Whoever read it has read enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("cannot write to standard output"),
+    }
+}
+
+const NAME: &str = "tunnel-agent";

@@ -1,0 +1,306 @@
+//! What the agent counts; labels are enums, never text from a peer.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tunnel_proto::transport::TransportKind;
+use tunnel_proto::wire::code::RefusalCode;
+
+/// The agent's metrics; clones count together.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Metrics {
+    sessions: Family<TransportLabels, Gauge>,
+    streams_open: Gauge,
+    streams: Family<StreamLabels, Counter>,
+    stream_bytes: Family<DirectionLabels, Counter>,
+    dials: Family<DialLabels, Counter>,
+    connect_attempts: Family<ConnectLabels, Counter>,
+    certificate_not_after: Gauge,
+}
+
+impl Metrics {
+    /// The metrics, and the registry that shows them.
+    pub(crate) fn register() -> (Self, Registry) {
+        let metrics = Self::default();
+        let mut registry = Registry::with_prefix("tunnel_agent");
+        registry.register(
+            "session_connected",
+            "Sessions to servers that are ready, by transport",
+            metrics.sessions.clone(),
+        );
+        registry.register(
+            "streams_open",
+            "Streams that are being served",
+            metrics.streams_open.clone(),
+        );
+        registry.register(
+            "streams",
+            "Streams that ended, by how",
+            metrics.streams.clone(),
+        );
+        registry.register(
+            "stream_bytes",
+            "Bytes relayed to and from targets",
+            metrics.stream_bytes.clone(),
+        );
+        registry.register(
+            "dials",
+            "Attempts to connect to an address of a target, by result",
+            metrics.dials.clone(),
+        );
+        registry.register(
+            "connect_attempts",
+            "Attempts to hold a session, by result",
+            metrics.connect_attempts.clone(),
+        );
+        registry.register(
+            "certificate_not_after_seconds",
+            "When the agent's certificate ends, in seconds since 1970",
+            metrics.certificate_not_after.clone(),
+        );
+        (metrics, registry)
+    }
+
+    /// Counts a ready session until the guard is dropped.
+    pub(crate) fn session(&self, transport: TransportKind) -> GaugeGuard {
+        GaugeGuard::hold(&self.sessions.get_or_create_owned(&TransportLabels {
+            transport: TransportLabel(transport),
+        }))
+    }
+
+    /// Counts an open stream until the guard is dropped.
+    pub(crate) fn stream(&self) -> GaugeGuard {
+        GaugeGuard::hold(&self.streams_open)
+    }
+
+    /// Counts a stream that ended.
+    pub(crate) fn stream_ended(&self, result: StreamEnd) {
+        self.streams.get_or_create(&StreamLabels { result }).inc();
+    }
+
+    /// The counter of a direction, to be advanced while bytes move.
+    pub(crate) fn bytes(&self, direction: Direction) -> Counter {
+        self.stream_bytes
+            .get_or_create_owned(&DirectionLabels { direction })
+    }
+
+    /// Counts an attempt to connect to an address of a target.
+    pub(crate) fn dialled(&self, result: DialResult) {
+        self.dials.get_or_create(&DialLabels { result }).inc();
+    }
+
+    /// Counts an attempt to hold a session.
+    pub(crate) fn connect_attempt(&self, result: ConnectResult) {
+        self.connect_attempts
+            .get_or_create(&ConnectLabels { result })
+            .inc();
+    }
+
+    /// Notes the end of the agent's certificate.
+    pub(crate) fn certificate(&self, not_after: SystemTime) {
+        let seconds = not_after
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs());
+        self.certificate_not_after
+            .set(i64::try_from(seconds).unwrap_or(i64::MAX));
+    }
+}
+
+/// Holds a gauge one higher.
+#[derive(Debug)]
+pub(crate) struct GaugeGuard(Gauge);
+
+impl GaugeGuard {
+    fn hold(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for GaugeGuard {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// How a stream ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum StreamEnd {
+    /// Both sides ended cleanly.
+    Ok,
+    /// One side stopped reading before it had everything.
+    ReaderLeft,
+    /// The tunnel's side was cut.
+    CutByPeer,
+    /// The target's side was cut.
+    CutByTarget,
+    /// The header did not come, or broke the protocol.
+    NoHeader,
+    /// Refused with a reply.
+    Refused(RefusalCode),
+}
+
+impl StreamEnd {
+    /// The word for logs and labels.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::ReaderLeft => "reader_left",
+            Self::CutByPeer => "cut_by_peer",
+            Self::CutByTarget => "cut_by_target",
+            Self::NoHeader => "no_header",
+            Self::Refused(code) => code.label(),
+        }
+    }
+}
+
+/// Where bytes went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    /// From the tunnel to a target.
+    ToTarget,
+    /// From a target to the tunnel.
+    FromTarget,
+}
+
+impl Direction {
+    fn label(self) -> &'static str {
+        match self {
+            Self::ToTarget => "to_target",
+            Self::FromTarget => "from_target",
+        }
+    }
+}
+
+/// What became of an attempt to connect to an address of a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum DialResult {
+    /// Connected.
+    Connected,
+    /// Refused or unreachable.
+    Refused,
+    /// No answer in time.
+    Timeout,
+    /// This host could not try.
+    Failed,
+}
+
+impl DialResult {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Connected => "connected",
+            Self::Refused => "refused",
+            Self::Timeout => "timeout",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// What became of an attempt to hold a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum ConnectResult {
+    /// The session became ready.
+    Ready,
+    /// No connection, or no handshake.
+    Failed,
+    /// The server said no.
+    NotAdmitted,
+}
+
+impl ConnectResult {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Ready => "ready",
+            Self::Failed => "failed",
+            Self::NotAdmitted => "not_admitted",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct TransportLabel(TransportKind);
+
+impl TransportLabel {
+    fn label(self) -> &'static str {
+        self.0.label()
+    }
+}
+
+/// Makes enums label values by their word.
+macro_rules! label_values {
+    ($($name:ty),+) => { $(
+        impl EncodeLabelValue for $name {
+            fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+                self.label().encode(encoder)
+            }
+        }
+    )+ };
+}
+
+label_values!(
+    StreamEnd,
+    Direction,
+    DialResult,
+    ConnectResult,
+    TransportLabel
+);
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TransportLabels {
+    transport: TransportLabel,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StreamLabels {
+    result: StreamEnd,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabels {
+    direction: Direction,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DialLabels {
+    result: DialResult,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ConnectLabels {
+    result: ConnectResult,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_labels_are_as_documented() {
+        let (metrics, registry) = Metrics::register();
+        let session = metrics.session(TransportKind::Quic);
+        metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
+        metrics.bytes(Direction::ToTarget).inc_by(5);
+        metrics.dialled(DialResult::Connected);
+        metrics.connect_attempt(ConnectResult::Ready);
+        metrics.certificate(UNIX_EPOCH + std::time::Duration::from_secs(9));
+        drop(metrics.stream());
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for line in [
+            "tunnel_agent_session_connected{transport=\"quic\"} 1",
+            "tunnel_agent_streams_open 0",
+            "tunnel_agent_streams_total{result=\"refused_by_policy\"} 1",
+            "tunnel_agent_stream_bytes_total{direction=\"to_target\"} 5",
+            "tunnel_agent_dials_total{result=\"connected\"} 1",
+            "tunnel_agent_connect_attempts_total{result=\"ready\"} 1",
+            "tunnel_agent_certificate_not_after_seconds 9",
+        ] {
+            assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
+        }
+        drop(session);
+    }
+}

@@ -1,0 +1,85 @@
+//! What the tests of several modules share: a CA, scratch directories, and sessions in memory.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
+
+use rcgen::string::Ia5String;
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKeyData, SanType};
+use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
+use rustls_pki_types::CertificateDer;
+use tunnel_proto::identity::{PeerIdentity, Role};
+use tunnel_proto::transport::{Session, memory};
+
+pub(crate) mod server;
+
+/// A CA as a server has it.
+pub(crate) struct Ca {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: rcgen::Certificate,
+}
+
+impl Ca {
+    pub(crate) fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        Self {
+            issuer: Issuer::new(params, key),
+            certificate,
+        }
+    }
+
+    pub(crate) fn der(&self) -> &CertificateDer<'static> {
+        self.certificate.der()
+    }
+
+    /// A certificate with one role URI, for both sides of TLS.
+    pub(crate) fn issue(&self, key: &impl PublicKeyData, uri: &str) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(uri).unwrap())];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ClientAuth,
+            ExtendedKeyUsagePurpose::ServerAuth,
+        ];
+        params.signed_by(key, &self.issuer).unwrap().der().clone()
+    }
+}
+
+/// A directory that goes with the value.
+pub(crate) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("culvert-agent-{}-{count}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _absent = std::fs::remove_dir_all(&path);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _gone = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A session in memory: the server's end and the agent's.
+pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
+    let identity = |role| PeerIdentity {
+        role,
+        not_after: SystemTime::now() + Duration::from_secs(3600),
+    };
+    let agent = Role::Agent("worker-1".parse().unwrap());
+    memory::pair(identity(Role::Server), identity(agent))
+}

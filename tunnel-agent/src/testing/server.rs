@@ -1,0 +1,111 @@
+//! A scripted server: enrolment over TCP and sessions over QUIC on one port, with a CA of its own.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use rcgen::{KeyPair, PublicKeyData};
+use rustls::sign::SingleCertAndKey;
+use rustls_pki_types::PrivateKeyDer;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+use tunnel_proto::identity::{sha256, spki_sha256};
+use tunnel_proto::tls;
+use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys, QuicSettings};
+use tunnel_proto::transport::{Acceptor, Session, read_frame};
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
+use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
+
+use super::Ca;
+
+pub(crate) struct Server {
+    pub(crate) ca: Ca,
+    identity: Arc<SingleCertAndKey>,
+    tcp: TcpListener,
+    pub(crate) quic: QuicAcceptor,
+}
+
+impl Server {
+    pub(crate) async fn start() -> Self {
+        let ca = Ca::new();
+        let key = KeyPair::generate().unwrap();
+        let leaf = ca.issue(&key, "culvert://server");
+        let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        let own = tls::certified_key(vec![leaf, ca.der().clone()], key).unwrap();
+        let identity = Arc::new(SingleCertAndKey::from(own));
+        let roots = tls::roots([ca.der().clone()]).unwrap();
+        let tls = tls::session_server(identity.clone(), roots).unwrap();
+        let settings = QuicSettings {
+            stream_window: 2 << 20,
+            connection_window: 64 << 20,
+            keep_alive: None,
+            idle_timeout: Duration::from_secs(75),
+        };
+        let keys = QuicKeys::from_bytes(&[3; QuicKeys::LEN]);
+        // A free TCP port is nearly always a free UDP port too.
+        loop {
+            let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = tcp.local_addr().unwrap();
+            if let Ok(quic) = QuicAcceptor::bind(address, tls.clone(), &keys, &settings) {
+                return Self {
+                    ca,
+                    identity,
+                    tcp,
+                    quic,
+                };
+            }
+        }
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.tcp.local_addr().unwrap()
+    }
+
+    /// A token that pins this server's CA.
+    pub(crate) fn token(&self) -> JoinToken {
+        let hash = spki_sha256(self.ca.der()).unwrap();
+        JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], hash).unwrap()
+    }
+
+    /// Takes one connection for enrolment; an error when the client gave up in the handshake.
+    pub(crate) async fn enrolment(
+        &self,
+        answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
+    ) -> std::io::Result<()> {
+        let (socket, _) = self.tcp.accept().await?;
+        let config = tls::enroll_server(self.identity.clone()).unwrap();
+        let mut stream = TlsAcceptor::from(config).accept(socket).await?;
+        let request = read_frame(&mut stream, ENROLL_MESSAGE_MAX).await?;
+        if let Some(reply) = answer(EnrollRequest::decode(&request).unwrap()) {
+            let mut framed = BytesMut::new();
+            reply.encode(&mut framed).unwrap();
+            stream.write_all(&framed).await?;
+            stream.shutdown().await?;
+        }
+        Ok(())
+    }
+
+    /// What a server issues to the key in `data_dir`, which is where agents keep it before they ask.
+    pub(crate) fn issue(&self, data_dir: &Path, uri: &str) -> EnrollReply {
+        let pem = std::fs::read_to_string(data_dir.join("agent.key")).unwrap();
+        let key = KeyPair::from_pem(&pem).unwrap();
+        let leaf = self.ca.issue(&key, uri);
+        assert_eq!(
+            spki_sha256(&leaf).unwrap(),
+            sha256(&key.subject_public_key_info())
+        );
+        EnrollReply::Issued {
+            chain: vec![leaf.to_vec()],
+            roots: vec![self.ca.der().to_vec()],
+        }
+    }
+
+    /// The next session of an agent.
+    pub(crate) async fn session(&self) -> Arc<dyn Session> {
+        let (_, handshake) = self.quic.accept().await.unwrap();
+        handshake.await.unwrap()
+    }
+}
