@@ -1,6 +1,7 @@
 //! What the two binaries share and that is not about the wire: stopping, the meta port, logs, files, settings.
 
 pub mod files;
+pub mod host;
 pub mod meta;
 pub mod settings;
 pub mod shutdown;

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
-use tunnel_proto::process::meta::{Meta, Readiness};
+use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::Dialer;
@@ -19,7 +19,7 @@ use tunnel_proto::transport::quic::{QuicDialer, QuicSettings};
 use tunnel_proto::wire::name::InstanceId;
 
 use crate::config::{Config, LoadError, TransportChoice};
-use crate::connector::Connector;
+use crate::connector::{Connector, SESSION};
 use crate::credentials::{CredentialError, Credentials, Store, Stored, read_token};
 use crate::egress::Egress;
 use crate::enroll::{Enrolment, enroll};
@@ -34,6 +34,8 @@ pub struct App {
     instance: InstanceId,
     metrics: Metrics,
     readiness: Readiness,
+    /// Held from the start, so that the agent is never ready without a session.
+    waiting: Option<ReadinessBlock>,
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
     _stop_on_drop: DropGuard,
@@ -57,6 +59,7 @@ impl App {
         let beginning = begin(&config)?;
         let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
+        let waiting = Some(readiness.block(SESSION));
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
                 start_meta(address, registry, &readiness, &shutdown)
@@ -71,6 +74,7 @@ impl App {
             instance: InstanceId::new(rand::random()),
             metrics,
             readiness,
+            waiting,
             shutdown,
             meta_addr,
             _stop_on_drop: stop_on_drop,
@@ -99,10 +103,11 @@ impl App {
     ///
     /// # Errors
     /// When the agent cannot go on without a person.
-    pub async fn run(self) -> anyhow::Result<()> {
+    pub async fn run(mut self) -> anyhow::Result<()> {
         let farewell = CancellationToken::new();
+        let waiting = self.waiting.take();
         let (shutdown, drain_timeout) = (self.shutdown.clone(), self.config.drain_timeout);
-        let mut work = pin!(self.work(farewell.clone()));
+        let mut work = pin!(self.work(farewell.clone(), waiting));
         let mut drain = pin!(self.drain(&farewell, drain_timeout));
         let outcome = tokio::select! {
             biased;
@@ -143,7 +148,11 @@ impl App {
         end
     }
 
-    async fn work(&self, farewell: CancellationToken) -> anyhow::Result<()> {
+    async fn work(
+        &self,
+        farewell: CancellationToken,
+        waiting: Option<ReadinessBlock>,
+    ) -> anyhow::Result<()> {
         let config = &self.config;
         let drain = self.shutdown.drain();
         let credentials = match &self.beginning {
@@ -182,7 +191,7 @@ impl App {
             dialer: dialer.clone(),
             shared,
         };
-        connector.run().await;
+        connector.run(waiting).await;
         dialer.wait_idle().await;
         Ok(())
     }

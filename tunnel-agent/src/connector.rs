@@ -71,12 +71,11 @@ impl ConnectError {
 }
 
 impl Connector {
-    /// Runs until a drain is over. Dropped early, the session is cut.
-    pub(crate) async fn run(&self) {
+    /// Runs until a drain is over; `waiting` is the block that a ready session lifts. Dropped early, the session is cut.
+    pub(crate) async fn run(&self, mut waiting: Option<ReadinessBlock>) {
         let drain = self.shared.shutdown.drain();
         let mut plan = Plan::new();
         let mut endpoints = Endpoints::default();
-        let mut waiting = Some(self.shared.readiness.block(SESSION));
         loop {
             let Some(outcome) = self.attempt(&mut endpoints, &mut waiting).await else {
                 return;
@@ -187,4 +186,4 @@ pub(crate) fn causes(error: &dyn Error) -> String {
 }
 
 /// The readiness block that a ready session lifts.
-const SESSION: &str = "session";
+pub(crate) const SESSION: &str = "session";

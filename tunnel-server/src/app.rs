@@ -1,33 +1,26 @@
-//! Builds all parts from a configuration, binds every socket, and ends them in order.
+//! Builds all parts from a configuration, and ends them in order.
 
-use std::io;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
-use rustls::ServerConfig;
-use rustls_pki_types::CertificateDer;
-use rustls_pki_types::pem::PemObject as _;
-use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::meta::{Meta, Readiness};
+use tunnel_proto::process::meta::{self, Meta, Readiness};
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
+use tunnel_proto::tls;
 use tunnel_proto::transport::Acceptor as _;
-use tunnel_proto::transport::quic::{QuicAcceptor, QuicSettings};
+use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::Port;
-use tunnel_proto::{process::meta, tls};
 
 use crate::acceptor::Acceptor;
 use crate::admin::{self, AdminState};
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::enroll::Enrollment;
-use crate::ingress::target::Scheme;
-use crate::ingress::{Door, DoorLimits, Doors, Mode};
+use crate::ingress::{DoorLimits, Doors};
 use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
@@ -37,25 +30,10 @@ use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
 
-/// Tries to find a port number that is free for TCP and UDP when asked for port 0.
-const SAME_PORT_TRIES: usize = 16;
+mod sockets;
 
-/// The addresses really bound.
-#[derive(Debug, Clone)]
-pub struct Bound {
-    /// Agents, UDP and TCP.
-    pub agents: SocketAddr,
-    /// The TLS door.
-    pub https: Option<SocketAddr>,
-    /// The plain door.
-    pub http: Option<SocketAddr>,
-    /// Meta.
-    pub meta: SocketAddr,
-    /// Extra proxy ports.
-    pub proxy: Vec<SocketAddr>,
-    /// TCP services by name.
-    pub services: Vec<(String, SocketAddr)>,
-}
+pub use sockets::Bound;
+use sockets::{Sockets, advertised, bind, door_tls, own_ports};
 
 /// A running server.
 #[derive(Debug)]
@@ -72,15 +50,6 @@ pub struct App {
     nodes: Arc<KnownNodes>,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
-}
-
-/// What is bound before anything runs, so that a conflict is seen at start.
-struct Sockets {
-    tcp: TcpListener,
-    quic: Arc<QuicAcceptor>,
-    meta: TcpListener,
-    doors: Vec<(TcpListener, Mode)>,
-    bound: Bound,
 }
 
 impl App {
@@ -312,226 +281,6 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             rebuild();
         }
     });
-}
-
-async fn bind(
-    config: &Config,
-    data: &DataDir,
-    session_tls: Arc<ServerConfig>,
-    door_tls: Arc<ServerConfig>,
-) -> anyhow::Result<Sockets> {
-    let keys = data.quic_keys()?;
-    let limits = &config.limits;
-    let settings = QuicSettings {
-        stream_window: limits.stream_window,
-        connection_window: u64::from(limits.streams_per_agent) * u64::from(limits.stream_window),
-        keep_alive: None,
-        idle_timeout: limits.idle_timeout(),
-    };
-    let (tcp, quic) = bind_agents(&config.agent_listen, |address| {
-        QuicAcceptor::bind(address, session_tls.clone(), &keys, &settings)
-    })
-    .await?;
-    let meta = listen(config.meta_listen, "--meta-listen").await?;
-    let mut bound = Bound {
-        agents: tcp.local_addr()?,
-        https: None,
-        http: None,
-        meta: meta.local_addr()?,
-        proxy: Vec::new(),
-        services: Vec::new(),
-    };
-    let door = |name, https: bool, implied_port| {
-        let (scheme, tls) = if https {
-            (Scheme::Https, Some(door_tls.clone()))
-        } else {
-            (Scheme::Http, None)
-        };
-        Mode::Http(Arc::new(Door {
-            name,
-            scheme,
-            implied_port,
-            tls,
-        }))
-    };
-    let mut doors = Vec::new();
-    if let Some(address) = config.https_listen {
-        let listener = listen(address, "--https-listen").await?;
-        bound.https = Some(listener.local_addr()?);
-        doors.push((listener, door("https", true, None)));
-    }
-    if let Some(address) = config.http_listen {
-        let listener = listen(address, "--http-listen").await?;
-        bound.http = Some(listener.local_addr()?);
-        doors.push((listener, door("http", false, None)));
-    }
-    for (address, port, https) in config.extra_listeners() {
-        let listener = listen(address, "--proxy-port-listen").await?;
-        bound.proxy.push(listener.local_addr()?);
-        doors.push((listener, door("proxy", https, Some(port))));
-    }
-    for (address, service) in &config.services {
-        let listener = listen(*address, "services").await?;
-        bound
-            .services
-            .push((service.name.clone(), listener.local_addr()?));
-        doors.push((listener, Mode::Service(Arc::new(service.clone()))));
-    }
-    log_bound(&bound);
-    Ok(Sockets {
-        tcp,
-        quic: Arc::new(quic),
-        meta,
-        doors,
-        bound,
-    })
-}
-
-fn log_bound(bound: &Bound) {
-    let log = |listener: &str, address: &SocketAddr| info!(listener, %address, "listening");
-    log("agents", &bound.agents);
-    bound.https.iter().for_each(|address| log("https", address));
-    bound.http.iter().for_each(|address| log("http", address));
-    log("meta", &bound.meta);
-    bound.proxy.iter().for_each(|address| log("proxy", address));
-    for (name, address) in &bound.services {
-        info!(listener = "service", service = name, %address, "listening");
-    }
-}
-
-/// Binds TCP and UDP to one port number, at the first of the addresses that can be bound.
-async fn bind_agents(
-    addresses: &[SocketAddr],
-    quic: impl Fn(SocketAddr) -> io::Result<QuicAcceptor>,
-) -> anyhow::Result<(TcpListener, QuicAcceptor)> {
-    let mut failures = Vec::new();
-    for &address in addresses {
-        for _ in 0..SAME_PORT_TRIES {
-            let both = match TcpListener::bind(address).await {
-                Ok(tcp) => tcp.local_addr().and_then(&quic).map(|quic| (tcp, quic)),
-                Err(error) => Err(error),
-            };
-            match both {
-                Ok(both) => return Ok(both),
-                // A number that the system picked for TCP may be taken for UDP; it picks another.
-                Err(error) if error.kind() == io::ErrorKind::AddrInUse && address.port() == 0 => {}
-                Err(error) => {
-                    failures.push(format!("{address}: {error}"));
-                    break;
-                }
-            }
-        }
-    }
-    bail!(
-        "cannot listen for agents (--agent-listen): {}",
-        failures.join("; ")
-    )
-}
-
-async fn listen(address: SocketAddr, setting: &'static str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address)
-        .await
-        .with_context(|| format!("cannot listen on {address} ({setting})"))
-}
-
-fn door_tls(
-    config: &Config,
-    ca: &Arc<LocalCa>,
-    routes: &Routes,
-) -> anyhow::Result<Arc<ServerConfig>> {
-    let resolver = match &config.https_certificate {
-        Some((chain, key)) => crate::issuer::file_resolver(chain, key)?,
-        None => {
-            let routes = routes.clone();
-            let mut names = vec!["localhost".to_owned()];
-            names.extend(host_name());
-            let mut addresses: Vec<IpAddr> =
-                vec![[127, 0, 0, 1].into(), std::net::Ipv6Addr::LOCALHOST.into()];
-            addresses.extend(primary_address());
-            let listening = [config.https_listen]
-                .into_iter()
-                .flatten()
-                .map(|address| address.ip());
-            addresses.extend(
-                listening.filter(|address| !address.is_unspecified() && !address.is_loopback()),
-            );
-            for host in config
-                .advertise
-                .iter()
-                .filter_map(|advertised| advertised.rsplit_once(':'))
-                .map(|(host, _)| host)
-            {
-                match host.trim_matches(['[', ']']).parse() {
-                    Ok(address) => addresses.push(address),
-                    Err(_name) => names.push(host.to_owned()),
-                }
-            }
-            ca.door_resolver(
-                Arc::new(move |name| routes.load().knows(name)),
-                names,
-                addresses,
-            )
-        }
-    };
-    let client_roots = match &config.client_auth {
-        Some((path, required)) => {
-            let context = || format!("--client-ca {}", path.display());
-            let certificates: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(path)
-                .and_then(Iterator::collect)
-                .with_context(context)?;
-            Some((tls::roots(certificates).with_context(context)?, *required))
-        }
-        None => None,
-    };
-    Ok(tls::door_server(resolver, client_roots)?)
-}
-
-fn own_ports(bound: &Bound) -> Vec<(Port, &'static str)> {
-    let own = [
-        (Some(bound.agents), "agents"),
-        (bound.https, "https"),
-        (bound.http, "http"),
-        (Some(bound.meta), "meta"),
-    ];
-    own.iter()
-        .filter_map(|(address, name)| Some((Port::new((*address)?.port())?, *name)))
-        .collect()
-}
-
-/// What agents are told to dial: as configured, else this host's address.
-fn advertised(config: &Config, agents: SocketAddr) -> Vec<String> {
-    if !config.advertise.is_empty() {
-        return config.advertise.clone();
-    }
-    let address = if agents.ip().is_unspecified() {
-        primary_address()
-    } else {
-        Some(agents.ip())
-    };
-    vec![
-        SocketAddr::new(
-            address.unwrap_or(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST)),
-            agents.port(),
-        )
-        .to_string(),
-    ]
-}
-
-/// The address of the default route: a connected UDP socket knows it without sending anything.
-#[must_use]
-pub fn primary_address() -> Option<IpAddr> {
-    let probe = |from: &str, to: &str| {
-        let socket = UdpSocket::bind(from).ok()?;
-        socket.connect(to).ok()?;
-        Some(socket.local_addr().ok()?.ip())
-    };
-    // Documentation addresses (RFC 5737, RFC 3849): routed like any other.
-    probe("0.0.0.0:0", "192.0.2.1:9").or_else(|| probe("[::]:0", "[2001:db8::1]:9"))
-}
-
-fn host_name() -> Option<String> {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    Some(name.trim().to_ascii_lowercase()).filter(|name| !name.is_empty())
 }
 
 fn nodes_endpoint(peer: SocketAddr, nodes: Vec<serde_json::Value>) -> meta::Answer {

@@ -63,7 +63,7 @@ async fn read_all(stream: &mut Stream) -> io::Result<Vec<u8>> {
 }
 
 fn pattern(bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|index| (index % 251) as u8).collect()
+    (0..251u8).cycle().take(bytes).collect()
 }
 
 async fn bytes_and_half_closes_pass_both_ways(pair: Pair) {

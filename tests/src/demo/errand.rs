@@ -212,10 +212,11 @@ async fn print_answer(
     host: &str,
     path: &str,
 ) -> Result<()> {
-    let lines: usize = words
+    let lines: Option<usize> = words
         .flags
         .get("--lines")
-        .map_or(Ok(usize::MAX), |lines| lines.parse())?;
+        .map(|lines| lines.parse())
+        .transpose()?;
     let mut exchange =
         Exchange::start(words.door(address, host)?, &RawRequest::get(host, path)).await?;
     if words.flags.contains_key("--head") {
@@ -225,11 +226,17 @@ async fn print_answer(
         }
         print("")?;
     }
-    for _ in 0..lines {
-        match exchange.line().await {
-            Some(line) => print(&line)?,
-            None => break,
-        }
+    let mut left = lines.unwrap_or_default();
+    while left > 0
+        && let Some(line) = exchange.line().await
+    {
+        print(&line)?;
+        left -= 1;
+    }
+    while lines.is_none()
+        && let Some(data) = exchange.data().await
+    {
+        write_out(&data)?;
     }
     if let Some(ended) = exchange.ended() {
         ensure!(ended.is_clean(), "the answer was cut: {ended:?}");
@@ -287,8 +294,12 @@ async fn count_answers(
 }
 
 fn print(line: &str) -> Result<()> {
+    write_out(format!("{line}\n").as_bytes())
+}
+
+fn write_out(bytes: &[u8]) -> Result<()> {
     let mut out = io::stdout().lock();
-    writeln!(out, "{line}")
+    out.write_all(bytes)
         .and_then(|()| out.flush())
         .context("print")
 }

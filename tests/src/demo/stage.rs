@@ -1,6 +1,7 @@
 //! What the tour shows itself on: the server, two agents and their targets, running.
 
 use std::fs;
+use std::iter;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -68,9 +69,7 @@ impl Stage {
         };
         terminal.heading("The server");
         let setup = ground.server(&folder.path("server")).in_own_group();
-        let run = ["run".to_owned()]
-            .into_iter()
-            .chain(setup.arguments().iter().cloned());
+        let run = iter::once("run".to_owned()).chain(setup.arguments().iter().cloned());
         terminal.command(&ground.in_cloud(&folder, &folder.program("tunnel-server", run)));
         let server = setup.start().await?;
         let mut stage = Self {
@@ -86,49 +85,53 @@ impl Stage {
 
     async fn add_edges(&mut self, terminal: &Terminal) -> Result<()> {
         terminal.heading(
-            "Two edges, each with a join token, an agent, an exporter and a stand-in kubelet",
+            "Two edges, each with a join token, an exporter, a stand-in kubelet and an agent",
         );
         for (number, node) in NODES.into_iter().enumerate() {
-            let create = [
-                "token",
-                "create",
-                "--node",
-                node,
-                "--ip",
-                &EDGE_ADDRESS.to_string(),
-            ];
-            terminal.command(&self.server_verb(&create));
-            let token = self.server.token(node, Some(EDGE_ADDRESS.into())).await?;
-            let (namespace, node_ip) = match &self.ground {
-                Ground::Namespaces(sites) => {
-                    (sites.edges().get(number).map(|edge| edge.node()), None)
-                }
-                Ground::Loopback(_) => (None, Some(loopback_of(number))),
-            };
-            let data = self.folder.path(node);
-            let agent = AgentSetup::new(node, self.agents_address(), &data, namespace);
-            let agent = match node_ip {
-                Some(ip) => {
-                    agent.args(&["--node-ip", &ip.to_string(), "--meta-listen", "127.0.0.1:0"])
-                }
-                None => agent,
-            };
-            let words = ["run".to_owned()]
-                .into_iter()
-                .chain(agent.arguments().iter().cloned());
-            let words = words.chain(["--token".to_owned(), "…".to_owned()]);
-            let line = self.folder.program("tunnel-agent", words);
-            let edge = format!("edge-{}", number + 1);
-            terminal.command(&self.ground.inside(&self.folder, &edge, &line));
-            self.agents
-                .push(agent.args(&["--token", &token]).in_own_group().start()?);
-            let ip = node_ip.unwrap_or(IpAddr::V4(EDGE_ADDRESS));
-            let [exporter, kubelet] =
-                [self.exporter_port(), self.kubelet_port()].map(|port| SocketAddr::new(ip, port));
-            self.sites
-                .push(site(node, Some(exporter), Some(kubelet), namespace).await?);
+            self.add_edge(terminal, number, node).await?;
         }
         self.server.wait_until_connected(&NODES).await;
+        Ok(())
+    }
+
+    async fn add_edge(&mut self, terminal: &Terminal, number: usize, node: &str) -> Result<()> {
+        let file = self.file(&format!("{node}.token"));
+        let address = EDGE_ADDRESS.to_string();
+        let create = ["token", "create", "--node", node, "--ip", &address];
+        terminal.command(&format!("{} >{file}", self.server_verb(&create)));
+        let token = self.server.token(node, Some(EDGE_ADDRESS.into())).await?;
+        fs::write(&file, token).with_context(|| format!("write {file}"))?;
+
+        let place = format!("edge-{}", number + 1);
+        let (namespace, ip) = match &self.ground {
+            Ground::Namespaces(sites) => {
+                let edge = sites.edges().get(number).map(|edge| edge.node());
+                (edge, EDGE_ADDRESS.into())
+            }
+            Ground::Loopback(_) => (None, loopback_of(number)),
+        };
+        let [exporter, kubelet] =
+            [self.exporter_port(), self.kubelet_port()].map(|port| SocketAddr::new(ip, port));
+        let (listen, serve) = (exporter.to_string(), kubelet.to_string());
+        let targets = self.errand(&["site", node, "--exporter", &listen, "--kubelet", &serve]);
+        terminal.command(&self.ground.inside(&self.folder, &place, &targets));
+        self.sites
+            .push(site(node, Some(exporter), Some(kubelet), namespace).await?);
+
+        let data = self.folder.path(node);
+        let agent = AgentSetup::new(node, self.agents_address(), &data, namespace)
+            .args(&["--token-file", &file])
+            .in_own_group();
+        let agent = match &self.ground {
+            Ground::Namespaces(_) => agent,
+            Ground::Loopback(_) => {
+                agent.args(&["--node-ip", &ip.to_string(), "--meta-listen", "127.0.0.1:0"])
+            }
+        };
+        let words = iter::once("run".to_owned()).chain(agent.arguments().iter().cloned());
+        let run = self.folder.program("tunnel-agent", words);
+        terminal.command(&self.ground.inside(&self.folder, &place, &run));
+        self.agents.push(agent.start()?);
         Ok(())
     }
 

@@ -1,9 +1,11 @@
 //! The steps of the tour: a command, and what its answer has to be.
 
 use std::process::{Output, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::process::Command;
+use tokio::time::timeout;
 
 use super::stage::{Stage, quote};
 use super::terminal::Terminal;
@@ -52,9 +54,12 @@ impl Terminal {
     pub(super) fn invite(&self, stage: &Stage) {
         self.heading("Everything stays up until Ctrl-C. In another terminal, from this folder, try for example");
         let caller = Caller::new(stage);
-        for node in NODES {
-            self.command(&caller.exporter(node, "/follow?interval_ms=500").line(stage));
-        }
+        let [first, second] = NODES;
+        self.command(&caller.extra_port(first, "/metrics").line(stage));
+        let follow = caller
+            .exporter(second, "/follow?interval_ms=500")
+            .without_end();
+        self.command(&follow.line(stage));
         self.command(&stage.server_verb(&["nodes", "-o", "json"]));
         self.command(&stage.server_verb(&["token", "list"]));
     }
@@ -271,7 +276,7 @@ impl Caller {
 
 impl Request {
     fn curl(words: &[&str]) -> Self {
-        Self::new(true, &["curl", "-sS", "-m", "10"], words)
+        Self::new(true, &["curl", "-sS"], words)
     }
 
     fn errand(words: &[&str]) -> Self {
@@ -297,15 +302,21 @@ impl Request {
         self
     }
 
-    /// The beginning of an answer that does not end; then the pipe is closed, which is no mistake to be told.
-    fn first_lines(mut self, lines: usize) -> Self {
+    /// Its answer does not end: it is printed as it comes, and closing the pipe is no mistake.
+    fn without_end(mut self) -> Self {
         if self.curl
             && let Some(flags) = self.words.get_mut(1)
         {
             *flags = "-sN".to_owned();
         }
-        self.lines = Some(lines);
         self
+    }
+
+    fn first_lines(self, lines: usize) -> Self {
+        Self {
+            lines: Some(lines),
+            ..self.without_end()
+        }
     }
 
     fn line(&self, stage: &Stage) -> String {
@@ -336,7 +347,10 @@ async fn run(line: &str) -> Result<Output> {
         .args(["-c", line])
         .stdin(Stdio::null())
         .kill_on_drop(true);
-    shell.output().await.context("run sh")
+    let output = timeout(STEP_PATIENCE, shell.output()).await;
+    output
+        .with_context(|| format!("no end of {line}"))?
+        .context("run sh")
 }
 
 fn printed(output: &Output) -> String {
@@ -344,3 +358,6 @@ fn printed(output: &Output) -> String {
         [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     both.concat().replace('\r', "")
 }
+
+/// Each step takes well under a second; the tunnel itself gives up on a target sooner than this.
+const STEP_PATIENCE: Duration = Duration::from_secs(20);

@@ -9,6 +9,7 @@ use std::time::Duration;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 use tracing::level_filters::LevelFilter;
+use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
 use tunnel_proto::wire::enroll::JoinToken;
@@ -185,10 +186,9 @@ fn servers(texts: &[String], mistakes: &mut Mistakes) -> Vec<ServerAddress> {
 fn node_name(setting: Option<String>, mistakes: &mut Mistakes) -> Option<NodeName> {
     let parsed = match setting {
         Some(text) => text.parse().map_err(|error| format!("{text:?}: {error}")),
-        None => std::fs::read_to_string(HOST_NAME_FILE)
+        None => host_name()
             .map_err(|error| format!("is not given and the host name cannot be read: {error}"))
             .and_then(|name| {
-                let name = name.trim();
                 name.parse().map_err(|error| {
                     format!("is not given and the host name {name:?} does not do: {error}")
                 })
@@ -353,4 +353,3 @@ const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
 const DEFAULT_DRAIN_TIMEOUT: &str = "30s";
-const HOST_NAME_FILE: &str = "/proc/sys/kernel/hostname";

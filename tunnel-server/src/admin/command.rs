@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::fmt::Write as _;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
+use tunnel_proto::process::host::primary_address;
 use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::name::NodeName;
 
@@ -44,27 +45,6 @@ pub fn agent_command(advertised: &[String], node: &NodeName, token: &str) -> Age
     }
     let _infallible = write!(command, " --node-name {node} --token {token}");
     AgentCommand { command, hint }
-}
-
-/// The address of the default route. Connecting a UDP socket sends nothing.
-fn primary_address() -> Option<IpAddr> {
-    let towards = |own: IpAddr, other: IpAddr| {
-        let socket = UdpSocket::bind((own, 0)).ok()?;
-        socket.connect((other, 9)).ok()?;
-        let address = socket.local_addr().ok()?.ip();
-        (!address.is_unspecified() && !address.is_loopback()).then_some(address)
-    };
-    // Addresses of documentation (RFC 5737, RFC 3849): only the default route leads there.
-    towards(
-        Ipv4Addr::UNSPECIFIED.into(),
-        Ipv4Addr::new(192, 0, 2, 1).into(),
-    )
-    .or_else(|| {
-        towards(
-            Ipv6Addr::UNSPECIFIED.into(),
-            Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into(),
-        )
-    })
 }
 
 #[cfg(test)]

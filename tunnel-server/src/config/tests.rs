@@ -1,3 +1,4 @@
+use super::check::service_target;
 use super::*;
 
 fn yaml(text: &str) -> Result<Config, String> {

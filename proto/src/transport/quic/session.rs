@@ -1,0 +1,208 @@
+//! A session over one QUIC connection.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use quinn::{Connection, ConnectionError};
+use rustls_pki_types::CertificateDer;
+use tokio_util::task::TaskTracker;
+
+use super::stream::QuicStream;
+use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST};
+use crate::identity::{IdentityError, PeerIdentity};
+use crate::transport::{
+    CloseReason, ClosedBy, HandshakeError, Health, IncomingStream, RawStream, Session,
+    SessionError, Stream, Traffic, TransportKind,
+};
+use crate::wire::code::CloseCode;
+use crate::wire::header::StreamHeader;
+
+pub(super) struct QuicSession {
+    connection: Connection,
+    peer: PeerIdentity,
+    traffic: Arc<Traffic>,
+    /// Halves that were shut down by streams that are gone, until the peer has acknowledged them.
+    flushing: TaskTracker,
+    opening: AtomicBool,
+    allowed: AtomicU32,
+    allowed_most: AtomicU32,
+}
+
+impl std::fmt::Debug for QuicSession {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("QuicSession")
+            .field("peer", &self.peer)
+            .finish_non_exhaustive()
+    }
+}
+
+impl QuicSession {
+    pub(super) fn start(connection: Connection) -> Result<Arc<dyn Session>, HandshakeError> {
+        let chain = connection
+            .peer_identity()
+            .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+        let leaf = chain.as_deref().and_then(|chain| chain.first());
+        let peer = PeerIdentity::from_certificate(leaf.ok_or(IdentityError::NoCertificate)?)?;
+        Ok(Arc::new(Self {
+            connection,
+            peer,
+            traffic: Arc::default(),
+            flushing: TaskTracker::new(),
+            opening: AtomicBool::new(true),
+            allowed: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
+            allowed_most: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
+        }))
+    }
+
+    fn stream(&self, send: quinn::SendStream, recv: quinn::RecvStream) -> Box<dyn RawStream> {
+        Box::new(QuicStream::new(send, recv, self.flushing.clone()))
+    }
+
+    /// Raises the number of streams that the peer may open once half of it is in use.
+    fn raise_allowance(&self) {
+        let (_, _, open) = self.traffic.read();
+        let (allowed, most) = (
+            self.allowed.load(Ordering::Relaxed),
+            self.allowed_most.load(Ordering::Relaxed),
+        );
+        if allowed < most && open as u64 * 2 >= u64::from(allowed) {
+            let raised = allowed.saturating_mul(2).min(most);
+            self.allowed.store(raised, Ordering::Relaxed);
+            self.connection.set_max_concurrent_bi_streams(raised.into());
+        }
+    }
+}
+
+#[async_trait]
+impl Session for QuicSession {
+    async fn open(
+        &self,
+        header: &StreamHeader,
+        reply_within: Duration,
+    ) -> Result<Stream, SessionError> {
+        if !self.opening.load(Ordering::Relaxed) {
+            return Err(SessionError::NotOpening);
+        }
+        let mut buffer = BytesMut::new();
+        header
+            .encode(&mut buffer)
+            .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        let (send, recv) = self.connection.open_bi().await.map_err(close_reason)?;
+        // From here on the reset on drop makes the call cancel-safe.
+        let mut raw = self.stream(send, recv);
+        let written = tokio::io::AsyncWriteExt::write_all(&mut raw, &buffer).await;
+        let stream = Stream::opened(raw, self.traffic.clone(), reply_within);
+        match written {
+            Ok(()) => Ok(stream),
+            // A peer that stops a stream in its first bytes has replied or reset: reading tells which.
+            Err(_stopped) if self.connection.close_reason().is_none() => Ok(stream),
+            Err(_lost) => Err(self.closed().await.into()),
+        }
+    }
+
+    async fn accept(&self) -> Result<IncomingStream, SessionError> {
+        let (send, recv) = self.connection.accept_bi().await.map_err(close_reason)?;
+        let incoming = IncomingStream::new(self.stream(send, recv), self.traffic.clone());
+        self.raise_allowance();
+        Ok(incoming)
+    }
+
+    fn probe(&self) {
+        // A full or closed datagram buffer means that probes are already on their way or no use.
+        let _best_effort = self.connection.send_datagram(Bytes::from_static(&[0]));
+    }
+
+    fn health(&self) -> Health {
+        let stats = self.connection.stats();
+        let rx = &stats.frame_rx;
+        let heard = rx.acks
+            + rx.crypto
+            + rx.datagram
+            + rx.max_data
+            + rx.max_stream_data
+            + rx.max_streams_bidi
+            + rx.ping
+            + rx.reset_stream
+            + rx.stop_sending
+            + rx.stream
+            + rx.path_challenge
+            + rx.path_response
+            + rx.new_connection_id
+            + rx.retire_connection_id
+            + rx.stream_data_blocked
+            + rx.streams_blocked_bidi;
+        let (bytes_in, bytes_out, streams) = self.traffic.read();
+        let remote = self.connection.remote_address();
+        Health {
+            heard,
+            acknowledged: rx.acks,
+            rtt: self.connection.rtt(),
+            remote: SocketAddr::new(remote.ip().to_canonical(), remote.port()),
+            streams,
+            bytes_in,
+            bytes_out,
+        }
+    }
+
+    fn stop_opening(&self) {
+        self.opening.store(false, Ordering::Relaxed);
+    }
+
+    fn allow_streams(&self, count: u32) {
+        self.allowed_most.store(count, Ordering::Relaxed);
+        self.raise_allowance();
+    }
+
+    async fn close(&self, code: CloseCode, reason: &str) {
+        self.stop_opening();
+        self.flushing.close();
+        let _patience_over = tokio::time::timeout(FLUSH_LIMIT, self.flushing.wait()).await;
+        self.connection
+            .close(code.number().into(), reason.as_bytes());
+    }
+
+    async fn closed(&self) -> CloseReason {
+        close_reason(self.connection.closed().await)
+    }
+
+    fn peer(&self) -> &PeerIdentity {
+        &self.peer
+    }
+
+    fn transport(&self) -> TransportKind {
+        TransportKind::Quic
+    }
+}
+
+fn close_reason(error: ConnectionError) -> CloseReason {
+    let (by, code) = match &error {
+        ConnectionError::ApplicationClosed(close) => {
+            let code = CloseCode::from_number(
+                u32::try_from(close.error_code.into_inner()).unwrap_or(u32::MAX),
+            );
+            let reason = crate::wire::header::one_line(&String::from_utf8_lossy(&close.reason));
+            return CloseReason {
+                by: ClosedBy::Peer,
+                code,
+                reason,
+            };
+        }
+        ConnectionError::LocallyClosed => (ClosedBy::Local, CloseCode::Normal),
+        ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
+        ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
+        ConnectionError::ConnectionClosed(_)
+        | ConnectionError::TransportError(_)
+        | ConnectionError::VersionMismatch
+        | ConnectionError::CidsExhausted => (ClosedBy::Network, CloseCode::Protocol),
+    };
+    CloseReason {
+        by,
+        code,
+        reason: error.to_string(),
+    }
+}

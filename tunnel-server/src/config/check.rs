@@ -1,0 +1,219 @@
+//! Checks of single settings: what was written → a value, or a mistake that says what is expected.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tunnel_proto::process::settings::{Mistakes, PortSet};
+use tunnel_proto::wire::header::Target;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::{ProxyPortListen, RawConfig, RawService};
+use crate::ingress::service::Service;
+use crate::ingress::target::Destination;
+use crate::policy::PortPolicy;
+
+pub(super) fn loopback(port: u16) -> SocketAddr {
+    ([127, 0, 0, 1], port).into()
+}
+
+pub(super) fn address(bad: &mut Mistakes, setting: &str, text: &str) -> Option<SocketAddr> {
+    let parsed = text.parse();
+    if parsed.is_err() {
+        bad.add(
+            setting,
+            format!(
+                "{:?} is not an address with a port, as in 127.0.0.1:10264 or [::]:10262",
+                text
+            ),
+        );
+    }
+    parsed.ok()
+}
+
+pub(super) fn door_address(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: SocketAddr,
+) -> Option<SocketAddr> {
+    match text {
+        None => Some(default),
+        Some("off") => None,
+        Some(text) => address(bad, setting, text),
+    }
+}
+
+pub(super) fn port_list(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: &str,
+) -> PortSet {
+    bad.take(setting, text.unwrap_or(default).parse(), PortSet::default())
+}
+
+pub(super) fn duration(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: Duration,
+) -> Duration {
+    text.map_or(default, |text| {
+        bad.take(setting, humantime::parse_duration(text), default)
+    })
+}
+
+pub(super) fn parsed<T: std::str::FromStr>(
+    bad: &mut Mistakes,
+    setting: &str,
+    text: Option<&str>,
+    default: T,
+) -> T
+where
+    T::Err: std::fmt::Display,
+{
+    match text.map(|text| text.parse()) {
+        None => default,
+        Some(parsed) => bad.take(setting, parsed, default),
+    }
+}
+
+pub(super) fn proxy_port_listen(bad: &mut Mistakes, text: Option<&str>) -> ProxyPortListen {
+    match text {
+        None => ProxyPortListen::WithDoor,
+        Some("off") => ProxyPortListen::Off,
+        Some(host) => match host.parse() {
+            Ok(host) => ProxyPortListen::Host(host),
+            Err(error) => {
+                bad.add(
+                    "--proxy-port-listen",
+                    format!("{host:?}: {error}; give an address without a port, or off"),
+                );
+                ProxyPortListen::Off
+            }
+        },
+    }
+}
+
+pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, PathBuf)> {
+    match (&raw.https_cert_file, &raw.https_key_file) {
+        (Some(chain), Some(key)) => Some(((chain).into(), (key).into())),
+        (None, None) => None,
+        (Some(_), None) => {
+            bad.add("--https-cert-file", "needs --https-key-file too");
+            None
+        }
+        (None, Some(_)) => {
+            bad.add("--https-key-file", "needs --https-cert-file too");
+            None
+        }
+    }
+}
+
+pub(super) fn client_auth(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, bool)> {
+    let ca = raw.client_ca.as_deref().map(PathBuf::from);
+    match raw.https_client_auth.as_deref().unwrap_or("request") {
+        "none" => None,
+        "request" => ca.map(|path| (path, false)),
+        "require" => {
+            if ca.is_none() {
+                bad.add("--https-client-auth", "require needs --client-ca");
+            }
+            ca.map(|path| (path, true))
+        }
+        other => {
+            bad.add(
+                "--https-client-auth",
+                format!("{other:?} is not none, request or require"),
+            );
+            None
+        }
+    }
+}
+
+/// `HOST:PORT` with a name or an address, as agents dial it.
+pub(super) fn advertised(bad: &mut Mistakes, text: &str) -> Option<String> {
+    let host_and_port = text.rsplit_once(':').filter(|(host, port)| {
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        let known = bare.map_or_else(
+            || host.parse::<NodeName>().is_ok() || host.parse::<Ipv4Addr>().is_ok(),
+            |address| address.parse::<Ipv6Addr>().is_ok(),
+        );
+        known && port.parse::<Port>().is_ok()
+    });
+    if host_and_port.is_none() {
+        bad.add("--advertise", format!("{text:?} is not HOST:PORT"));
+    }
+    host_and_port.map(|_| text.to_owned())
+}
+
+pub(super) fn check_service(
+    bad: &mut Mistakes,
+    raw: &RawService,
+    ports: &PortPolicy,
+) -> Option<(SocketAddr, Service)> {
+    let setting = format!("services: {}", raw.name);
+    if raw
+        .protocol
+        .as_deref()
+        .is_some_and(|protocol| protocol != "tcp")
+    {
+        bad.add(&setting, "protocol must be tcp");
+    }
+    let listen = address(bad, &format!("{setting}: listen"), &raw.listen);
+    let node = raw
+        .node
+        .parse::<NodeName>()
+        .map_err(|error| bad.add(&format!("{setting}: node"), error))
+        .ok();
+    let target = service_target(&raw.target, ports);
+    let target = target
+        .map_err(|problem| bad.add(&format!("{setting}: target"), problem))
+        .ok();
+    let destination = Destination {
+        node: node?,
+        target: target?,
+    };
+    Some((
+        listen?,
+        Service {
+            name: raw.name.clone(),
+            destination,
+        },
+    ))
+}
+
+/// A bare port is the node's, on its loopback when the port is in that list; a host is another machine, or loopback.
+pub(super) fn service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
+    let Some((host, port)) = text.rsplit_once(':') else {
+        let port = text
+            .parse::<Port>()
+            .map_err(|error| format!("{text:?}: {error}"))?;
+        return Ok(if ports.localhost.contains(port) {
+            Target::Loopback(port)
+        } else {
+            Target::Node(port)
+        });
+    };
+    let port = port
+        .parse::<Port>()
+        .map_err(|error| format!("{text:?}: {error}"))?;
+    let host = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host);
+    if host == "localhost"
+        || host
+            .parse::<IpAddr>()
+            .is_ok_and(|address| address.is_loopback())
+    {
+        return Ok(Target::Loopback(port));
+    }
+    if host.parse::<IpAddr>().is_err() && host.parse::<NodeName>().is_err() {
+        return Err(format!("{text:?} is not PORT or HOST:PORT"));
+    }
+    Ok(Target::Host(host.into(), port))
+}
