@@ -63,9 +63,6 @@ pub enum IdentityError {
     /// No SAN URI of ours, more than one, or one that does not parse.
     #[error("certificate carries no single culvert:// role")]
     NoRole,
-    /// The role is another than the one needed here.
-    #[error("certificate has the wrong role")]
-    WrongRole,
 }
 
 impl PeerIdentity {

@@ -17,6 +17,8 @@ pub mod process;
 #[cfg(feature = "io")]
 pub mod relay;
 #[cfg(feature = "io")]
+pub mod tcp;
+#[cfg(feature = "io")]
 pub mod tls;
 #[cfg(feature = "io")]
 pub mod transport;

@@ -10,10 +10,8 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Instant, Sleep};
 
 /// First size of a direction's buffer. Most streams are short or quiet.
 const BUFFER_FIRST_BYTES: usize = 8 * 1024;
@@ -38,8 +36,6 @@ pub enum RelayEnd {
     ReaderLeft(Side),
     /// A read failed: bytes may be missing on the other side.
     Cut(Side, io::Error),
-    /// Nothing moved for the idle limit.
-    Idle,
 }
 
 /// Totals and end of a relay.
@@ -61,18 +57,16 @@ impl Relayed {
     }
 }
 
-/// Relays until both directions have ended, one is cut, or nothing moved for `idle` (`None`: no limit).
+/// Relays until both directions have ended or one is cut. Quiet streams are never cut.
 ///
 /// Cancel-safe in the sense of a cut: dropped early, bytes in flight are lost and the caller drops both sides.
-pub async fn relay<L, R>(left: &mut L, right: &mut R, idle: Option<Duration>) -> Relayed
+pub async fn relay<L, R>(left: &mut L, right: &mut R) -> Relayed
 where
     L: AsyncRead + AsyncWrite + Unpin + ?Sized,
     R: AsyncRead + AsyncWrite + Unpin + ?Sized,
 {
     let (mut there, mut back) = (Direction::new(), Direction::new());
-    let mut idle = idle.map(|limit| (limit, Box::pin(tokio::time::sleep(limit))));
     let end = poll_fn(|cx| {
-        let before = there.moved + back.moved;
         let first = there
             .poll(cx, left, right)
             .map_err(|error| RelayEnd::Cut(Side::Left, error));
@@ -88,10 +82,7 @@ where
             } else {
                 RelayEnd::Clean
             }),
-            (Poll::Pending, _) | (_, Poll::Pending) => {
-                poll_idle(cx, idle.as_mut(), there.moved + back.moved != before)
-                    .map(|()| RelayEnd::Idle)
-            }
+            (Poll::Pending, _) | (_, Poll::Pending) => Poll::Pending,
         }
     })
     .await;
@@ -100,20 +91,6 @@ where
         right_to_left: back.moved,
         end,
     }
-}
-
-fn poll_idle(
-    cx: &mut Context<'_>,
-    idle: Option<&mut (Duration, Pin<Box<Sleep>>)>,
-    moved: bool,
-) -> Poll<()> {
-    let Some((limit, sleep)) = idle else {
-        return Poll::Pending;
-    };
-    if moved {
-        sleep.as_mut().reset(Instant::now() + *limit);
-    }
-    sleep.as_mut().poll(cx)
 }
 
 /// Reading, until the input ends; then ending the output; then done.
@@ -233,23 +210,20 @@ mod tests {
     use super::*;
 
     #[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
-    fn start(
-        idle: Option<Duration>,
-    ) -> (
+    fn start() -> (
         tokio::io::DuplexStream,
         tokio::io::DuplexStream,
         AbortOnDropHandle<Relayed>,
     ) {
         let (left, mut left_inner) = duplex(1024);
         let (right, mut right_inner) = duplex(1024);
-        let task =
-            tokio::spawn(async move { relay(&mut left_inner, &mut right_inner, idle).await });
+        let task = tokio::spawn(async move { relay(&mut left_inner, &mut right_inner).await });
         (left, right, AbortOnDropHandle::new(task))
     }
 
     #[tokio::test]
     async fn half_close_ends_one_direction_and_the_other_goes_on() {
-        let (mut left, mut right, task) = start(None);
+        let (mut left, mut right, task) = start();
         left.write_all(b"question").await.unwrap();
         left.shutdown().await.unwrap();
         let mut got = Vec::new();
@@ -275,7 +249,7 @@ mod tests {
 
     #[tokio::test]
     async fn reader_that_left_does_not_stop_the_answer() {
-        let (mut left, right, task) = start(None);
+        let (mut left, right, task) = start();
         let (mut right_read, right_write) = tokio::io::split(right);
         left.write_all(b"x").await.unwrap();
         assert_eq!(right_read.read_u8().await.unwrap(), b'x');
@@ -291,26 +265,11 @@ mod tests {
         ));
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn idle_limit_counts_from_the_last_byte() {
-        let (mut left, mut right, task) = start(Some(Duration::from_secs(10)));
-        let began = Instant::now();
-        tokio::time::advance(Duration::from_secs(9)).await;
-        left.write_all(b"x").await.unwrap();
-        right.read_u8().await.unwrap();
-        assert!(matches!(task.await.unwrap().end, RelayEnd::Idle));
-        assert!(
-            began.elapsed() >= Duration::from_secs(19),
-            "{:?}",
-            began.elapsed()
-        );
-    }
-
     #[tokio::test]
     async fn failed_read_is_a_cut() {
         let mut left = tokio_test_reader(io::ErrorKind::ConnectionReset);
         let (mut right, _keep) = duplex(64);
-        let relayed = relay(&mut left, &mut right, None).await;
+        let relayed = relay(&mut left, &mut right).await;
         assert!(matches!(relayed.end, RelayEnd::Cut(Side::Left, _)));
     }
 

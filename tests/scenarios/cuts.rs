@@ -237,3 +237,64 @@ async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
+    let world = World::start().await?;
+    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let answer = deterministic_bytes(5, MIB);
+    let upload = RawRequest::new("POST", "/upload", "worker-1:9100")
+        .header("Connection", "close")
+        .body(vec![7; 8 * MIB]);
+    for _ in 0..10 {
+        let (reply, answered) = tokio::join!(request(world.http(), &upload), async {
+            let mut stream = agent.next_stream().await?;
+            stream.accept("").await?;
+            let head = format!(
+                "HTTP/1.1 413 Too Large\r\nContent-Length: {}\r\n\r\n",
+                answer.len()
+            );
+            stream.write_all(head.as_bytes()).await?;
+            stream.write_all(&answer).await?;
+            // Reads nothing: a target that answers early and closes.
+            stream.shutdown().await?;
+            drop(stream);
+            anyhow::Ok(())
+        });
+        answered?;
+        let reply = reply?;
+        assert_eq!(reply.status, 413);
+        assert!(
+            reply.body == answer,
+            "{} of {} bytes, {:?}",
+            reply.body.len(),
+            answer.len(),
+            reply.ended
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> {
+    let world = World::start_with(|settings| settings.drain_timeout = Some("1ms".into())).await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    // Delimited by the end of the connection for this caller, who does not read until the server is gone.
+    let raw = RawRequest::raw(format!(
+        "GET /size/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
+        64 * MIB
+    ));
+    let exchange = tunnel_tests::client::Exchange::start(world.http(), &raw).await?;
+    let mut world = world;
+    world.stop_server().await?;
+    let reply = exchange.into_reply().await;
+    assert!(
+        !reply.ended.is_clean(),
+        "{} bytes, {:?}",
+        reply.body.len(),
+        reply.ended
+    );
+    Ok(())
+}

@@ -269,3 +269,41 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn chunked_body_of_any_method_arrives() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    for method in ["POST", "GET"] {
+        let upload = RawRequest::new(method, "/upload", &host)
+            .header("Connection", "close")
+            .header("Transfer-Encoding", "chunked")
+            .followed_by("5\r\nhello\r\n0\r\n\r\n");
+        let through = request(world.http(), &upload).await?;
+        let direct = request(exporter.addr(), &upload).await?;
+        assert_eq!(
+            (through.status, through.text()),
+            (direct.status, direct.text()),
+            "{method}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
+    let world = World::start().await?;
+    let kubelet = StandInKubelet::start("00012345").await?;
+    let _agent = world.agent("00012345").await?;
+    let host = format!("00012345:{}", kubelet.addr().port());
+    // Such a name cannot be asked for in SNI, so the caller verifies the door by another one.
+    let reply = request(
+        world.https("localhost")?,
+        &RawRequest::get(&host, "/metrics"),
+    )
+    .await?;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    Ok(())
+}

@@ -72,18 +72,21 @@ fn verbs(text: &mut String, command: &Command, path: &str) {
             .map(ToString::to_string)
             .unwrap_or_default();
         put(text, format_args!("\n## `{path}`\n\n{about}.\n"));
-        let flags: Vec<&Arg> = verb
-            .get_arguments()
-            .filter(|flag| flag.get_id() != "help")
-            .collect();
-        if !flags.is_empty() {
+        let flags = flags_of(verb);
+        if verb.get_name() == "check-config" {
+            text.push_str("\nIt takes the flags and variables of `run`.\n");
+        } else if !flags.is_empty() {
             text.push_str("\n| flag | variable | |\n|---|---|---|\n");
-        }
-        for flag in flags {
-            row(text, flag);
+            flags.iter().for_each(|flag| row(text, flag));
         }
         verbs(text, verb, &path);
     }
+}
+
+fn flags_of(verb: &Command) -> Vec<&Arg> {
+    verb.get_arguments()
+        .filter(|flag| flag.get_id() != "help")
+        .collect()
 }
 
 fn row(text: &mut String, flag: &Arg) {
@@ -117,6 +120,7 @@ fn row(text: &mut String, flag: &Arg) {
         .split_whitespace()
         .collect::<Vec<_>>()
         .join(" ");
+    let name = name.replace('|', "\\|");
     put(text, format_args!("| `{name}` | {variable} | {help} |\n"));
 }
 

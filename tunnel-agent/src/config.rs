@@ -9,8 +9,8 @@ use tunnel_proto::process::settings::ConfigError;
 mod checked;
 mod limits;
 
-pub(crate) use checked::parse_token;
 pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_address};
+pub(crate) use checked::{NO_PIN, parse_token};
 pub use limits::{LIMITS, Limits, RawLimits};
 
 /// Prefix of the environment variables.

@@ -137,17 +137,17 @@ impl Egress {
         let refusal = match &header.kind {
             StreamKind::Control { .. } => Refusal {
                 code: RefusalCode::BadHeader,
-                detail: format!("{}: the session has its control stream already", self.node),
+                detail: "the session has its control stream already".to_owned(),
             },
             StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
                 code: RefusalCode::Draining,
-                detail: format!("{}: agent is stopping", self.node),
+                detail: "agent is stopping".to_owned(),
             },
             StreamKind::Target(target) => match self.permits.try_acquire() {
                 Ok(_until_the_end) => return self.connect(target, stream, terms).await,
                 Err(_none_left) => Refusal {
                     code: RefusalCode::TooManyStreams,
-                    detail: format!("{}: agent's limits.streamsPerAgent is reached", self.node),
+                    detail: "agent's limits.streamsPerAgent is reached".to_owned(),
                 },
             },
         };
@@ -162,7 +162,6 @@ impl Egress {
             self.dial_timeout.min(terms.dial_timeout)
         };
         let context = DialContext {
-            node: &self.node,
             node_ip: terms.node_ip,
             ceiling: &self.ceiling,
             limit,
@@ -193,7 +192,7 @@ async fn join(mut stream: Stream, mut socket: TargetSocket, dialled: &str) -> Ou
             ..Outcome::nothing_moved(StreamEnd::CutByPeer)
         };
     }
-    let relayed = relay(&mut stream, &mut socket, None).await;
+    let relayed = relay(&mut stream, &mut socket).await;
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
             socket.ended_well();
@@ -209,7 +208,6 @@ async fn join(mut stream: Stream, mut socket: TargetSocket, dialled: &str) -> Ou
             stream.reset(ResetCode::PeerCut);
             (StreamEnd::CutByTarget, error.to_string())
         }
-        RelayEnd::Idle => (StreamEnd::CutByPeer, "idle".to_owned()),
     };
     Outcome {
         end,

@@ -22,6 +22,7 @@ use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken};
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::NodeName;
 
+use crate::config::NO_PIN;
 use crate::config::ServerAddress;
 use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
@@ -207,7 +208,10 @@ async fn request(
         Some(given) => Trust::Roots(
             tls::roots(given.iter().cloned()).map_err(|error| prepare(error.to_string()))?,
         ),
-        None => Trust::Pin(*enrolment.token.ca_hash()),
+        None => match enrolment.token.ca_hash() {
+            Some(hash) => Trust::Pin(*hash),
+            None => return Err(prepare(format!("the token {NO_PIN}"))),
+        },
     };
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
     let message = EnrollRequest {
@@ -282,7 +286,7 @@ fn check(
     }
     let pinned = roots.iter().any(|root| {
         spki_sha256(&CertificateDer::from(root.as_slice()))
-            .is_ok_and(|hash| hash == *enrolment.token.ca_hash())
+            .is_ok_and(|hash| enrolment.token.ca_hash() == Some(&hash))
     });
     if enrolment.ca.is_none() && !pinned {
         return Err("its roots do not hold the CA that the token pins");

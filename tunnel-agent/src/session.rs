@@ -128,9 +128,11 @@ pub(crate) async fn run(
         }
     };
     session.allow_streams(
+        // The control stream, and those that have ended at the server but not yet here.
         welcome
             .streams_per_agent
             .min(STREAMS_MOST)
+            .saturating_mul(2)
             .saturating_add(1),
     );
     let _connected = shared.metrics.session(session.transport());

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use serde::Deserialize;
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
@@ -178,17 +177,20 @@ pub enum ProxyPortListen {
 /// Reads the YAML file, if one is named, under the flags and environment.
 ///
 /// # Errors
-/// When the file cannot be read or understood; [`ConfigError`] with all mistakes of the settings.
-pub fn load(flags: RawConfig, file: Option<&std::path::Path>) -> anyhow::Result<Config> {
+/// [`ConfigError`] when the file cannot be read or understood, or with all mistakes of the settings.
+pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError> {
     let lower = match file {
         Some(path) => {
-            let text = std::fs::read_to_string(path)
-                .with_context(|| format!("reading {}", path.display()))?;
-            serde_saphyr::from_str(&text).with_context(|| format!("in {}", path.display()))?
+            let mistake = |problem: String| {
+                ConfigError(vec![format!("--config: {}: {problem}", path.display())])
+            };
+            let text = std::fs::read_to_string(path).map_err(|error| mistake(error.to_string()))?;
+            serde_saphyr::from_str::<Option<RawConfig>>(&text)
+                .map_err(|error| mistake(error.to_string()))?
         }
-        None => RawConfig::default(),
+        None => None,
     };
-    Ok(Config::try_from(flags.or(lower))?)
+    Config::try_from(flags.or(lower.unwrap_or_default()))
 }
 
 impl TryFrom<RawConfig> for Config {

@@ -94,7 +94,7 @@ fn ask(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<Exit
 }
 
 fn load(source: Source) -> anyhow::Result<Config> {
-    config::load(source.settings, source.config.as_deref())
+    Ok(config::load(source.settings, source.config.as_deref())?)
 }
 
 fn run(source: Source) -> anyhow::Result<ExitCode> {

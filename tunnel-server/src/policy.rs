@@ -18,16 +18,16 @@ pub struct PortPolicy {
     pub https: PortSet,
     /// Ports that the agent dials on its loopback.
     pub localhost: PortSet,
-    /// The tunnel's own ports with the name of their listener, for a hint.
-    pub own: Vec<(Port, &'static str)>,
+    /// The tunnel's own ports, for a hint.
+    pub own: Vec<Port>,
 }
 
 /// Why a port is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PortRefusal {
     /// It is one of the tunnel's own and the caller most likely forgot the target's port.
-    #[error("{0} is the tunnel's own port ({1}); put the target's port in Host")]
-    Own(Port, &'static str),
+    #[error("{0} is the tunnel's own port; put the target's port in Host")]
+    Own(Port),
     /// No list has it.
     #[error(
         "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
@@ -51,8 +51,8 @@ impl PortPolicy {
         {
             return Ok(Target::Node(port));
         }
-        match self.own.iter().find(|(own, _)| *own == port) {
-            Some((_, listener)) => Err(PortRefusal::Own(port, listener)),
+        match self.own.iter().find(|own| **own == port) {
+            Some(_) => Err(PortRefusal::Own(port)),
             None => Err(PortRefusal::NotListed(port)),
         }
     }
@@ -83,10 +83,7 @@ mod tests {
             http: "9100, 9200".parse().unwrap(),
             https: "9200, 9443, 10250".parse().unwrap(),
             localhost: "10266, 10267".parse().unwrap(),
-            own: vec![
-                (Port::new(10264).unwrap(), "http"),
-                (Port::new(9100).unwrap(), "meta"),
-            ],
+            own: vec![port(10264), port(9100)],
         }
     }
 
@@ -110,7 +107,7 @@ mod tests {
         );
         assert_eq!(
             policy.target(port(10264)),
-            Err(PortRefusal::Own(port(10264), "http"))
+            Err(PortRefusal::Own(port(10264)))
         );
         assert_eq!(
             policy.target(port(22)),

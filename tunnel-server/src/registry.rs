@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 use tracing::debug;
 use tunnel_proto::transport::{Session, SessionError, Stream};
 use tunnel_proto::wire::header::StreamHeader;
@@ -75,7 +75,9 @@ impl AgentSession {
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum OpenError {
     /// No session.
-    #[error("no agent is connected for this node")]
+    #[error(
+        "no agent is connected for this node; is tunnel-agent running there? 'tunnel-server nodes' lists who is"
+    )]
     NoAgent,
     /// The agent has as many streams as it may have.
     #[error("the agent has {0} streams open, the most it may have; try again later")]
@@ -105,7 +107,6 @@ pub struct Opened {
 pub struct Registry {
     sessions: Mutex<HashMap<NodeName, Vec<Arc<AgentSession>>>>,
     next_id: AtomicU64,
-    changes: watch::Sender<u64>,
     streams_per_agent: usize,
 }
 
@@ -116,7 +117,6 @@ impl Registry {
         Self {
             sessions: Mutex::default(),
             next_id: AtomicU64::new(1),
-            changes: watch::Sender::new(0),
             streams_per_agent,
         }
     }
@@ -148,7 +148,6 @@ impl Registry {
         }
         of_node.insert(0, session.clone());
         drop(sessions);
-        self.changes.send_modify(|count| *count += 1);
         Ok(Registration {
             registry: self.clone(),
             session,
@@ -165,12 +164,6 @@ impl Registry {
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
         self.lock().values().flatten().cloned().collect()
-    }
-
-    /// Counts up whenever a session comes or goes.
-    #[must_use]
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.subscribe()
     }
 
     /// Opens a stream to a node's agent within `limit`, which also bounds the wait for the agent's reply. When the
@@ -228,7 +221,6 @@ impl Registry {
             }
         }
         drop(sessions);
-        self.changes.send_modify(|count| *count += 1);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, Vec<Arc<AgentSession>>>> {

@@ -118,7 +118,7 @@ impl TokenStore {
         }
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
         let secret = random::<TOKEN_SECRET_BYTES>()?;
-        let token = JoinToken::new(&id, &secret, ca_hash)?;
+        let token = JoinToken::new(&id, &secret, Some(ca_hash))?;
         let created = whole_seconds(now);
         let stored = Stored {
             node: node.clone(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
+use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 /// What every part of a process needs to end well. Clones share one state.
@@ -61,11 +61,6 @@ impl Shutdown {
                 () = service => {}
             }
         });
-    }
-
-    /// Keeps a drain waiting for as long as it lives.
-    pub fn work_token(&self) -> TaskTrackerToken {
-        self.work.token()
     }
 
     /// How much work is left.

@@ -126,8 +126,8 @@ pub struct Stream {
     reply: Reply,
     /// The writer met an error while the reply was outstanding; reported once the reply is known.
     write_failure: Option<io::Error>,
-    /// Whoever polled the other half while the reply was outstanding.
-    reply_waiters: [Option<Waker>; 2],
+    /// Whoever waits in one half for what the other half will learn: the reply, or the end of the input.
+    waiters: [Option<Waker>; 2],
     read_ended: bool,
     shut_down: bool,
     bytes: Arc<ByteCount>,
@@ -177,7 +177,7 @@ impl Stream {
             raw,
             reply,
             write_failure: None,
-            reply_waiters: [None, None],
+            waiters: [None, None],
             read_ended: false,
             shut_down: false,
             bytes: Arc::default(),
@@ -215,6 +215,11 @@ impl Stream {
             Reply::Accepted { dialled } => Ok(dialled),
             Reply::Ours | Reply::Awaited { .. } | Reply::Refused(_) | Reply::Failed(_) => Ok(""),
         }
+    }
+
+    /// Writes the header, which is not payload. Not cancel-safe, but a stream dropped here is reset.
+    pub(super) async fn write_header(&mut self, header: &[u8]) -> io::Result<()> {
+        self.raw.write_all(header).await
     }
 
     /// For acceptors: says that the target is connected. Must come before any payload. Not cancel-safe.
@@ -267,12 +272,12 @@ impl Stream {
                 Reply::Failed(StreamCut::ReplyTimeout)
             }
             Poll::Pending => {
-                self.reply_waiters[half as usize] = Some(cx.waker().clone());
+                self.waiters[half as usize] = Some(cx.waker().clone());
                 return Poll::Pending;
             }
         };
         self.reply = outcome;
-        for waker in self.reply_waiters.iter_mut().filter_map(Option::take) {
+        for waker in self.waiters.iter_mut().filter_map(Option::take) {
             waker.wake();
         }
         self.poll_reply(cx, half)
@@ -282,6 +287,15 @@ impl Stream {
     fn poll_write_failure(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         if let Err(explained) = ready!(self.poll_reply(cx, Half::Write)) {
             return Poll::Ready(explained);
+        }
+        // A peer that has stopped reading may have answered before: the answer goes first.
+        let stopped = self
+            .write_failure
+            .as_ref()
+            .and_then(|error| cause_in::<StreamCut>(error));
+        if matches!(stopped, Some(StreamCut::Stopped(_))) && !self.read_ended {
+            self.waiters[Half::Write as usize] = Some(cx.waker().clone());
+            return Poll::Pending;
         }
         Poll::Ready(
             self.write_failure
@@ -327,11 +341,16 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
-        ready!(Pin::new(&mut this.raw).poll_read(cx, out))?;
+        let read = ready!(Pin::new(&mut this.raw).poll_read(cx, out));
         let count = (out.filled().len() - before) as u64;
-        if count == 0 && out.remaining() > 0 {
+        if read.is_err() || (count == 0 && out.remaining() > 0) {
             this.read_ended = true;
+            this.waiters[Half::Write as usize]
+                .take()
+                .into_iter()
+                .for_each(Waker::wake);
         }
+        read?;
         this.bytes.received.fetch_add(count, Ordering::Relaxed);
         this.traffic.bytes_in.fetch_add(count, Ordering::Relaxed);
         Poll::Ready(Ok(()))

@@ -75,12 +75,10 @@ codes! {
         Dropped = 0 "dropped",
         /// The socket behind the stream was cut.
         PeerCut = 1 "peer_cut",
-        /// The process stops and its patience is over.
-        Stopped = 2 "stopped",
         /// The stream's first bytes break the protocol or did not come in time.
-        Protocol = 3 "protocol",
+        Protocol = 2 "protocol",
         /// The stream is refused, see its reply (used with STOP_SENDING only).
-        Refused = 4 "refused",
+        Refused = 3 "refused",
     }
 }
 

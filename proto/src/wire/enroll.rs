@@ -125,18 +125,18 @@ impl EnrollReply {
 }
 
 /// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enrol, the hash
-/// pins the server's CA, so that the token is never sent to anyone else.
+/// pins the server's CA, so that the token is never sent to anyone else. Without it the agent needs the CA itself.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     id: String,
     secret: Vec<u8>,
-    ca_hash: [u8; CA_HASH_BYTES],
+    ca_hash: Option<[u8; CA_HASH_BYTES]>,
 }
 
 /// Why a text is not a join token. The text itself is never repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// Not three parts separated by dots.
+    /// Not two or three parts separated by dots.
     #[error(
         "not a join token: expected ID.SECRET.CAHASH, as printed by 'tunnel-server token create'"
     )]
@@ -151,7 +151,11 @@ impl JoinToken {
     ///
     /// # Errors
     /// [`TokenError::Part`] when the id or the secret has another form than ours.
-    pub fn new(id: &str, secret: &[u8], ca_hash: [u8; CA_HASH_BYTES]) -> Result<Self, TokenError> {
+    pub fn new(
+        id: &str,
+        secret: &[u8],
+        ca_hash: Option<[u8; CA_HASH_BYTES]>,
+    ) -> Result<Self, TokenError> {
         let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
         if id.len() != TOKEN_ID_LEN || !id.bytes().all(plain) {
             return Err(TokenError::Part("id"));
@@ -178,16 +182,22 @@ impl JoinToken {
         &self.secret
     }
 
-    /// SHA-256 of the CA's SubjectPublicKeyInfo.
+    /// SHA-256 of the CA's SubjectPublicKeyInfo, unless the token came without; then the CA must be known otherwise.
     #[must_use]
-    pub fn ca_hash(&self) -> &[u8; CA_HASH_BYTES] {
-        &self.ca_hash
+    pub fn ca_hash(&self) -> Option<&[u8; CA_HASH_BYTES]> {
+        self.ca_hash.as_ref()
     }
 
     /// The token as text, with its secret.
     #[must_use]
     pub fn reveal(&self) -> String {
-        format!("{}.{}.{}", self.id, hex(&self.secret), hex(&self.ca_hash))
+        let pin = self.ca_hash.map(|hash| format!(".{}", hex(&hash)));
+        format!(
+            "{}.{}{}",
+            self.id,
+            hex(&self.secret),
+            pin.unwrap_or_default()
+        )
     }
 }
 
@@ -205,15 +215,20 @@ impl FromStr for JoinToken {
 
     fn from_str(text: &str) -> Result<Self, TokenError> {
         let mut parts = text.trim().split('.');
-        let (Some(id), Some(secret), Some(hash), None) =
+        let (Some(id), Some(secret), hash, None) =
             (parts.next(), parts.next(), parts.next(), parts.next())
         else {
             return Err(TokenError::Shape);
         };
         let secret = unhex(secret).ok_or(TokenError::Part("secret"))?;
-        let hash = unhex(hash)
-            .and_then(|bytes| bytes.try_into().ok())
-            .ok_or(TokenError::Part("CA hash"))?;
+        let hash = match hash.map(unhex) {
+            None => None,
+            Some(bytes) => Some(
+                bytes
+                    .and_then(|bytes| bytes.try_into().ok())
+                    .ok_or(TokenError::Part("CA hash"))?,
+            ),
+        };
         Self::new(id, &secret, hash)
     }
 }
@@ -254,7 +269,7 @@ mod tests {
         JoinToken::new(
             "abcdef012345",
             &[0xa5; TOKEN_SECRET_BYTES],
-            [0x11; CA_HASH_BYTES],
+            Some([0x11; CA_HASH_BYTES]),
         )
         .unwrap()
     }

@@ -3,7 +3,7 @@
 //! A frame is the message's length as a protobuf varint, then the message. The length is checked against the cap
 //! before anything is allocated for it (the lesson of CVE-2026-62370).
 
-use bytes::{Buf, BufMut, Bytes, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
 
 /// Cap of a stream header or reply, bytes. A header is a few dozen bytes; a host name adds at most 253.
@@ -109,14 +109,12 @@ fn parse_prefix(buffer: &[u8], limit: usize) -> Result<Option<(usize, usize)>, F
     }
 }
 
-/// Puts a bare length prefix, for peers scripted by tests.
+/// Puts a bare length prefix, for tests that announce what they do not send.
+#[cfg(any(test, feature = "test-util"))]
 pub fn put_prefix(length: u64, out: &mut BytesMut) {
-    let mut rest = length;
-    while rest >= 0x80 {
-        out.put_u8((rest & 0x7f) as u8 | 0x80);
-        rest >>= 7;
-    }
-    out.put_u8((rest & 0x7f) as u8);
+    // Writing to a growing buffer cannot fail for lack of room.
+    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    let _infallible = prost::encode_length_delimiter(length, out);
 }
 
 #[cfg(test)]

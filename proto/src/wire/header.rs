@@ -11,7 +11,7 @@ use super::pb;
 /// Longest detail of a reply, bytes; longer ones are cut at a character boundary.
 const DETAIL_MAX: usize = 512;
 /// Longest `traceparent` that is passed on (W3C Trace Context has 55 characters in version 00).
-const TRACE_PARENT_MAX: usize = 64;
+pub const TRACE_PARENT_MAX: usize = 64;
 /// Longest host of a target: a DNS name or an IPv6 address with a zone.
 const HOST_MAX: usize = 253;
 

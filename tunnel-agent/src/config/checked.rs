@@ -97,6 +97,12 @@ impl Config {
         let ca = settings
             .ca_file
             .and_then(|path| ca_certificates(&path, note));
+        if let Some(TokenSource::Given(token)) = &token
+            && token.ca_hash().is_none()
+            && ca.is_none()
+        {
+            note.add("--token", NO_PIN);
+        }
         let localhost_ports = settings
             .localhost_ports
             .as_deref()
@@ -247,8 +253,8 @@ pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
     // The three parts of a JSON web token begin with `{"` in base64url.
     if text.trim().starts_with("eyJ") {
         return Err(
-            "is a ServiceAccount token; this build takes join tokens only (ID.SECRET.CAHASH), \
-                    as printed by 'tunnel-server token create'"
+            "is a ServiceAccount token; this build takes join tokens only (ID.SECRET.CAHASH), as printed by \
+             'tunnel-server token create'"
                 .to_owned(),
         );
     }
@@ -351,5 +357,8 @@ impl FromStr for TransportChoice {
 const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
+/// What is wrong with a token that pins no CA when no CA is given.
+pub(crate) const NO_PIN: &str = "pins no CA (it has no third part), so the CA must be given: --ca-file with the output of \
+                                 'tunnel-server ca'";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
 const DEFAULT_DRAIN_TIMEOUT: &str = "30s";

@@ -48,8 +48,9 @@ limits! {
     request_head_timeout ("requestHeadTimeout"): Duration = "10s" via duration,
     /// Bytes of one stream that may be on their way unread, from 64KiB to 64MiB.
     stream_window ("streamWindow"): u32 = "2MiB" via window,
-    /// Streams served at once, from 1 to 65536; more are refused.
-    streams_per_agent ("streamsPerAgent"): u32 = "256" via streams,
+    /// Streams served at once, from 1 to 65536; more are refused. Twice the server's limit by default, since a stream
+    /// ends at the server first.
+    streams_per_agent ("streamsPerAgent"): u32 = "512" via streams,
     /// An idle session sends a sign of life this often (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s" via duration,
     /// A session on which nothing was heard for this long is dead: closed, and dialled anew.

@@ -183,7 +183,7 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
     let token = JoinToken::new(
         "abcdef012345",
         &[0xa5; TOKEN_SECRET_BYTES],
-        [1; CA_HASH_BYTES],
+        Some([1; CA_HASH_BYTES]),
     )
     .unwrap()
     .reveal();
@@ -198,9 +198,12 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
     let web_token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJl";
     let found = mistakes(|settings| settings.token = Some(web_token.into()));
     assert!(found[0].contains("ServiceAccount"), "{found:?}");
-    let found = mistakes(|settings| settings.token = Some("abcdef012345.a5a5".into()));
+    let found = mistakes(|settings| settings.token = Some("abcdef012345".into()));
+    assert!(found[0].contains("ID.SECRET.CAHASH"), "{found:?}");
+    let without_pin = token.rsplit_once('.').unwrap().0.to_owned();
+    let found = mistakes(|settings| settings.token = Some(Secret(without_pin)));
     assert!(
-        found[0].contains("ID.SECRET.CAHASH") && !found[0].contains("a5a5"),
+        found[0].contains("--ca-file") && !found[0].contains("a5a5"),
         "{found:?}"
     );
     let empty = Settings {

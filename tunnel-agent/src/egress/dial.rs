@@ -8,7 +8,7 @@ use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{Instant, timeout_at};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, Target};
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::Port;
 
 use super::node_ip::NodeIp;
 use crate::metrics::{DialResult, Metrics};
@@ -17,7 +17,6 @@ use crate::policy::{self, Ceiling, Class};
 /// What a dial needs to know besides the target.
 #[derive(Debug)]
 pub(crate) struct DialContext<'a> {
-    pub(crate) node: &'a NodeName,
     pub(crate) node_ip: Option<NodeIp>,
     pub(crate) ceiling: &'a Ceiling,
     pub(crate) limit: Duration,
@@ -35,20 +34,17 @@ pub(crate) async fn dial(
     let mut denied = None;
     for (class, address) in candidates {
         match policy::check(class, address, context.ceiling) {
-            Ok(()) => allowed.push((class, address)),
+            Ok(()) => allowed.push(address),
             Err(reason) => denied = denied.or(Some(reason)),
         }
     }
     let mut code = RefusalCode::TargetRefused;
     let mut failures = Vec::new();
-    for (index, (class, address)) in allowed.iter().enumerate() {
+    for (index, address) in allowed.iter().enumerate() {
         let now = Instant::now();
         let left = deadline.saturating_duration_since(now);
-        // Only the addresses of one name share the time: of the node's own addresses, the first that is silent decides.
-        let share = match class {
-            Class::Host => left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX),
-            Class::Node | Class::Loopback => left,
-        };
+        // A silent address must leave time for those behind it.
+        let share = left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX);
         let error = match timeout_at(now + share, TcpStream::connect(address)).await {
             Ok(Ok(socket)) => {
                 context.metrics.dialled(DialResult::Connected);
@@ -65,16 +61,13 @@ pub(crate) async fn dial(
             DialResult::Failed => RefusalCode::Internal,
             DialResult::Refused | DialResult::Connected => RefusalCode::TargetRefused,
         };
-        if code == RefusalCode::TargetTimeout && *class != Class::Host {
-            break;
-        }
     }
     match (failures.is_empty(), denied) {
         (true, Some(denied)) => Err(Refusal {
             code: RefusalCode::Policy,
             detail: denied.to_string(),
         }),
-        _ => Err(refusal(context, code, &failures.join("; "))),
+        _ => Err(refusal(code, &failures.join("; "))),
     }
 }
 
@@ -87,7 +80,7 @@ async fn candidates(
         Target::Node(port) => {
             let NodeIp { ip, given } = context.node_ip.ok_or_else(|| {
                 let problem = "address of the node is unknown; give the agent --node-ip";
-                refusal(context, RefusalCode::TargetRefused, problem)
+                refusal(RefusalCode::TargetRefused, problem)
             })?;
             // A host without a network has only loopback, and what listens there is not meant for the network.
             let class = if ip.is_loopback() && !given {
@@ -124,11 +117,11 @@ async fn candidates(
                 Ok(Err(error)) => format!("cannot be resolved: {error}"),
                 Err(_elapsed) => {
                     let problem = format!("{host}: was not resolved within {:?}", context.limit);
-                    return Err(refusal(context, RefusalCode::TargetTimeout, &problem));
+                    return Err(refusal(RefusalCode::TargetTimeout, &problem));
                 }
             };
             let problem = format!("{host}: {problem}");
-            Err(refusal(context, RefusalCode::TargetRefused, &problem))
+            Err(refusal(RefusalCode::TargetRefused, &problem))
         }
     }
 }
@@ -137,10 +130,10 @@ fn loopback_v4(port: Port) -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, port.get()))
 }
 
-fn refusal(context: &DialContext<'_>, code: RefusalCode, problem: &str) -> Refusal {
+fn refusal(code: RefusalCode, problem: &str) -> Refusal {
     Refusal {
         code,
-        detail: format!("{}: {problem}", context.node),
+        detail: problem.to_owned(),
     }
 }
 
@@ -170,13 +163,8 @@ mod tests {
     use super::*;
 
     async fn of_node(ip: &str, given: bool, port: u16) -> Vec<(Class, String)> {
-        let (node, ceiling, metrics) = (
-            "worker-1".parse().unwrap(),
-            Ceiling::default(),
-            Metrics::default(),
-        );
+        let (ceiling, metrics) = (Ceiling::default(), Metrics::default());
         let context = DialContext {
-            node: &node,
             node_ip: Some(NodeIp {
                 ip: ip.parse().unwrap(),
                 given,

@@ -23,8 +23,7 @@ pub(crate) struct TargetSocket {
 impl TargetSocket {
     /// Takes over a fresh connection.
     pub(crate) fn new(tcp: TcpStream, metrics: &Metrics) -> Self {
-        // Requests and answers are small and latency counts; a socket that cannot do without Nagle still works.
-        let _best_effort = tcp.set_nodelay(true);
+        let _best_effort = tunnel_proto::tcp::prepare(&tcp);
         Self {
             tcp,
             to_target: metrics.bytes(Direction::ToTarget),
@@ -42,7 +41,7 @@ impl TargetSocket {
 impl Drop for TargetSocket {
     fn drop(&mut self) {
         if self.reset_on_drop {
-            let _gone_anyway = self.tcp.set_zero_linger();
+            let _gone_anyway = tunnel_proto::tcp::abort_on_close(&self.tcp);
         }
     }
 }

@@ -67,7 +67,7 @@ impl Server {
     /// A token that pins this server's CA.
     pub(crate) fn token(&self) -> JoinToken {
         let hash = spki_sha256(self.ca.der()).unwrap();
-        JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], hash).unwrap()
+        JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], Some(hash)).unwrap()
     }
 
     /// Takes one connection for enrolment; an error when the client gave up in the handshake.

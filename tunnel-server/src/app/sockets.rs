@@ -228,15 +228,16 @@ pub(super) fn door_tls(
     Ok(tls::door_server(resolver, client_roots)?)
 }
 
-pub(super) fn own_ports(bound: &Bound) -> Vec<(Port, &'static str)> {
+pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {
     let own = [
-        (Some(bound.agents), "agents"),
-        (bound.https, "https"),
-        (bound.http, "http"),
-        (Some(bound.meta), "meta"),
+        Some(bound.agents),
+        bound.https,
+        bound.http,
+        Some(bound.meta),
     ];
     own.iter()
-        .filter_map(|(address, name)| Some((Port::new((*address)?.port())?, *name)))
+        .flatten()
+        .filter_map(|address| Port::new(address.port()))
         .collect()
 }
 

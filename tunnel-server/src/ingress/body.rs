@@ -28,8 +28,8 @@ struct TargetBody {
     body: Incoming,
     /// Present until the body has ended.
     passing: Option<Passing>,
-    /// Dropping the body drops the connection to the target, which closes the target's side at once.
-    _connection: AbortOnDropHandle<()>,
+    /// Dropping it midway drops the connection to the target, which closes the target's side at once.
+    connection: Option<AbortOnDropHandle<()>>,
 }
 
 /// What is settled when a body ends: the caller's connection and the access record.
@@ -68,7 +68,7 @@ impl DoorBody {
         Self(Inner::Target(Box::new(TargetBody {
             body,
             passing: Some(passing),
-            _connection: connection,
+            connection: Some(connection),
         })))
     }
 }
@@ -114,6 +114,8 @@ impl Body for DoorBody {
 
 impl TargetBody {
     fn finish(&mut self) {
+        // After a whole answer the connection closes in order, so that the target sees an end and no reset.
+        drop(self.connection.take().map(AbortOnDropHandle::detach));
         if let Some(passing) = self.passing.take() {
             passing.finish();
         }

@@ -5,19 +5,20 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
-use http::header::{CONNECTION, EXPECT, HOST, TE, TRANSFER_ENCODING, UPGRADE};
+use http::header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Version};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
-use tunnel_proto::relay::relay;
+use tunnel_proto::relay::{RelayEnd, relay};
+use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
-use super::answer::{Failure, Outcome};
+use super::answer::{ERROR_HEADER, Failure, Outcome};
 use super::body::{DoorBody, Passing};
 use super::record::Record;
-use super::socket::{Fate, Unfinished};
+use super::socket::{Fate, Unfinished, read_away};
 use super::target::{Destination, Facts, SELECT_DEST, SELECT_HOST, decide};
 use super::upstream::{self, Upstream};
 use super::{Door, Doors};
@@ -119,11 +120,12 @@ impl Caller {
         let destination = self.destination(&request)?;
         record.destination(&destination);
         let place = destination.to_string();
-        let upgrade = requested_upgrade(request.headers());
+        let upgrade = requested_upgrade(request.version(), request.headers());
         let caller_side = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
+        let trace = trace_parent(request.headers());
         prepare(&mut request, &destination, upgrade.as_ref());
         let mut upstream =
-            upstream::connect(&self.doors, self.door.scheme, &destination, record).await?;
+            upstream::connect(&self.doors, self.door.scheme, &destination, trace, record).await?;
         let sent = upstream.sender.send_request(request).await;
         let mut response =
             sent.map_err(|error| Failure::from_stream(&error, &place, Outcome::TargetBadResponse))?;
@@ -146,8 +148,7 @@ impl Caller {
             }
             (Some(_) | None, _) => None,
         };
-        let switched = upgrade.filter(|_| target_side.is_some());
-        clean_response(&mut response, switched);
+        clean_response(&mut response, target_side.is_some());
         let rest = match (caller_side, target_side) {
             (Some(caller), Some(target)) => Rest::Upgraded { caller, target },
             (Some(_) | None, _) => Rest::Body(upstream),
@@ -182,6 +183,17 @@ fn check_head(request: &Request<Incoming>, limit: usize) -> Result<(), Failure> 
         return Err(Failure::new(Outcome::HeadTooLarge, text));
     }
     Ok(())
+}
+
+/// The caller's trace context (W3C Trace Context), for the agent's record; empty when there is none or it is odd.
+fn trace_parent(headers: &HeaderMap) -> String {
+    let field = headers
+        .get("traceparent")
+        .and_then(|value| value.to_str().ok());
+    let plain = field.filter(|text| {
+        text.len() <= TRACE_PARENT_MAX && text.bytes().all(|byte| byte.is_ascii_graphic())
+    });
+    plain.unwrap_or_default().to_owned()
 }
 
 /// A target's answer and what follows its head.
@@ -241,18 +253,28 @@ async fn relay_upgraded(
     let (mut caller, mut target) = (TokioIo::new(caller), TokioIo::new(target));
     // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
     let unfinished = unfinished;
-    let relayed = relay(&mut caller, &mut target, None).await;
-    if relayed.is_clean() {
-        record.set(Outcome::Ok);
-        unfinished.finish();
-    } else {
-        debug!(end = ?relayed.end, "upgraded stream was cut");
-        record.set(Outcome::Cut);
+    match relay(&mut caller, &mut target).await.end {
+        RelayEnd::Clean => {
+            record.set(Outcome::Ok);
+            unfinished.finish();
+        }
+        RelayEnd::ReaderLeft(_) => {
+            record.set(Outcome::Cut);
+            read_away(&mut caller).await;
+            unfinished.finish();
+        }
+        RelayEnd::Cut(side, error) => {
+            debug!(?side, %error, "upgraded stream was cut");
+            record.set(Outcome::Cut);
+        }
     }
 }
 
-/// The protocol that a request wants to switch to.
-fn requested_upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
+/// The protocol that a request wants to switch to. HTTP/1.0 cannot (RFC 9110, section 7.8).
+fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
+    if version < Version::HTTP_11 {
+        return None;
+    }
     let connection = headers
         .get_all(CONNECTION)
         .iter()
@@ -283,11 +305,17 @@ fn prepare(
     upgrade: Option<&HeaderValue>,
 ) {
     *request.version_mut() = Version::HTTP_11;
+    let unknown_length =
+        !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
     let headers = request.headers_mut();
     let wants_trailers = headers
         .get(TE)
         .is_some_and(|te| te.as_bytes().eq_ignore_ascii_case(b"trailers"));
     strip_hop_by_hop(headers);
+    if unknown_length {
+        // Without it hyper sends no body at all for methods that seldom have one.
+        headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
     // 100-continue is answered hop by hop: hyper tells the caller to go on when the body is wanted.
     for name in [TE, EXPECT, SELECT_HOST, SELECT_DEST] {
         headers.remove(name);
@@ -311,16 +339,21 @@ fn prepare(
     }
 }
 
-fn clean_response(response: &mut Response<Incoming>, switched: Option<HeaderValue>) {
+/// Turns the target's answer into the caller's; `switched` when it is the 101 that was asked for.
+fn clean_response(response: &mut Response<Incoming>, switched: bool) {
     *response.version_mut() = Version::HTTP_11;
-    let protocol = response.headers().get(UPGRADE).cloned();
-    strip_hop_by_hop(response.headers_mut());
-    if switched.is_some() {
-        let headers = response.headers_mut();
+    let headers = response.headers_mut();
+    let protocol = headers.get(UPGRADE).cloned().filter(|_| switched);
+    if headers.contains_key(TRANSFER_ENCODING) {
+        // The chunks are what counts (RFC 9112, section 6.3), and hyper would frame by the length.
+        headers.remove(CONTENT_LENGTH);
+    }
+    strip_hop_by_hop(headers);
+    // Marks answers of ours; a target must not forge it.
+    headers.remove(ERROR_HEADER);
+    if let Some(protocol) = protocol {
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-        if let Some(protocol) = protocol {
-            headers.insert(UPGRADE, protocol);
-        }
+        headers.insert(UPGRADE, protocol);
     }
 }
 
@@ -333,7 +366,7 @@ fn strip_hop_by_hop(headers: &mut HeaderMap) {
         .flat_map(|value| value.split(','))
         .filter_map(|name| HeaderName::try_from(name.trim()).ok())
         // Fields that frame or route the message are not the sender's to remove.
-        .filter(|name| *name != HOST && *name != http::header::CONTENT_LENGTH)
+        .filter(|name| *name != HOST && *name != CONTENT_LENGTH)
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
@@ -356,8 +389,9 @@ mod tests {
 
     #[test]
     fn upgrade_needs_both_fields() {
-        let asked =
-            |fields: &[(&'static str, &'static str)]| requested_upgrade(&headers(fields)).is_some();
+        let asked = |fields: &[(&'static str, &'static str)]| {
+            requested_upgrade(Version::HTTP_11, &headers(fields)).is_some()
+        };
         assert!(asked(&[
             ("connection", "keep-alive, Upgrade"),
             ("upgrade", "SPDY/3.1")

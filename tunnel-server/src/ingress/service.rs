@@ -12,7 +12,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use super::Doors;
 use super::answer::{Failure, Outcome};
 use super::record::Record;
-use super::socket::{DoorSocket, Fate};
+use super::socket::{DoorSocket, Fate, read_away};
 use super::target::Destination;
 
 /// One entry of `services:`.
@@ -46,20 +46,20 @@ pub async fn serve(doors: Arc<Doors>, service: Arc<Service>, tcp: TcpStream, pee
         Err(error) => return record.fail(&Failure::from_open(&error, &place)),
     };
     record.opened(opened.session, opened.stream.bytes(), began.elapsed());
-    let relayed = relay(&mut caller, &mut opened.stream, None).await;
-    match relayed.end {
+    match relay(&mut caller, &mut opened.stream).await.end {
         RelayEnd::Clean => {
             record.set(Outcome::Ok);
+            unfinished.finish();
+        }
+        RelayEnd::ReaderLeft(side) => {
+            debug!(?side, "service stream ended with unread bytes");
+            record.set(Outcome::Cut);
+            read_away(&mut caller).await;
             unfinished.finish();
         }
         RelayEnd::Cut(_, error) => {
             debug!(%error, "service stream was cut");
             record.fail(&Failure::from_stream(&error, &place, Outcome::Cut));
         }
-        RelayEnd::ReaderLeft(side) => {
-            debug!(?side, "service stream ended with unread bytes");
-            record.set(Outcome::Cut);
-        }
-        RelayEnd::Idle => record.set(Outcome::Cut),
     }
 }

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::Sleep;
+use tokio::time::{Sleep, timeout};
 use tracing::debug;
+use tunnel_proto::tcp;
 
 /// After our FIN the rest of a caller's input is read away for at most this long: closing with unread input would reset
 /// the connection and with it the end of the answer.
@@ -22,6 +23,8 @@ pub struct Fate {
     cut: AtomicBool,
     /// Answers that have begun and not ended.
     unfinished: AtomicUsize,
+    /// At least one answer or stream has begun.
+    begun: AtomicBool,
     /// The connection carries an upgraded stream, where a half-close is only that.
     upgraded: AtomicBool,
 }
@@ -40,6 +43,7 @@ impl Fate {
     /// Marks an answer or stream as begun: unless it is finished, the connection ends in a reset.
     #[must_use]
     pub fn begin(self: &Arc<Self>) -> Unfinished {
+        self.begun.store(true, Ordering::Relaxed);
         self.unfinished.fetch_add(1, Ordering::Relaxed);
         Unfinished {
             fate: self.clone(),
@@ -87,12 +91,12 @@ pub struct DoorSocket {
 impl DoorSocket {
     /// Wraps an accepted connection.
     #[must_use]
-    pub fn new(tcp: TcpStream, fate: Arc<Fate>) -> Self {
-        if let Err(error) = tcp.set_nodelay(true) {
-            debug!(%error, "cannot set TCP_NODELAY");
+    pub fn new(socket: TcpStream, fate: Arc<Fate>) -> Self {
+        if let Err(error) = tcp::prepare(&socket) {
+            debug!(%error, "cannot set options of a caller's socket");
         }
         Self {
-            tcp,
+            tcp: socket,
             fate,
             fin_sent: false,
             linger: None,
@@ -182,15 +186,24 @@ impl AsyncWrite for DoorSocket {
 
 impl Drop for DoorSocket {
     fn drop(&mut self) {
-        if self.fate.is_cut() || self.fate.unfinished.load(Ordering::Relaxed) > 0 {
-            abort_on_close(&self.tcp);
+        // Without a FIN the end of the last answer may still be in somebody's buffer: a close would look like the end of
+        // an answer that is delimited by it.
+        let open_ended = self.fate.begun.load(Ordering::Relaxed) && !self.fin_sent;
+        let unfinished = self.fate.unfinished.load(Ordering::Relaxed) > 0;
+        if (self.fate.is_cut() || open_ended || unfinished)
+            && let Err(error) = tcp::abort_on_close(&self.tcp)
+        {
+            debug!(%error, "cannot make the close a reset");
         }
     }
 }
 
-/// Makes the coming close a reset (RFC 9293, section 3.10.4) instead of a FIN, which would look like a clean end.
-pub fn abort_on_close(tcp: &TcpStream) {
-    if let Err(error) = socket2::SockRef::from(tcp).set_linger(Some(Duration::ZERO)) {
-        debug!(%error, "cannot make the close a reset");
-    }
+/// Reads a caller's remaining input away until it ends, at most 1 s, so that the close does not reset what the caller has
+/// not taken yet.
+pub async fn read_away<R: AsyncRead + Unpin>(caller: &mut R) {
+    let _patience_over = timeout(
+        LINGER_LIMIT,
+        tokio::io::copy(caller, &mut tokio::io::sink()),
+    )
+    .await;
 }

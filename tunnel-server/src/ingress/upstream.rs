@@ -33,10 +33,12 @@ pub(super) async fn connect(
     doors: &Arc<Doors>,
     scheme: Scheme,
     destination: &Destination,
+    trace_parent: String,
     record: &mut Record,
 ) -> Result<Upstream, Failure> {
     let place = destination.to_string();
-    let header = StreamHeader::new(StreamKind::Target(destination.target.clone()));
+    let kind = StreamKind::Target(destination.target.clone());
+    let header = StreamHeader { kind, trace_parent };
     let began = Instant::now();
     let opened = doors
         .registry
@@ -47,7 +49,10 @@ pub(super) async fn connect(
     match scheme {
         Scheme::Http => handshake(doors, opened.stream, &place).await,
         Scheme::Https => {
-            let name = ServerName::try_from(destination.node.to_string())
+            // A name that ends in a number is no DNS name for TLS; the certificate is not judged by it here.
+            let node = destination.node.to_string();
+            let name = ServerName::try_from(node.clone())
+                .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
                 .map_err(|error| Failure::new(Outcome::TargetTls, format!("{place}: {error}")))?;
             let connecting =
                 TlsConnector::from(doors.target_tls.clone()).connect(name, opened.stream);

@@ -51,7 +51,7 @@ impl Fixture {
     }
 
     fn with_wrong_secret(&self) -> String {
-        JoinToken::new(self.token.id(), &[0; TOKEN_SECRET_BYTES], CA)
+        JoinToken::new(self.token.id(), &[0; TOKEN_SECRET_BYTES], Some(CA))
             .unwrap()
             .reveal()
     }
@@ -102,7 +102,7 @@ fn token_is_for_one_node() {
 #[test]
 fn unknown_ids_and_wrong_secrets_get_the_same_answer() {
     let fixture = Fixture::new();
-    let unknown = JoinToken::new("zzzzzzzzzzzz", &[0; TOKEN_SECRET_BYTES], CA).unwrap();
+    let unknown = JoinToken::new("zzzzzzzzzzzz", &[0; TOKEN_SECRET_BYTES], Some(CA)).unwrap();
     let answers = [
         fixture.with_wrong_secret(),
         unknown.reveal(),
@@ -151,7 +151,7 @@ fn failures_are_limited_per_token_but_the_right_secret_always_passes() {
 fn unknown_ids_are_limited_together_without_memory_of_each() {
     let fixture = Fixture::new();
     let unknown = |number: u32| {
-        JoinToken::new(&format!("{number:012}"), &[0; TOKEN_SECRET_BYTES], CA)
+        JoinToken::new(&format!("{number:012}"), &[0; TOKEN_SECRET_BYTES], Some(CA))
             .unwrap()
             .reveal()
     };

@@ -93,11 +93,10 @@ impl Session for QuicSession {
             .encode(&mut buffer)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
         let (send, recv) = self.connection.open_bi().await.map_err(close_reason)?;
-        // From here on the reset on drop makes the call cancel-safe.
-        let mut raw = self.stream(send, recv);
-        let written = tokio::io::AsyncWriteExt::write_all(&mut raw, &buffer).await;
-        let stream = Stream::opened(raw, self.traffic.clone(), reply_within);
-        match written {
+        // From here on the stream's reset on drop makes the call cancel-safe.
+        let mut stream =
+            Stream::opened(self.stream(send, recv), self.traffic.clone(), reply_within);
+        match stream.write_header(&buffer).await {
             Ok(()) => Ok(stream),
             // A peer that stops a stream in its first bytes has replied or reset: reading tells which.
             Err(_stopped) if self.connection.close_reason().is_none() => Ok(stream),

@@ -22,10 +22,7 @@ fn policy() -> PortPolicy {
         http: "9100, 80".parse().unwrap(),
         https: "9443".parse().unwrap(),
         localhost: "10266, 10267".parse().unwrap(),
-        own: vec![
-            (Port::new(10264).unwrap(), "http"),
-            (Port::new(10262).unwrap(), "agents"),
-        ],
+        own: vec![Port::new(10264).unwrap(), Port::new(10262).unwrap()],
     }
 }
 
