@@ -7,21 +7,21 @@ rm -rf "$skips"
 
 # The scenarios run the binaries as processes: they have to be those of this tree.
 cargo build --workspace --bins || exit 1
-if cargo nextest --version >/dev/null 2>&1; then
-  cargo nextest run --workspace "$@"
-else
-  echo "cargo-nextest is not installed: cargo test runs the tests instead, without its time limits"
-  cargo test --workspace --lib --bins --tests "$@" -- --test-threads=1
-fi
-result=$?
+result=0
 if [ $# -eq 0 ]; then
   cargo test --workspace --doc --quiet || result=1
 fi
+if cargo nextest --version >/dev/null 2>&1; then
+  cargo nextest run --workspace "$@" || result=1
+else
+  echo "cargo-nextest is not installed: cargo test runs the tests instead, one at a time and without time limits"
+  cargo test --workspace --lib --bins --tests "$@" -- --test-threads=1 || result=1
+fi
 
 if [ -d "$skips" ]; then
-  echo "$(find "$skips" -type f | wc -l) skipped:"
+  echo "$(find "$skips" -type f | wc -l) tests were skipped:"
   sort "$skips"/*
 else
-  echo "0 skipped"
+  echo "no test was skipped"
 fi
 exit "$result"

@@ -63,11 +63,6 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
             vec!["run", "--server", "127.0.0.1:1", "--transport", "pigeon"],
             "pigeon",
         ),
-        (
-            AGENT,
-            vec!["run", "--server", "127.0.0.1:1", "--token", "id.secret"],
-            "--ca-file",
-        ),
     ] {
         let mut program = Program::ours(binary)?.args(&words);
         if words.first() != Some(&"frobnicate") {
@@ -80,6 +75,29 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
             "{words:?} does not name {named}: {finished}"
         );
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn token_without_the_hash_of_the_ca_needs_a_ca_file() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let [server, agent] = ["server", "agent"].map(|name| scratch.path().join(name));
+    let created = offline(&server, &["token", "create", "--node", NODE])
+        .await?
+        .ok()?;
+    let (unpinned, _hash) = created.trim().rsplit_once('.').context("not a token")?;
+    let run = ["run", "--server", "127.0.0.1:1", "--token", unpinned];
+    let finished = Program::ours(AGENT)?
+        .args(run)
+        .arg("--data-dir")
+        .arg(agent)
+        .run()
+        .await?;
+    ensure!(finished.code() == Some(USAGE), "{finished}");
+    ensure!(
+        finished.err.contains("--ca-file") && !finished.err.contains(unpinned),
+        "{finished}"
+    );
     Ok(())
 }
 

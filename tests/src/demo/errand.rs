@@ -81,7 +81,7 @@ pub async fn tally(
     serde_json::from_str(&printed).with_context(|| format!("tally printed {printed}"))
 }
 
-/// Whether `address` takes a TCP connection from inside `namespace`, within [`DIAL_PATIENCE`]; if not, why.
+/// Whether `address` takes a TCP connection from inside `namespace`, within a second; if not, why.
 ///
 /// # Errors
 /// The program cannot be run.

@@ -258,7 +258,15 @@ pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
                 .to_owned(),
         );
     }
-    text.parse().map_err(|error| format!("{error}"))
+    text.parse().map_err(|error| {
+        let pins_a_ca = text.trim().split('.').count() > 2;
+        let hint = if pins_a_ca {
+            ""
+        } else {
+            "; without its third part a token needs --ca-file"
+        };
+        format!("{error}{hint}")
+    })
 }
 
 fn ca_certificates(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<CertificateDer<'static>>> {
