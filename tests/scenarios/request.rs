@@ -307,3 +307,19 @@ async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
     assert_eq!(reply.status, 200, "{}", reply.text());
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connection_ends_without_a_reset() -> Result<()> {
+    let world =
+        World::start_with(|settings| settings.limits = World::limits("requestHeadTimeout: 300ms"))
+            .await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let mut client = KeepAliveClient::connect(world.http()).await?;
+    client
+        .request(&RawRequest::new("GET", "/metrics", &host))
+        .await?;
+    assert_eq!(client.closed().await, BodyEnd::CleanClose);
+    Ok(())
+}

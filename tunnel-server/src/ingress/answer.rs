@@ -29,8 +29,6 @@ pub enum Outcome {
     RefusedByPolicy,
     /// The request target is longer than 8 KiB.
     UriTooLong,
-    /// The request head is larger than allowed.
-    HeadTooLarge,
     /// The target refused the connection or cannot be reached.
     TargetRefused,
     /// TLS with the target failed.
@@ -57,14 +55,13 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, for documentation and tests.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 17] = [
         Self::Ok,
         Self::BadRequest,
         Self::UnknownNode,
         Self::AmbiguousAddress,
         Self::RefusedByPolicy,
         Self::UriTooLong,
-        Self::HeadTooLarge,
         Self::TargetRefused,
         Self::TargetTls,
         Self::TargetBadResponse,
@@ -88,7 +85,6 @@ impl Outcome {
             Self::AmbiguousAddress => "ambiguous_address",
             Self::RefusedByPolicy => "refused_by_policy",
             Self::UriTooLong => "uri_too_long",
-            Self::HeadTooLarge => "head_too_large",
             Self::TargetRefused => "target_refused",
             Self::TargetTls => "target_tls",
             Self::TargetBadResponse => "target_bad_response",
@@ -113,7 +109,6 @@ impl Outcome {
             }
             Self::RefusedByPolicy => StatusCode::FORBIDDEN,
             Self::UriTooLong => StatusCode::URI_TOO_LONG,
-            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
                 StatusCode::BAD_GATEWAY
             }

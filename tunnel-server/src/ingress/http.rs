@@ -43,7 +43,7 @@ pub(super) async fn serve<S>(
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let (metrics, drain) = (doors.metrics.clone(), doors.shutdown.drain().clone());
-    let name = door.name;
+    let (name, idle_end) = (door.name, fate.clone());
     let caller = Caller {
         doors,
         door,
@@ -59,7 +59,7 @@ pub(super) async fn serve<S>(
     server
         .timer(TokioTimer::new())
         .header_read_timeout(limits.request_head_time)
-        .max_buf_size(limits.request_head_bytes)
+        .max_header_size(limits.request_head_bytes)
         .auto_date_header(false)
         .preserve_header_case(true);
     let mut connection = pin!(
@@ -75,7 +75,11 @@ pub(super) async fn serve<S>(
         }
     };
     if let Err(error) = ended {
-        if error.is_parse() {
+        if error.is_timeout() {
+            // No head came in time: the caller has its last answer, and an idle connection ends without a reset.
+            idle_end.settle();
+            debug!(%peer, "caller's connection was idle");
+        } else if error.is_parse() {
             // hyper has answered 400, 414 or 431 by itself.
             let mut record = Record::begin(name, peer, "unparsable request", &metrics);
             record.fail(&Failure::new(Outcome::BadRequest, error.to_string()));
@@ -116,7 +120,6 @@ impl Caller {
         mut request: Request<Incoming>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
-        check_head(&request, self.doors.limits.request_head_bytes)?;
         let destination = self.destination(&request)?;
         record.destination(&destination);
         let place = destination.to_string();
@@ -166,23 +169,6 @@ impl Caller {
         };
         decide(&facts, &self.doors.routes.load(), &self.doors.policy)
     }
-}
-
-/// hyper bounds its read buffer and so only heads that come in pieces; this bounds every head.
-fn check_head(request: &Request<Incoming>, limit: usize) -> Result<(), Failure> {
-    let target = request
-        .uri()
-        .path_and_query()
-        .map_or(0, |target| target.as_str().len());
-    let fields = request
-        .headers()
-        .iter()
-        .map(|(name, value)| name.as_str().len() + value.len() + ": \r\n".len());
-    if target + fields.sum::<usize>() > limit {
-        let text = format!("the request head is larger than {limit} bytes");
-        return Err(Failure::new(Outcome::HeadTooLarge, text));
-    }
-    Ok(())
 }
 
 /// The caller's trace context (W3C Trace Context), for the agent's record; empty when there is none or it is odd.

@@ -40,6 +40,11 @@ impl Fate {
         self.upgraded.store(true, Ordering::Relaxed);
     }
 
+    /// All answers so far have arrived as far as can be known: an end without FIN is not a cut.
+    pub fn settle(&self) {
+        self.begun.store(false, Ordering::Relaxed);
+    }
+
     /// Marks an answer or stream as begun: unless it is finished, the connection ends in a reset.
     #[must_use]
     pub fn begin(self: &Arc<Self>) -> Unfinished {
