@@ -40,11 +40,13 @@ async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Res
             .status,
         200
     );
-    let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics"))
-        .await?
-        .text();
     let counted = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"} 1";
-    assert!(metrics.contains(counted), "{metrics}");
+    eventually("the refusal is counted", PATIENCE, async || {
+        let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+        anyhow::ensure!(metrics.text().contains(counted), "{}", metrics.text());
+        anyhow::Ok(())
+    })
+    .await;
     Ok(())
 }
 

@@ -33,7 +33,7 @@ use crate::tokens::TokenStore;
 mod sockets;
 
 pub use sockets::Bound;
-use sockets::{Sockets, advertised, bind, door_tls, own_ports};
+use sockets::{Sockets, advertised, bind, door_tls, log_bound, own_ports};
 
 /// A running server.
 #[derive(Debug)]
@@ -170,6 +170,7 @@ impl App {
             .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
             .start(meta_listener, &shutdown);
         drop(starting);
+        log_bound(&bound);
         Ok(Self {
             bound,
             config,

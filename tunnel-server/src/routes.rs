@@ -21,7 +21,7 @@ pub struct RouteTable {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// Nobody has vouched for a node of this name.
-    #[error("no node is called {0:?}; 'tunnel-server nodes' lists the known ones")]
+    #[error("no node is called {0}; 'tunnel-server nodes' lists the known ones")]
     UnknownName(NodeName),
     /// No known node has this address.
     #[error("no known node has the address {0}; address the node by name")]

@@ -283,19 +283,23 @@ impl Stream {
         self.poll_reply(cx, half)
     }
 
+    /// Holds back that the peer reads no more until the read half has ended: the peer may have answered before, and that
+    /// answer goes first. So a writer that does not read may wait for ever; `shutdown` does not.
+    fn poll_answer_first(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let error = ready!(self.poll_write_failure(cx));
+        let stopped = matches!(cause_in::<StreamCut>(&error), Some(StreamCut::Stopped(_)));
+        if stopped && !self.read_ended {
+            self.write_failure = Some(error);
+            self.waiters[Half::Write as usize] = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        Poll::Ready(error)
+    }
+
     /// Holds a write error back until the reply is known: a refusal explains it.
     fn poll_write_failure(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         if let Err(explained) = ready!(self.poll_reply(cx, Half::Write)) {
             return Poll::Ready(explained);
-        }
-        // A peer that has stopped reading may have answered before: the answer goes first.
-        let stopped = self
-            .write_failure
-            .as_ref()
-            .and_then(|error| cause_in::<StreamCut>(error));
-        if matches!(stopped, Some(StreamCut::Stopped(_))) && !self.read_ended {
-            self.waiters[Half::Write as usize] = Some(cx.waker().clone());
-            return Poll::Pending;
         }
         Poll::Ready(
             self.write_failure
@@ -376,7 +380,7 @@ impl AsyncWrite for Stream {
                 Err(error) => this.write_failure = Some(error),
             }
         }
-        this.poll_write_failure(cx).map(Err)
+        this.poll_answer_first(cx).map(Err)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -387,7 +391,7 @@ impl AsyncWrite for Stream {
                 Err(error) => this.write_failure = Some(error),
             }
         }
-        this.poll_write_failure(cx).map(Err)
+        this.poll_answer_first(cx).map(Err)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -328,6 +328,20 @@ impl Process {
     }
 }
 
+impl Drop for Process {
+    /// Kills it and sees its end, so that it does not write into a folder that is being removed.
+    fn drop(&mut self) {
+        // Fails only for a process that has ended.
+        let _ = self.child.start_kill();
+        for _ in 0..REAP_TRIES {
+            match self.child.try_wait() {
+                Ok(None) => std::thread::park_timeout(REAP_PAUSE),
+                Ok(Some(_)) | Err(_) => break,
+            }
+        }
+    }
+}
+
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "log of {}:{}", self.label, self.log)
@@ -363,6 +377,10 @@ impl Signal {
 
 /// For verbs and tools, which are done in well under a second.
 const RUN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// A killed process is gone within a few milliseconds, on a busy machine within a second.
+const REAP_TRIES: u32 = 1000;
+const REAP_PAUSE: Duration = Duration::from_millis(1);
 
 /// For the last lines of a process that has ended.
 const LOG_END: Duration = Duration::from_secs(1);

@@ -114,7 +114,6 @@ pub(super) async fn bind(
             .push((service.name.clone(), listener.local_addr()?));
         doors.push((listener, Mode::Service(Arc::new(service.clone()))));
     }
-    log_bound(&bound);
     Ok(Sockets {
         tcp,
         quic: Arc::new(quic),
@@ -124,7 +123,7 @@ pub(super) async fn bind(
     })
 }
 
-fn log_bound(bound: &Bound) {
+pub(super) fn log_bound(bound: &Bound) {
     let log = |listener: &str, address: &SocketAddr| info!(listener, %address, "listening");
     log("agents", &bound.agents);
     bound.https.iter().for_each(|address| log("https", address));

@@ -2,15 +2,20 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
-use tokio_util::task::AbortOnDropHandle;
+use tokio::time::timeout;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::answer::Outcome;
 use super::record::Record;
 use super::socket::Unfinished;
+
+/// How long a connection to a target may take to close after a whole answer.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// A body of the doors.
 #[derive(Debug)]
@@ -30,6 +35,8 @@ struct TargetBody {
     passing: Option<Passing>,
     /// Dropping it midway drops the connection to the target, which closes the target's side at once.
     connection: Option<AbortOnDropHandle<()>>,
+    /// Owns the connection while it closes.
+    drivers: TaskTracker,
 }
 
 /// What is settled when a body ends: the caller's connection and the access record.
@@ -62,13 +69,19 @@ impl DoorBody {
         Self(Inner::Own(Full::default()))
     }
 
-    /// A target's body; `connection` drives the connection that it comes from.
+    /// A target's body; `connection` drives the connection that it comes from, and `drivers` owns that while it closes.
     #[must_use]
-    pub fn target(body: Incoming, passing: Passing, connection: AbortOnDropHandle<()>) -> Self {
+    pub fn target(
+        body: Incoming,
+        passing: Passing,
+        connection: AbortOnDropHandle<()>,
+        drivers: TaskTracker,
+    ) -> Self {
         Self(Inner::Target(Box::new(TargetBody {
             body,
             passing: Some(passing),
             connection: Some(connection),
+            drivers,
         })))
     }
 }
@@ -114,8 +127,11 @@ impl Body for DoorBody {
 
 impl TargetBody {
     fn finish(&mut self) {
-        // After a whole answer the connection closes in order, so that the target sees an end and no reset.
-        drop(self.connection.take().map(AbortOnDropHandle::detach));
+        // After a whole answer the connection closes in order, so that the target sees an end and no reset; unless it
+        // still waits for the target to take the rest of a request that nobody wants any more.
+        if let Some(connection) = self.connection.take() {
+            self.drivers.spawn(timeout(CLOSE_LIMIT, connection));
+        }
         if let Some(passing) = self.passing.take() {
             passing.finish();
         }

@@ -205,9 +205,11 @@ impl Rest {
     ) -> Response<DoorBody> {
         let unfinished = caller.fate.begin();
         match self {
-            Self::Body(upstream) => response.map(|body| {
-                DoorBody::target(body, Passing { unfinished, record }, upstream.connection)
-            }),
+            Self::Body(upstream) => {
+                let drivers = caller.doors.drivers.clone();
+                let passing = Passing { unfinished, record };
+                response.map(|body| DoorBody::target(body, passing, upstream.connection, drivers))
+            }
             Self::Upgraded {
                 caller: caller_side,
                 target,
