@@ -61,7 +61,9 @@ pub(super) async fn serve<S>(
         .header_read_timeout(limits.request_head_time)
         .max_header_size(limits.request_head_bytes)
         .auto_date_header(false)
-        .preserve_header_case(true);
+        .preserve_header_case(true)
+        // Fields of our own, as people write them; those of targets keep their case.
+        .title_case_headers(true);
     let mut connection = pin!(
         server
             .serve_connection(TokioIo::new(stream), service)

@@ -100,9 +100,23 @@ impl Drop for Record {
         self.metrics.ended(self.outcome, received, sent);
         info!(
             target: "access",
-            door = self.door, peer = %self.peer, request = self.subject, target = self.destination,
-            session = self.session.map(|session| session.0), status = self.status, code = %self.outcome,
-            error = self.error, bytes_in = received, bytes_out = sent, elapsed = ?self.began.elapsed(), "access"
+            door = self.door,
+            peer = %self.peer,
+            request = self.subject,
+            target = present(&self.destination),
+            session = self.session.map(|session| session.0),
+            status = self.status,
+            code = %self.outcome,
+            error = present(&self.error),
+            bytes_in = received,
+            bytes_out = sent,
+            elapsed = ?self.began.elapsed(),
+            "access"
         );
     }
+}
+
+/// A field that is left out when there is nothing to say.
+fn present(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
 }
