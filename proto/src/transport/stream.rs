@@ -486,3 +486,6 @@ pub async fn read_frame<R: AsyncRead + Unpin + ?Sized>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,121 @@
+use std::future::poll_fn;
+use std::pin::pin;
+
+use tokio::io::{DuplexStream, duplex};
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A stream whose peer reads nothing and answers through the given pipe.
+struct Unread(DuplexStream);
+
+impl RawStream for Unread {
+    fn reset(&mut self, _code: ResetCode) {}
+    fn stop(&mut self, _code: ResetCode) {}
+}
+
+impl AsyncRead for Unread {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, out)
+    }
+}
+
+impl AsyncWrite for Unread {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
+    }
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
+    }
+}
+
+fn unread() -> (DuplexStream, Stream) {
+    let (far, near) = duplex(4096);
+    (
+        far,
+        Stream::opened(Box::new(Unread(near)), Arc::default(), PATIENCE),
+    )
+}
+
+async fn is_pending<F: Future>(mut future: Pin<&mut F>) -> bool {
+    poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_pending())).await
+}
+
+async fn reply(far: &mut DuplexStream, reply: StreamReply) {
+    let mut buffer = BytesMut::new();
+    reply.encode(&mut buffer).unwrap();
+    far.write_all(&buffer).await.unwrap();
+}
+
+#[tokio::test]
+async fn write_error_waits_for_the_refusal_that_explains_it() {
+    let (mut far, mut stream) = unread();
+    let mut writing = pin!(stream.write_all(b"x"));
+    assert!(
+        is_pending(writing.as_mut()).await,
+        "the reply is not known yet"
+    );
+    reply(&mut far, StreamReply::refused(RefusalCode::Policy, "no")).await;
+    let error = writing.await.unwrap_err();
+    assert_eq!(
+        cause_in::<Refusal>(&error).unwrap().code,
+        RefusalCode::Policy
+    );
+}
+
+#[tokio::test]
+async fn answer_that_came_first_is_read_before_a_write_error_is_told() {
+    let (mut far, stream) = unread();
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let mut writing = pin!(writer.write_all(b"x"));
+    reply(
+        &mut far,
+        StreamReply::Accepted {
+            dialled: String::new(),
+        },
+    )
+    .await;
+    far.write_all(b"answer").await.unwrap();
+    assert!(is_pending(writing.as_mut()).await, "the answer goes first");
+    drop(far);
+    let mut answer = Vec::new();
+    reader.read_to_end(&mut answer).await.unwrap();
+    assert_eq!(answer, b"answer");
+    assert_eq!(writing.await.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}
+
+#[tokio::test]
+async fn shutdown_tells_at_once_that_nobody_reads() {
+    let (mut far, mut stream) = unread();
+    reply(
+        &mut far,
+        StreamReply::Accepted {
+            dialled: String::new(),
+        },
+    )
+    .await;
+    let error = stream.shutdown().await.unwrap_err();
+    assert!(matches!(
+        cause_in::<StreamCut>(&error),
+        Some(StreamCut::Stopped(_))
+    ));
+}
+
+#[tokio::test]
+async fn missing_or_damaged_reply_is_a_cut() {
+    let (far, mut stream) = unread();
+    drop(far);
+    let error = stream.accepted().await.unwrap_err();
+    assert_eq!(cause_in::<StreamCut>(&error), Some(&StreamCut::NoReply));
+    let (mut far, mut stream) = unread();
+    far.write_all(&[0xff; 8]).await.unwrap();
+    assert!(stream.accepted().await.is_err());
+}
