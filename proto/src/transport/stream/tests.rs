@@ -119,3 +119,23 @@ async fn missing_or_damaged_reply_is_a_cut() {
     far.write_all(&[0xff; 8]).await.unwrap();
     assert!(stream.accepted().await.is_err());
 }
+
+#[tokio::test]
+async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
+    let (mut far, mut stream) = unread();
+    let mut ending = pin!(stream.shutdown());
+    assert!(
+        is_pending(ending.as_mut()).await,
+        "the reply is not known yet"
+    );
+    reply(
+        &mut far,
+        StreamReply::refused(RefusalCode::Draining, "stopping"),
+    )
+    .await;
+    let error = ending.await.unwrap_err();
+    assert_eq!(
+        cause_in::<Refusal>(&error).unwrap().code,
+        RefusalCode::Draining
+    );
+}
