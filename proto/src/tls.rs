@@ -146,7 +146,7 @@ pub fn session_client(own: Arc<CertifiedKey>, trust: Trust) -> Result<Arc<Client
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(ServerRoleVerifier::new(trust)))
+        .with_custom_certificate_verifier(ServerVerifier::new(Expected::ServerRole(trust)))
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
     config.alpn_protocols = vec![ALPN_SESSION.to_vec()];
     config.resumption = Resumption::disabled();
@@ -161,7 +161,7 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(ServerRoleVerifier::new(trust)))
+        .with_custom_certificate_verifier(ServerVerifier::new(Expected::ServerRole(trust)))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
     config.resumption = Resumption::disabled();
@@ -177,9 +177,7 @@ pub fn target_client() -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(AnyServer {
-            algorithms: algorithms(),
-        }))
+        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Anything))
         .with_no_client_auth();
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     config.resumption = Resumption::disabled();
@@ -192,11 +190,7 @@ fn without_resumption(config: &mut ServerConfig) {
     config.max_early_data_size = 0;
 }
 
-fn algorithms() -> WebPkiSupportedAlgorithms {
-    provider().signature_verification_algorithms
-}
-
-fn wrong_role(
+fn require_role(
     end_entity: &CertificateDer<'_>,
     is_right: impl FnOnce(&Role) -> bool,
 ) -> Result<(), Error> {
@@ -228,7 +222,7 @@ impl ClientCertVerifier for AgentVerifier {
         let verified = self
             .chain
             .verify_client_cert(end_entity, intermediates, now)?;
-        wrong_role(end_entity, |role| matches!(role, Role::Agent(_)))?;
+        require_role(end_entity, |role| matches!(role, Role::Agent(_)))?;
         Ok(verified)
     }
 
@@ -255,25 +249,38 @@ impl ClientCertVerifier for AgentVerifier {
     }
 }
 
-/// Chain to the trusted root by webpki, then the server role; the dialled name plays no part, so any address works.
+/// Judges a server's certificate; the dialled name plays no part, so any address works. Always checks that the server
+/// holds the certificate's key.
 #[derive(Debug)]
-struct ServerRoleVerifier {
-    trust: Trust,
+struct ServerVerifier {
+    expected: Expected,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-impl ServerRoleVerifier {
-    fn new(trust: Trust) -> Self {
-        Self {
-            trust,
-            algorithms: algorithms(),
-        }
-    }
+/// What a server has to be.
+#[derive(Debug)]
+enum Expected {
+    /// A chain to the trusted root, and the server role.
+    ServerRole(Trust),
+    /// Whatever it shows: the path to it is authenticated otherwise.
+    Anything,
+}
 
+impl ServerVerifier {
+    fn new(expected: Expected) -> Arc<Self> {
+        let algorithms = provider().signature_verification_algorithms;
+        Arc::new(Self {
+            expected,
+            algorithms,
+        })
+    }
+}
+
+impl Trust {
     fn roots(&self, intermediates: &[CertificateDer<'_>]) -> Result<Arc<RootCertStore>, Error> {
-        match &self.trust {
-            Trust::Roots(store) => Ok(store.clone()),
-            Trust::Pin(pin) => {
+        match self {
+            Self::Roots(store) => Ok(store.clone()),
+            Self::Pin(pin) => {
                 let pinned = intermediates
                     .iter()
                     .find(|der| spki_sha256(der).is_ok_and(|hash| hash == *pin));
@@ -285,7 +292,7 @@ impl ServerRoleVerifier {
     }
 }
 
-impl ServerCertVerifier for ServerRoleVerifier {
+impl ServerCertVerifier for ServerVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -294,57 +301,19 @@ impl ServerCertVerifier for ServerRoleVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let leaf = ParsedCertificate::try_from(end_entity)?;
-        let roots = self.roots(intermediates)?;
-        verify_server_cert_signed_by_trust_anchor(
-            &leaf,
-            &roots,
-            intermediates,
-            now,
-            self.algorithms.all,
-        )?;
-        wrong_role(end_entity, |role| *role == Role::Server)?;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, cert, dss, &self.algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, cert, dss, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
-}
-
-/// Accepts whatever certificate a target shows, but checks that the target holds its key.
-#[derive(Debug)]
-struct AnyServer {
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-impl ServerCertVerifier for AnyServer {
-    fn verify_server_cert(
-        &self,
-        _end_entity: &CertificateDer<'_>,
-        _intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        _now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
+        if let Expected::ServerRole(trust) = &self.expected {
+            let leaf = ParsedCertificate::try_from(end_entity)?;
+            let roots = trust.roots(intermediates)?;
+            let algorithms = self.algorithms.all;
+            verify_server_cert_signed_by_trust_anchor(
+                &leaf,
+                &roots,
+                intermediates,
+                now,
+                algorithms,
+            )?;
+            require_role(end_entity, |role| *role == Role::Server)?;
+        }
         Ok(ServerCertVerified::assertion())
     }
 

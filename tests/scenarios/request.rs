@@ -3,7 +3,7 @@
 use anyhow::Result;
 use tunnel_tests::client::{BodyEnd, Door, Exchange, KeepAliveClient, RawRequest, request};
 use tunnel_tests::targets::{Exporter, StandInKubelet};
-use tunnel_tests::world::World;
+use tunnel_tests::world::{Agent, World};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_with_one_address_are_reached_by_name() -> Result<()> {
@@ -66,10 +66,12 @@ async fn tls_door_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target
 
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
-    let world = World::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let Site {
+        world,
+        exporter,
+        host,
+        _agent,
+    } = Site::start().await?;
     for path in [
         "/size/0",
         "/size/1",
@@ -96,10 +98,12 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
-    let world = World::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let Site {
+        world,
+        exporter,
+        host,
+        _agent,
+    } = Site::start().await?;
     let mut follow = Exchange::start(world.http(), &RawRequest::get(&host, "/follow")).await?;
     assert_eq!(follow.status(), 200);
     for index in 0..20 {
@@ -219,10 +223,12 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
-    let world = World::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let Site {
+        world,
+        exporter,
+        host,
+        _agent,
+    } = Site::start().await?;
     for path in ["/follow", "/slow-head"] {
         let raw = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
         let mut stream = tunnel_tests::client::ByteStream::connect(world.http()).await?;
@@ -272,10 +278,12 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chunked_body_of_any_method_arrives() -> Result<()> {
-    let world = World::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let Site {
+        world,
+        exporter,
+        host,
+        _agent,
+    } = Site::start().await?;
     for method in ["POST", "GET"] {
         let upload = RawRequest::new(method, "/upload", &host)
             .header("Connection", "close")
@@ -322,4 +330,27 @@ async fn idle_connection_ends_without_a_reset() -> Result<()> {
         .await?;
     assert_eq!(client.closed().await, BodyEnd::CleanClose);
     Ok(())
+}
+
+/// One node with an exporter, and the Host that leads to it.
+struct Site {
+    world: World,
+    exporter: Exporter,
+    host: String,
+    _agent: Agent,
+}
+
+impl Site {
+    async fn start() -> Result<Self> {
+        let world = World::start().await?;
+        let exporter = Exporter::start("worker-1").await?;
+        let _agent = world.agent("worker-1").await?;
+        let host = format!("worker-1:{}", exporter.addr().port());
+        Ok(Self {
+            world,
+            exporter,
+            host,
+            _agent,
+        })
+    }
 }

@@ -98,8 +98,9 @@ impl Plan {
 
 /// A session that was Ready for this long ends the outage.
 const STEADY: Duration = Duration::from_secs(10);
-/// Least time between two retries at once.
-const AT_ONCE_APART: Duration = Duration::from_secs(1);
+/// Least time between two retries at once. Less than the shortest keep-alive that makes sense (1 s, less 20 %): a server
+/// that was restarted twice is noticed no sooner.
+const AT_ONCE_APART: Duration = Duration::from_millis(500);
 /// Full jitter up to this early in an outage: a server that restarts is found soon, and 10,000 agents are spread.
 const EARLY_CAP: Duration = Duration::from_secs(2);
 /// How long "early" lasts.
