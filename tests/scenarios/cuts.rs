@@ -312,7 +312,7 @@ async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> 
     let host = format!("worker-1:{}", exporter.addr().port());
     // Delimited by the end of the connection for this caller, who does not read until the server is gone.
     let raw = RawRequest::raw(format!(
-        "GET /size/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
+        "GET /close-delimited/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
         64 * MIB
     ));
     let exchange = tunnel_tests::client::Exchange::start(world.http(), &raw).await?;
@@ -320,7 +320,7 @@ async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> 
     world.stop_server().await?;
     let reply = exchange.into_reply().await;
     assert!(
-        !reply.ended.is_clean(),
+        matches!(reply.ended, BodyEnd::Reset(_)),
         "{} bytes, {:?}",
         reply.body.len(),
         reply.ended

@@ -139,3 +139,40 @@ async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
         RefusalCode::Draining
     );
 }
+
+/// A stream of the peer whose first bytes are these; nothing more comes.
+async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
+    let (mut far, near) = duplex(64 * 1024);
+    far.write_all(first).await.unwrap();
+    (
+        far,
+        IncomingStream::new(Box::new(Unread(near)), Arc::default()),
+    )
+}
+
+#[tokio::test(start_paused = true)]
+async fn header_that_does_not_come_in_time_is_given_up() {
+    for first in [&b""[..], &[20], &[20, 1, 2, 3]] {
+        let (_far, stream) = incoming(first).await;
+        let began = Instant::now();
+        let error = stream
+            .header(began + Duration::from_secs(10))
+            .await
+            .unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{first:?}");
+        assert_eq!(began.elapsed().as_secs(), 10);
+    }
+}
+
+#[tokio::test]
+async fn oversize_damaged_or_cut_header_is_refused_at_once() {
+    for first in [&[0xff, 0xff, 0x7f][..], &[0xff; 8], &[2, 0xff, 0xff], &[0]] {
+        let (_far, stream) = incoming(first).await;
+        let error = stream.header(Instant::now() + PATIENCE).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{first:?}");
+    }
+    let (far, stream) = incoming(&[20, 1]).await;
+    drop(far);
+    let error = stream.header(Instant::now() + PATIENCE).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+}
