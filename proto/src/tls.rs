@@ -26,7 +26,7 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 
 use crate::identity::{PeerIdentity, Role, spki_sha256};
-use crate::wire::{ALPN_ENROLL, ALPN_SESSION};
+use crate::wire::ALPN_ENROLL;
 
 /// How a client knows the CA of its server.
 #[derive(Debug, Clone)]
@@ -71,13 +71,14 @@ pub fn roots<'a>(
     Ok(Arc::new(store))
 }
 
-/// The server's side of sessions: requires a client certificate that chains to `agent_roots` and has the agent role.
+/// The server's side of sessions over the transport of `alpn`: requires a client certificate that chains to `agent_roots` and has the agent role.
 ///
 /// # Errors
 /// When the roots or the key cannot be used.
 pub fn session_server(
     own: Arc<dyn ResolvesServerCert>,
     agent_roots: Arc<RootCertStore>,
+    alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
     let chain = WebPkiClientVerifier::builder_with_provider(agent_roots, provider())
         .build()
@@ -86,7 +87,7 @@ pub fn session_server(
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_client_cert_verifier(Arc::new(AgentVerifier { chain }))
         .with_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_SESSION.to_vec()];
+    config.alpn_protocols = vec![alpn.to_vec()];
     without_resumption(&mut config);
     Ok(Arc::new(config))
 }
@@ -138,17 +139,21 @@ pub fn door_server(
     Ok(Arc::new(config))
 }
 
-/// The agent's side of sessions: its own certificate, and a server with the server role under `trust`.
+/// The agent's side of sessions over the transport of `alpn`: its own certificate, and a server with the server role under `trust`.
 ///
 /// # Errors
 /// When the provider cannot be used.
-pub fn session_client(own: Arc<CertifiedKey>, trust: Trust) -> Result<Arc<ClientConfig>, Error> {
+pub fn session_client(
+    own: Arc<CertifiedKey>,
+    trust: Trust,
+    alpn: &[u8],
+) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
         .with_custom_certificate_verifier(ServerVerifier::new(Expected::ServerRole(trust)))
         .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
-    config.alpn_protocols = vec![ALPN_SESSION.to_vec()];
+    config.alpn_protocols = vec![alpn.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))
 }

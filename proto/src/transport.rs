@@ -15,17 +15,24 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::identity::PeerIdentity;
+use crate::tcp::Remote;
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
 #[cfg(test)]
 mod contract;
 pub mod control;
+mod flow;
+pub mod h2;
+pub mod liveness;
 #[cfg(any(test, feature = "test-util"))]
 pub mod memory;
 pub mod quic;
+mod settings;
 mod stream;
 
+pub use flow::{BufferPool, Gauge};
+pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
     ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, cause_in, read_frame,
 };
@@ -65,6 +72,9 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// How many streams the peer may have open at once.
     fn allow_streams(&self, count: u32);
 
+    /// Whether the memory that stalled readers hold leaves room for new streams, see [`BufferPool`].
+    fn has_room(&self) -> bool;
+
     /// Closes the session after everything that was shut down has reached the peer (at most 1 s); open streams are cut.
     ///
     /// Not cancel-safe: dropped early, the session may stay open until its last handle goes.
@@ -85,6 +95,8 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
 pub enum TransportKind {
     /// QUIC over UDP (RFC 9000).
     Quic,
+    /// HTTP/2 over TLS over TCP (RFC 9113), for where UDP does not pass.
+    H2,
     /// In-process, for tests.
     Memory,
 }
@@ -95,6 +107,7 @@ impl TransportKind {
     pub fn label(self) -> &'static str {
         match self {
             Self::Quic => "quic",
+            Self::H2 => "h2",
             Self::Memory => "memory",
         }
     }
@@ -109,15 +122,15 @@ impl std::fmt::Display for TransportKind {
 /// A reading of a session. The two counters only ever grow: compare two readings.
 #[derive(Debug, Clone, Copy)]
 pub struct Health {
-    /// Authenticated units received (QUIC: frames).
+    /// Authenticated units received (QUIC: frames; h2: bytes inside TLS).
     pub heard: u64,
-    /// Acknowledgements of ours received (QUIC: ACK frames).
+    /// Acknowledgements of ours received (QUIC: ACK frames; h2: answers to PING).
     pub acknowledged: u64,
     /// Smoothed round trip time.
     pub rtt: Duration,
     /// Where the peer is now; it may move on QUIC.
     pub remote: SocketAddr,
-    /// Streams open at this moment, both openers'.
+    /// Streams open at this moment, both openers', without the control stream: the requests that wait.
     pub streams: usize,
     /// Stream bytes received, without headers.
     pub bytes_in: u64,
@@ -178,6 +191,9 @@ pub enum HandshakeError {
     /// It took longer than allowed.
     #[error("handshake did not finish in time")]
     Timeout,
+    /// No connection to the server, or to the proxy in front of it.
+    #[error("cannot connect")]
+    Connect(#[source] std::io::Error),
     /// TLS or the transport failed; the peer's alert is in the text.
     #[error("handshake failed: {0}")]
     Transport(String),
@@ -210,7 +226,7 @@ pub trait Dialer: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`HandshakeError`].
-    async fn dial(&self, address: SocketAddr) -> Result<Arc<dyn Session>, HandshakeError>;
+    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError>;
     /// Which transport this is.
     fn transport(&self) -> TransportKind;
     /// As [`Acceptor::wait_idle`].

@@ -1,5 +1,6 @@
 //! The wire format: protocol version, ALPN ids, default ports, and the modules of messages.
 
+pub mod close;
 pub mod code;
 pub mod control;
 pub mod enroll;
@@ -25,8 +26,10 @@ pub const VERSION_MIN: u32 = 1;
 /// Highest protocol version that this build speaks.
 pub const VERSION_MAX: u32 = 1;
 
-/// ALPN id of a session (RFC 7301); carries the major version, so that incompatible builds fail in the handshake.
+/// ALPN id of a session over QUIC (RFC 7301); carries the major version, so that incompatible builds fail in the handshake.
 pub const ALPN_SESSION: &[u8] = b"culvert/1";
+/// ALPN id of a session over TCP (RFC 9113); middleboxes know it, and the control stream carries the version.
+pub const ALPN_SESSION_TCP: &[u8] = b"h2";
 /// ALPN id of enrolment, over TCP only and without a client certificate.
 pub const ALPN_ENROLL: &[u8] = b"culvert-enroll/1";
 
@@ -47,6 +50,9 @@ pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
     let highest = max.min(VERSION_MAX);
     (highest >= min.max(VERSION_MIN)).then_some(highest)
 }
+
+#[cfg(test)]
+mod golden;
 
 #[cfg(test)]
 mod tests {

@@ -294,11 +294,11 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
             reply.ended
         );
     }
-    // Nothing is left behind of the requests that nobody took to their end; the control stream stays.
+    // Nothing is left behind of the requests that nobody took to their end.
     let session = world.registry().of_node(&"worker-1".parse()?).remove(0);
     eventually("all streams are gone", PATIENCE, async || {
         let streams = session.session.health().streams;
-        (streams == 1).then_some(()).ok_or(streams)
+        (streams == 0).then_some(()).ok_or(streams)
     })
     .await;
     Ok(())

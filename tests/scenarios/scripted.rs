@@ -6,11 +6,15 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::sign::CertifiedKey;
+use std::net::SocketAddr;
 use tokio::time::Instant;
+use tunnel_proto::tcp::Remote;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::quic::{QuicDialer, QuicSettings};
+use tunnel_proto::transport::quic::QuicDialer;
+use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::transport::{Dialer as _, Session, Stream};
+use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
@@ -39,22 +43,30 @@ pub(crate) fn agent_key(world: &World, node: &str) -> Result<Arc<CertifiedKey>> 
     Ok(tls::certified_key(issued.chain, key)?)
 }
 
+/// An address as dialled.
+pub(crate) fn remote(address: SocketAddr) -> Remote {
+    Remote {
+        name: address.to_string(),
+        address: Some(address),
+    }
+}
+
 /// Dials the world's server with a credential.
 pub(crate) async fn dial(
     world: &World,
     key: Arc<CertifiedKey>,
 ) -> Result<(Arc<dyn Session>, QuicDialer)> {
-    let settings = QuicSettings {
+    let settings = SessionSettings {
         stream_window: 1 << 20,
-        connection_window: 64 << 20,
+        streams: 256,
         keep_alive: Some(Duration::from_secs(5)),
         idle_timeout: Duration::from_secs(30),
+        congestion: CongestionControl::default(),
+        pool: BufferPool::new(64 << 20),
     };
-    let dialer = QuicDialer::new(
-        tls::session_client(key, Trust::Roots(world.roots()?))?,
-        settings,
-    )?;
-    let session = dialer.dial(world.bound().agents).await?;
+    let tls = tls::session_client(key, Trust::Roots(world.roots()?), ALPN_SESSION)?;
+    let dialer = QuicDialer::new(tls, settings)?;
+    let session = dialer.dial(&remote(world.bound().agents)).await?;
     Ok((session, dialer))
 }
 

@@ -14,12 +14,14 @@ use tracing::{info, warn};
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
 use tunnel_proto::tls::{self, Trust};
-use tunnel_proto::transport::Dialer;
-use tunnel_proto::transport::quic::{QuicDialer, QuicSettings};
+use tunnel_proto::transport::h2::H2Dialer;
+use tunnel_proto::transport::quic::QuicDialer;
+use tunnel_proto::transport::{BufferPool, SessionSettings};
 use tunnel_proto::wire::name::InstanceId;
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
-use crate::config::{Config, LoadError, TransportChoice};
-use crate::connector::{Connector, SESSION};
+use crate::config::{Config, LoadError};
+use crate::connector::{Connector, Paths, SESSION};
 use crate::credentials::{CredentialError, Credentials, Store, Stored, read_token};
 use crate::egress::Egress;
 use crate::enroll::{Enrolment, enroll};
@@ -93,7 +95,7 @@ impl App {
         &self.shutdown
     }
 
-    /// Ready while a session is.
+    /// Ready while a live session takes new streams.
     #[must_use]
     pub fn readiness(&self) -> &Readiness {
         &self.readiness
@@ -167,7 +169,7 @@ impl App {
             }
         };
         self.metrics.certificate(credentials.not_after);
-        let dialer = dialer(config, credentials)?;
+        let paths = Arc::new(paths(config, credentials)?);
         let egress = Egress::new(
             config.node_name.clone(),
             config.ceiling.clone(),
@@ -182,17 +184,18 @@ impl App {
             limits: config.limits.clone(),
             egress: Arc::new(egress),
             metrics: self.metrics.clone(),
-            readiness: self.readiness.clone(),
             shutdown: self.shutdown.clone(),
             farewell,
         };
-        let connector = Connector {
-            servers: config.servers.clone(),
-            dialer: dialer.clone(),
-            shared,
-        };
-        connector.run(waiting).await;
-        dialer.wait_idle().await;
+        let connector = Connector::new(
+            paths.clone(),
+            config.transport,
+            Arc::new(shared),
+            self.readiness.clone(),
+            waiting,
+        );
+        connector.run().await;
+        paths.wait_idle().await;
         Ok(())
     }
 }
@@ -247,6 +250,7 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
     };
     Ok(Beginning::Enrol(Box::new(Enrolment {
         servers: config.servers.clone(),
+        proxy: config.proxy.clone(),
         node: node.clone(),
         token,
         ca: config.ca.clone(),
@@ -268,22 +272,32 @@ async fn start_meta(
     Ok(bound)
 }
 
-fn dialer(config: &Config, credentials: Credentials) -> anyhow::Result<Arc<dyn Dialer>> {
+fn paths(config: &Config, credentials: Credentials) -> anyhow::Result<Paths> {
     let limits = &config.limits;
-    let tls = tls::session_client(credentials.own, Trust::Roots(credentials.roots))
-        .context("cannot use the stored certificate")?;
-    let settings = QuicSettings {
+    let trust = Trust::Roots(credentials.roots);
+    let tls = |alpn| {
+        tls::session_client(credentials.own.clone(), trust.clone(), alpn)
+            .context("cannot use the stored certificate")
+    };
+    let settings = SessionSettings {
         stream_window: limits.stream_window,
-        connection_window: u64::from(limits.streams_per_agent) * u64::from(limits.stream_window),
+        // The control stream and the one that tells the end; and what has ended at the server but not yet here.
+        streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
         keep_alive: Some(limits.keep_alive),
         idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
+        congestion: config.quic_congestion,
+        pool: BufferPool::new(limits.buffer_pool),
     };
-    match config.transport {
-        TransportChoice::Auto | TransportChoice::Quic => {
-            let dialer = QuicDialer::new(tls, settings).context("cannot open a UDP socket")?;
-            Ok(Arc::new(dialer))
-        }
-    }
+    let quic = QuicDialer::new(tls(ALPN_SESSION)?, settings.clone())
+        .context("cannot use the TLS configuration for QUIC")?;
+    let proxy = config.proxy.clone();
+    let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings, Arc::new(proxy.clone()));
+    Ok(Paths {
+        servers: config.servers.clone(),
+        proxy,
+        quic: Arc::new(quic),
+        h2: Arc::new(h2),
+    })
 }
 
 /// Exit code for usage and configuration.

@@ -13,6 +13,8 @@ pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_addr
 pub(crate) use checked::{NO_PIN, parse_token};
 pub use limits::{LIMITS, Limits, RawLimits};
 
+pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
+
 /// Prefix of the environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
 
@@ -23,16 +25,41 @@ tunnel_proto::layered! {
     pub struct Settings {
         /// Where tunnel-server accepts agents; repeat it for several addresses [required]
         ///
-        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions need UDP, enrolment
-        /// needs TCP on the same port (10262 unless the server was told otherwise).
+        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over QUIC need UDP;
+        /// enrolment and sessions over h2 need TCP on the same port (10262 unless the server was told otherwise).
         #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
         pub server: Vec<String>,
 
-        /// Transport of sessions: auto or quic [default: auto]
+        /// Transport of sessions: auto, quic or h2 [default: auto]
         ///
-        /// This build speaks QUIC only, so both mean the same.
+        /// QUIC runs over UDP and suits most networks best. h2 is HTTP/2 in TLS over TCP, for networks that drop UDP
+        /// or let TCP out through a proxy only. auto tries QUIC first and takes h2 where QUIC does not get through;
+        /// with --proxy it is h2.
         #[arg(long, env = "TUNNEL_AGENT_TRANSPORT", value_name = "NAME", help_heading = "Connection")]
         pub transport: Option<String>,
+
+        /// HTTP proxy on the way to the servers, as in http://user:password@proxy.example.com:3128, or off [default: as in HTTPS_PROXY]
+        ///
+        /// It is asked to CONNECT to each --server and resolves their names; TLS stays between agent and server.
+        /// Only http:// proxies are supported; http:// can be left out, and the port is 80 unless it is given (curl's
+        /// is 1080). In user and password write @ : / % as %40 %3A %2F %25. A command line can be read by every user
+        /// of the host: prefer the variable or the file for a URL with a password.
+        ///
+        /// A proxy carries TCP only. One that is named here is meant for everything: sessions use h2, unless
+        /// --transport quic leaves only enrolment to the proxy. Without this flag the proxy of HTTPS_PROXY (or
+        /// https_proxy) serves enrolment and sessions over h2, QUIC is still tried directly, and the servers in
+        /// NO_PROXY (or no_proxy) are reached without it. NO_PROXY does not limit a proxy that is named here. off
+        /// means no proxy, whatever the variables say.
+        #[arg(long, env = "TUNNEL_AGENT_PROXY", value_name = "URL|off", hide_env_values = true, help_heading = "Connection")]
+        pub proxy: Option<Secret>,
+
+        /// Congestion control of QUIC sessions: cubic or bbr [default: bbr]
+        ///
+        /// For what this agent sends; the server has its own. bbr keeps its speed on paths that lose packets at
+        /// random, such as mobile networks. cubic backs off at each loss, as most TCP does. Sessions over h2 use the
+        /// system's.
+        #[arg(long, env = "TUNNEL_AGENT_QUIC_CONGESTION", value_name = "NAME", help_heading = "Connection")]
+        pub quic_congestion: Option<String>,
 
         /// Name of this node; must equal the name in its credential [default: the host name]
         ///
@@ -103,6 +130,11 @@ tunnel_proto::layered! {
         /// Limits and timers, in the file only; see [`LIMITS`].
         #[arg(skip)]
         pub limits: Option<RawLimits>,
+
+        /// What HTTPS_PROXY and NO_PROXY say; below every layer.
+        #[arg(skip)]
+        #[serde(skip)]
+        pub environment_proxy: Option<EnvironmentProxy>,
     }
 }
 
@@ -157,7 +189,7 @@ impl LoadError {
 }
 
 /// Puts the layers together: defaults < `file` < environment < flags. `given` holds flags and our own variables;
-/// `variable` looks up the others (NODE_NAME, NODE_IP).
+/// `variable` looks up the others (NODE_NAME, NODE_IP, HTTPS_PROXY, NO_PROXY).
 ///
 /// # Errors
 /// [`LoadError`].
@@ -178,13 +210,14 @@ pub fn layers(
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Settings, LoadError> {
-    let kubernetes = Settings {
+    let shared = Settings {
         node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
         node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
+        environment_proxy: EnvironmentProxy::from_variables(variable),
         ..Settings::default()
     };
     let file = file.map(read_file).transpose()?.unwrap_or_default();
-    Ok(given.or(kubernetes).or(file))
+    Ok(given.or(shared).or(file))
 }
 
 fn read_file(path: &Path) -> Result<Settings, LoadError> {
@@ -198,7 +231,8 @@ fn read_file(path: &Path) -> Result<Settings, LoadError> {
         Ok(settings) => Ok(settings.unwrap_or_default()),
         Err(error) => Err(LoadError::Syntax {
             path: path.to_owned(),
-            problem: error.to_string(),
+            // The snippet of an error shows the lines around it, which may hold a token or a password.
+            problem: error.without_snippet().to_string(),
         }),
     }
 }

@@ -1,189 +1,345 @@
-//! Holds a session: resolves and dials servers in turn, runs the session, and tries again as the plan says.
+//! Holds the session that takes new streams: dials, races transports, replaces what is silent, and climbs back to QUIC.
+//!
+//! One task per session ([`lane`]) from the first packet to the last goodbye; this loop decides and never waits for any
+//! of them. At most one session is *current*; others are being dialled, or have retired and end with their last stream.
 
-use std::error::Error;
-use std::net::SocketAddr;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout};
-use tracing::{error, warn};
-use tunnel_proto::process::meta::ReadinessBlock;
-use tunnel_proto::transport::{Dialer, HandshakeError, Session};
+use tokio::sync::mpsc;
+use tokio::task::{Id, JoinError, JoinSet};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
+use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 
-use crate::config::ServerAddress;
+use crate::config::TransportChoice;
 use crate::metrics::ConnectResult;
-use crate::session::{self, AdmitError, Held, Shared};
+use crate::session::{Held, News, Shared};
 
+mod attempt;
 pub(crate) mod endpoint;
+mod ladder;
+mod lane;
 pub(crate) mod plan;
+mod race;
+mod report;
 
-use endpoint::{Endpoints, ResolveError};
+use attempt::{Attempt, Purpose};
+use endpoint::Endpoints;
+use ladder::{Change, Ladder, Rung};
+pub(crate) use lane::Paths;
+use lane::{ConnectError, Ended};
 use plan::{Event, Plan};
+use report::Report;
+pub(crate) use report::causes;
 
 /// Connects this agent to its servers.
 pub(crate) struct Connector {
-    pub(crate) servers: Vec<ServerAddress>,
-    pub(crate) dialer: Arc<dyn Dialer>,
-    pub(crate) shared: Shared,
+    paths: Arc<Paths>,
+    shared: Arc<Shared>,
+    readiness: Readiness,
+    plan: Plan,
+    ladder: Ladder,
+    endpoints: Endpoints,
+    report: Report,
+    /// The tasks of all sessions, and how to let each of them go.
+    tasks: JoinSet<Ended>,
+    sessions: HashMap<Id, Running>,
+    tell: mpsc::Sender<(Id, News)>,
+    news: mpsc::Receiver<(Id, News)>,
+    current: Option<Current>,
+    attempt: Option<Attempt>,
+    /// When the next attempt begins, or the next round of one that rests.
+    retry_at: Option<Instant>,
+    /// Held while no live session takes new streams.
+    waiting: Option<ReadinessBlock>,
+    draining: bool,
 }
 
-/// Why an attempt did not give a ready session.
-#[derive(Debug, thiserror::Error)]
-enum ConnectError {
-    #[error(transparent)]
-    Resolve(#[from] ResolveError),
-    #[error("{address}")]
-    Dial {
-        address: SocketAddr,
-        #[source]
-        source: HandshakeError,
-    },
-    #[error("{address}")]
-    Admit {
-        address: SocketAddr,
-        #[source]
-        source: AdmitError,
-    },
+struct Running {
+    rung: Rung,
+    retire: CancellationToken,
 }
 
-impl ConnectError {
-    fn code(&self) -> Option<CloseCode> {
-        match self {
-            Self::Resolve(_) | Self::Dial { .. } => None,
-            Self::Admit { source, .. } => source.code(),
-        }
-    }
-
-    fn result(&self) -> ConnectResult {
-        match self {
-            Self::Resolve(_) | Self::Dial { .. } => ConnectResult::Failed,
-            Self::Admit { source, .. } => match source {
-                AdmitError::NotAdmitted { .. } => ConnectResult::NotAdmitted,
-                AdmitError::Closed(_)
-                | AdmitError::Timeout
-                | AdmitError::Version(..)
-                | AdmitError::Protocol(_)
-                | AdmitError::Control(_) => ConnectResult::Failed,
-            },
-        }
-    }
+/// The session that takes new streams.
+struct Current {
+    id: Id,
+    rung: Rung,
+    since: Instant,
+    /// Another one is wanted, but this one may still recover.
+    suspect: bool,
 }
 
 impl Connector {
-    /// Runs until a drain is over; `waiting` is the block that a ready session lifts. Dropped early, the session is cut.
-    pub(crate) async fn run(&self, mut waiting: Option<ReadinessBlock>) {
-        let drain = self.shared.shutdown.drain();
-        let mut plan = Plan::new();
-        let mut endpoints = Endpoints::default();
+    /// A connector that holds `waiting` until a session is ready.
+    pub(crate) fn new(
+        paths: Arc<Paths>,
+        transport: TransportChoice,
+        shared: Arc<Shared>,
+        readiness: Readiness,
+        waiting: Option<ReadinessBlock>,
+    ) -> Self {
+        let (tell, news) = mpsc::channel(NEWS_QUEUE);
+        Self {
+            plan: Plan::new(),
+            ladder: Ladder::new(transport, &shared.limits),
+            endpoints: Endpoints::default(),
+            report: Report::new(shared.node.clone()),
+            tasks: JoinSet::new(),
+            sessions: HashMap::new(),
+            tell,
+            news,
+            current: None,
+            attempt: None,
+            retry_at: None,
+            waiting,
+            draining: false,
+            paths,
+            shared,
+            readiness,
+        }
+    }
+
+    /// Runs until a drain is over and every session has ended. Dropped early, all sessions are cut.
+    pub(crate) async fn run(mut self) {
+        let drain = self.shared.shutdown.drain().clone();
+        self.retry_at = Some(Instant::now());
         loop {
-            let Some(outcome) = self.attempt(&mut endpoints, &mut waiting).await else {
+            if self.draining && self.tasks.is_empty() {
                 return;
-            };
-            if waiting.is_none() {
-                waiting = Some(self.shared.readiness.block(SESSION));
             }
-            let now = Instant::now();
-            let retry_in = match outcome {
-                Ok(held) => {
-                    let code = held.reason.code;
-                    let ready_for = held.ready_for;
-                    let retry_in = plan.next(Event::Lost { ready_for, code }, now, rand::random());
-                    self.say_lost(&held, retry_in);
-                    retry_in
-                }
-                Err(error) => {
-                    if !matches!(error, ConnectError::Resolve(_)) {
-                        endpoints.failed();
-                    }
-                    self.shared.metrics.connect_attempt(error.result());
-                    let retry_in = plan.next(Event::Failed(error.code()), now, rand::random());
-                    self.say_failed(&error, retry_in);
-                    retry_in
-                }
-            };
+            let due = self.due();
             tokio::select! {
                 biased;
-                () = drain.cancelled() => return,
-                () = tokio::time::sleep(retry_in) => {}
+                () = drain.cancelled(), if !self.draining => {
+                    self.draining = true;
+                    self.retry_at = None;
+                    self.abandon();
+                }
+                // Before the ends of tasks: what a task told comes before its end.
+                Some((id, news)) = self.news.recv() => self.heed(id, news),
+                Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => self.act(Instant::now()),
             }
         }
     }
 
-    /// One attempt and, when it succeeds, its session to the end; `None` when a drain has begun by then.
-    async fn attempt(
-        &self,
-        endpoints: &mut Endpoints,
-        waiting: &mut Option<ReadinessBlock>,
-    ) -> Option<Result<Held, ConnectError>> {
-        let began = Instant::now();
-        let drain = self.shared.shutdown.drain();
-        let connected = tokio::select! {
-            biased;
-            () = drain.cancelled() => return None,
-            connected = self.connect(endpoints) => connected,
+    /// When something is to be begun.
+    fn due(&self) -> Option<Instant> {
+        match (&self.attempt, &self.current) {
+            (Some(attempt), _) if !attempt.race.is_resting() => attempt.race.due(),
+            (None, Some(current)) if !current.suspect && !self.draining => self.ladder.probe_at(),
+            (Some(_) | None, _) => self.retry_at,
+        }
+    }
+
+    fn act(&mut self, now: Instant) {
+        match (&mut self.attempt, &self.current) {
+            (Some(attempt), _) if attempt.race.is_resting() => {
+                attempt.place = self.endpoints.clone();
+                let rung = attempt.race.again(now);
+                self.dial(rung, now);
+            }
+            (Some(attempt), _) => {
+                if let Some(rung) = attempt.race.head_start_over() {
+                    self.dial(rung, now);
+                }
+            }
+            (None, Some(current)) if !current.suspect => {
+                self.begin(Purpose::Climb, (Rung::Quic, None), now);
+            }
+            (None, _) => self.begin(Purpose::Connect, self.ladder.order(), now),
+        }
+    }
+
+    fn retire(&self, id: Id) {
+        if let Some(session) = self.sessions.get(&id) {
+            session.retire.cancel();
+        }
+    }
+
+    fn heed(&mut self, id: Id, news: News) {
+        let now = Instant::now();
+        let is_current = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.id == id);
+        let Some(rung) = self.sessions.get(&id).map(|session| session.rung) else {
+            return;
         };
-        let outcome = match connected {
-            Ok((address, session)) => session::run(session, &self.shared, began, waiting)
-                .await
-                .map_err(|source| ConnectError::Admit { address, source }),
-            Err(error) => Err(error),
+        match news {
+            News::Answered => {
+                let attempt = self.attempt.as_mut();
+                if let Some(attempt) = attempt.filter(|attempt| attempt.lanes.contains(&id)) {
+                    attempt.race.answered(rung);
+                }
+            }
+            News::Ready => self.ready(id, rung, now),
+            News::Suspect if is_current => self.suspect(now),
+            News::Live if is_current => self.live(),
+            // Of a retired session.
+            News::Live if rung == Rung::Quic => self.ladder.quic_answers(now),
+            News::Suspect | News::Live => {}
+        }
+    }
+
+    fn ready(&mut self, id: Id, rung: Rung, now: Instant) {
+        let metrics = &self.shared.metrics;
+        metrics.connect_attempt(rung.transport(), ConnectResult::Ready);
+        let attempt = self.attempt.take_if(|attempt| attempt.lanes.contains(&id));
+        let Some(attempt) = attempt else {
+            // Abandoned meanwhile; it retires by itself.
+            return;
         };
-        (!drain.is_cancelled()).then_some(outcome)
+        for other in attempt.lanes.into_iter().filter(|other| *other != id) {
+            self.retire(other);
+        }
+        let current = Current {
+            id,
+            rung,
+            since: now,
+            suspect: false,
+        };
+        if let Some(old) = self.current.replace(current) {
+            self.retire(old.id);
+        }
+        self.retry_at = None;
+        self.waiting = None;
+        let change = self.ladder.ready(rung, now, rand::random());
+        match change {
+            Change::None => {}
+            Change::Fallback => self.shared.metrics.fallback(),
+            Change::Promotion => self.shared.metrics.promotion(),
+        }
+        self.report.ready(change);
     }
 
-    async fn connect(
-        &self,
-        endpoints: &mut Endpoints,
-    ) -> Result<(SocketAddr, Arc<dyn Session>), ConnectError> {
-        let within = self.shared.limits.handshake_timeout;
-        let (_, address) = endpoints.next(&self.servers, within).await?;
-        let dialled = timeout(within, self.dialer.dial(address)).await;
-        match dialled.unwrap_or(Err(HandshakeError::Timeout)) {
-            Ok(session) => Ok((address, session)),
-            Err(source) => Err(ConnectError::Dial { address, source }),
+    /// The current session is silent: another one is wanted beside it.
+    fn suspect(&mut self, now: Instant) {
+        let Some(current) = &mut self.current else {
+            return;
+        };
+        current.suspect = true;
+        let event = Event::Lost {
+            ready_for: now.duration_since(current.since),
+            code: CloseCode::Dead,
+        };
+        self.not_ready();
+        self.ladder.missed(now);
+        // What was dialled for another purpose.
+        self.abandon();
+        self.retry(event, now);
+    }
+
+    /// It is heard again, before another one was ready.
+    fn live(&mut self) {
+        if let Some(current) = &mut self.current {
+            current.suspect = false;
+        }
+        self.abandon();
+        self.retry_at = None;
+        self.waiting = None;
+        self.ladder.heard();
+        self.report.over();
+    }
+
+    fn ended(&mut self, joined: Result<(Id, Ended), JoinError>) {
+        let now = Instant::now();
+        let (id, ended) = match joined {
+            Ok((id, ended)) => (id, Ok(ended)),
+            Err(panicked) => (panicked.id(), Err(panicked)),
+        };
+        let Some(Running { rung, .. }) = self.sessions.remove(&id) else {
+            return;
+        };
+        let ended = ended.unwrap_or_else(|panicked| {
+            self.report.broken(rung, &panicked);
+            Ended {
+                place: self.endpoints.clone(),
+                outcome: Err(ConnectError::Broken),
+            }
+        });
+        let current = self.current.take_if(|current| current.id == id);
+        if let Some(current) = current {
+            return self.lost(&current, ended.outcome, now);
+        }
+        match (&mut self.attempt, ended.outcome) {
+            (Some(attempt), Err(error)) if attempt.lanes.contains(&id) => {
+                attempt.lanes.retain(|lane| *lane != id);
+                self.failed(rung, ended.place, error, now);
+            }
+            (_, Err(error)) => self.count(rung, &error),
+            (_, Ok(held)) => self.report.ended(rung, &held),
         }
     }
 
-    fn say_lost(&self, held: &Held, retry_in: Duration) {
-        warn!(
-            agent = %self.shared.node,
-            transport = %self.dialer.transport(),
-            code = %held.reason.code,
-            error = %held.reason,
-            ready_for = ?held.ready_for,
-            ?retry_in,
-            "session ended"
-        );
-    }
-
-    fn say_failed(&self, failure: &ConnectError, retry_in: Duration) {
-        let agent = &self.shared.node;
-        let transport = self.dialer.transport();
-        let error = causes(failure);
-        match failure.code() {
-            Some(code) if !code.is_retryable() => {
-                error!(%agent, %transport, %code, error, ?retry_in, "server refuses this agent; somebody has to act");
-            }
-            Some(code) => {
-                warn!(%agent, %transport, %code, error, ?retry_in, "cannot hold a session")
-            }
-            None => warn!(%agent, %transport, error, ?retry_in, "cannot connect"),
+    /// The current session has ended.
+    fn lost(&mut self, current: &Current, outcome: Result<Held, ConnectError>, now: Instant) {
+        let held = outcome.unwrap_or_else(|error| Held {
+            ready_for: now.duration_since(current.since),
+            reason: CloseReason {
+                by: ClosedBy::Local,
+                code: CloseCode::Protocol,
+                reason: error.to_string(),
+            },
+        });
+        self.not_ready();
+        self.ladder.missed(now);
+        // Another one is being dialled already, and that this end gave up says nothing new about the path.
+        let is_old_news = current.suspect && held.reason.by == ClosedBy::Local;
+        if self.draining {
+            return self.report.ended(current.rung, &held);
         }
+        if is_old_news {
+            return self.report.lost(current.rung, &held, None);
+        }
+        let event = Event::Lost {
+            ready_for: held.ready_for,
+            code: held.reason.code,
+        };
+        let dialling = self
+            .attempt
+            .take_if(|attempt| attempt.purpose == Purpose::Connect);
+        // What is left was dialled for another purpose.
+        self.abandon();
+        let retry_in = self.retry(event, now);
+        self.attempt = dialling;
+        // A server that is back, which its word on the old session shows, is better asked afresh.
+        if retry_in.is_zero() {
+            self.abandon();
+        }
+        let retry_in = self.attempt.is_none().then_some(retry_in);
+        self.report.lost(current.rung, &held, retry_in);
     }
-}
 
-/// An error with its causes in one line.
-pub(crate) fn causes(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
+    /// Asks the plan when the next attempt begins.
+    fn retry(&mut self, event: Event, now: Instant) -> Duration {
+        let retry_in = self.plan.next(event, now, rand::random());
+        if !self.draining {
+            self.retry_at = Some(now + retry_in);
+        }
+        retry_in
     }
-    text
+
+    fn count(&self, rung: Rung, error: &ConnectError) {
+        self.shared
+            .metrics
+            .connect_attempt(rung.transport(), error.result());
+    }
+
+    fn not_ready(&mut self) {
+        let readiness = &self.readiness;
+        self.waiting.get_or_insert_with(|| readiness.block(SESSION));
+    }
 }
 
 /// The readiness block that a ready session lifts.
 pub(crate) const SESSION: &str = "session";
+/// News that wait for the connector, which takes them at once; a session that finds the queue full waits.
+const NEWS_QUEUE: usize = 64;
+
+#[cfg(test)]
+mod tests;

@@ -276,7 +276,7 @@ fn pem_certificates(certificates: &[Vec<u8>]) -> String {
 }
 
 /// Base64 with padding (RFC 4648, section 4).
-fn base64(bytes: &[u8]) -> String {
+pub(crate) fn base64(bytes: &[u8]) -> String {
     const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
     for group in bytes.chunks(3) {
@@ -387,6 +387,8 @@ mod tests {
             ("fo", "Zm8="),
             ("foo", "Zm9v"),
             ("foobar", "Zm9vYmFy"),
+            // RFC 7617, section 2.
+            ("Aladdin:open sesame", "QWxhZGRpbjpvcGVuIHNlc2FtZQ=="),
         ] {
             assert_eq!(base64(plain.as_bytes()), encoded);
         }

@@ -98,14 +98,15 @@ impl Egress {
         }
     }
 
-    /// Serves one stream to its end. Dropped early, both sides see a cut.
-    pub(crate) async fn serve(&self, incoming: IncomingStream, terms: &Terms) {
+    /// Serves one stream to its end; without `has_room` in memory for another one, it is refused. Dropped early, both
+    /// sides see a cut.
+    pub(crate) async fn serve(&self, incoming: IncomingStream, has_room: bool, terms: &Terms) {
         let began = Instant::now();
         let _open = self.metrics.stream();
         let (target, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
         {
             Ok((header, stream)) => {
-                let outcome = self.answer(&header, stream, terms).await;
+                let outcome = self.answer(&header, stream, has_room, terms).await;
                 (describe(&header.kind), header.trace_parent, outcome)
             }
             Err(error) => {
@@ -133,7 +134,13 @@ impl Egress {
         );
     }
 
-    async fn answer(&self, header: &StreamHeader, stream: Stream, terms: &Terms) -> Outcome {
+    async fn answer(
+        &self,
+        header: &StreamHeader,
+        stream: Stream,
+        has_room: bool,
+        terms: &Terms,
+    ) -> Outcome {
         let refusal = match &header.kind {
             StreamKind::Control { .. } => Refusal {
                 code: RefusalCode::BadHeader,
@@ -142,6 +149,11 @@ impl Egress {
             StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
                 code: RefusalCode::Draining,
                 detail: "agent is stopping".to_owned(),
+            },
+            StreamKind::Target(_) if !has_room => Refusal {
+                code: RefusalCode::TooManyStreams,
+                detail: "targets that do not read hold what agent's limits.bufferPool allows"
+                    .to_owned(),
             },
             StreamKind::Target(target) => match self.permits.try_acquire() {
                 Ok(_until_the_end) => return self.connect(target, stream, terms).await,

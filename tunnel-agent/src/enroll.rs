@@ -1,7 +1,8 @@
 //! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
 
+use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::slice;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -14,6 +15,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tracing::{info, warn};
 use tunnel_proto::identity::{PeerIdentity, sha256, spki_sha256};
+use tunnel_proto::tcp::{Connect, Remote};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::ALPN_ENROLL;
@@ -28,11 +30,14 @@ use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
 use crate::connector::plan::{Event, Plan};
 use crate::credentials::{CredentialError, Credentials, Store, Stored};
+use crate::proxy::{HttpProxy, ProxyChoice};
 
 /// What enrolment needs.
 #[derive(Debug)]
 pub(crate) struct Enrolment {
     pub(crate) servers: Vec<ServerAddress>,
+    /// Which way to them.
+    pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
     pub(crate) token: JoinToken,
     /// The CA certificates of --ca-file; without them the token's hash pins the CA.
@@ -49,34 +54,32 @@ pub(crate) enum EnrollError {
     #[error(transparent)]
     Resolve(#[from] ResolveError),
     /// No connection.
-    #[error("{address}: cannot connect (enrolment needs TCP)")]
+    #[error("{place}: cannot connect (enrolment needs TCP)")]
     Connect {
-        address: SocketAddr,
+        place: Place,
         #[source]
         source: io::Error,
     },
     /// The server did not prove to be the token's.
     #[error(
-        "{address}: TLS failed, and nothing of the token was sent; is this the server that printed the token?"
+        "{place}: TLS failed, and nothing of the token was sent; is this the server that printed the token{}?",
+        place.suspicion()
     )]
     Tls {
-        address: SocketAddr,
+        place: Place,
         #[source]
         source: io::Error,
     },
     /// Request or answer did not get through.
-    #[error("{address}: no answer to the request")]
+    #[error("{place}: no answer to the request")]
     Exchange {
-        address: SocketAddr,
+        place: Place,
         #[source]
         source: io::Error,
     },
     /// The answer cannot be used.
-    #[error("{address}: answer is not usable: {problem}")]
-    Answer {
-        address: SocketAddr,
-        problem: &'static str,
-    },
+    #[error("{place}: answer is not usable: {problem}")]
+    Answer { place: Place, problem: &'static str },
     /// The server said no.
     #[error("server refuses to enrol {node} ({code}): {detail}{}", advice(*.code, .node))]
     Refused {
@@ -93,6 +96,32 @@ pub(crate) enum EnrollError {
     /// This build cannot make a request or a TLS configuration.
     #[error("cannot prepare the request: {0}")]
     Prepare(String),
+}
+
+/// Where it was tried.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    remote: Remote,
+    proxy: Option<Arc<HttpProxy>>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.proxy {
+            Some(proxy) => write!(formatter, "{} through proxy {proxy}", self.remote),
+            None => self.remote.fmt(formatter),
+        }
+    }
+}
+
+impl Place {
+    /// What else may be wrong with TLS.
+    fn suspicion(&self) -> &'static str {
+        match self.proxy {
+            Some(_) => ", and does the proxy pass TLS on unopened",
+            None => "",
+        }
+    }
 }
 
 impl EnrollError {
@@ -133,10 +162,10 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
 pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Credentials, EnrollError> {
     let node = &enrolment.node;
     let mut plan = Plan::new();
-    let mut endpoints = Endpoints::default();
+    let mut turns = Turns::default();
     info!(agent = %node, token = enrolment.token.id(), "enrolling");
     loop {
-        let error = match attempt(enrolment, &mut endpoints).await {
+        let error = match attempt(enrolment, &mut turns).await {
             Ok(credentials) => return Ok(credentials),
             Err(error) if !error.is_retryable() => return Err(error),
             Err(error) => error,
@@ -154,10 +183,35 @@ pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Credentials, EnrollE
     }
 }
 
-async fn attempt(
-    enrolment: &Enrolment,
-    endpoints: &mut Endpoints,
-) -> Result<Credentials, EnrollError> {
+/// Servers take turns, and so do the addresses of each: every attempt moves on, since one that succeeds is the last.
+#[derive(Debug, Default)]
+struct Turns {
+    taken: usize,
+    endpoints: Vec<Endpoints>,
+}
+
+impl Turns {
+    /// The place to try; a name that is for a proxy to resolve is not resolved here.
+    async fn next(&mut self, enrolment: &Enrolment) -> Result<Place, ResolveError> {
+        let servers = &enrolment.servers;
+        let index = self.taken % servers.len().max(1);
+        let server = servers.get(index).ok_or(ResolveError::NoServer)?;
+        self.taken += 1;
+        let proxy = enrolment.proxy.proxy_for(server).cloned();
+        self.endpoints
+            .resize_with(servers.len(), Endpoints::default);
+        let endpoints = &mut self.endpoints[index];
+        let remote = endpoints
+            .next(slice::from_ref(server), enrolment.within, |_| {
+                proxy.is_some()
+            })
+            .await?;
+        endpoints.failed();
+        Ok(Place { remote, proxy })
+    }
+}
+
+async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Credentials, EnrollError> {
     let Enrolment {
         node, store, ca, ..
     } = enrolment;
@@ -167,19 +221,20 @@ async fn attempt(
         return Ok(*credentials);
     }
     let key = store.key()?;
-    let (_, address) = endpoints.next(&enrolment.servers, enrolment.within).await?;
-    let issued = match request(enrolment, &key, address).await {
-        Ok(EnrollReply::Issued { chain, roots }) => check(enrolment, &key, &chain, &roots)
-            .map(|()| (chain, roots))
-            .map_err(|problem| EnrollError::Answer { address, problem }),
-        Ok(EnrollReply::Refused(code, detail)) => Err(EnrollError::Refused {
-            node: node.clone(),
-            code,
-            detail,
-        }),
-        Err(error) => Err(error),
+    let place = turns.next(enrolment).await?;
+    let (chain, roots) = match request(enrolment, &key, &place).await? {
+        EnrollReply::Issued { chain, roots } => (chain, roots),
+        EnrollReply::Refused(code, detail) => {
+            return Err(EnrollError::Refused {
+                node: node.clone(),
+                code,
+                detail,
+            });
+        }
     };
-    let (chain, roots) = issued.inspect_err(|_| endpoints.failed())?;
+    if let Err(problem) = check(enrolment, &key, &chain, &roots) {
+        return Err(EnrollError::Answer { place, problem });
+    }
     store.keep(&chain, &roots)?;
     match store.load(node, ca.as_deref(), SystemTime::now())? {
         Stored::Valid(credentials) => {
@@ -188,17 +243,17 @@ async fn attempt(
             Ok(*credentials)
         }
         Stored::Expired(_) | Stored::Nothing => Err(EnrollError::Answer {
-            address,
+            place,
             problem: "its certificate has ended already; is the clock of this host right?",
         }),
     }
 }
 
-/// One request to one address. The token leaves only after the verifier accepted the server's chain and role.
+/// One request to one place. The token leaves only after the verifier accepted the server's chain and role.
 async fn request(
     enrolment: &Enrolment,
     key: &KeyPair,
-    address: SocketAddr,
+    place: &Place,
 ) -> Result<EnrollReply, EnrollError> {
     let prepare = |error: String| EnrollError::Prepare(error);
     let csr = CertificateParams::default()
@@ -225,15 +280,25 @@ async fn request(
         .map_err(|error| prepare(error.to_string()))?;
 
     let within = enrolment.within;
-    let tcp = limited(within, TcpStream::connect(address))
+    let at = || place.clone();
+    let tcp = limited(within, enrolment.proxy.connect(&place.remote))
         .await
-        .map_err(|source| EnrollError::Connect { address, source })?;
+        .map_err(|source| EnrollError::Connect {
+            place: at(),
+            source,
+        })?;
     let tls = limited(within, handshake(config, tcp))
         .await
-        .map_err(|source| EnrollError::Tls { address, source })?;
+        .map_err(|source| EnrollError::Tls {
+            place: at(),
+            source,
+        })?;
     limited(within, exchange(tls, &framed))
         .await
-        .map_err(|source| EnrollError::Exchange { address, source })
+        .map_err(|source| EnrollError::Exchange {
+            place: at(),
+            source,
+        })
 }
 
 async fn handshake(

@@ -7,8 +7,8 @@
 //! | [`app`] | builds the parts and runs them; the entry for tests and other programs |
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
-//! | `connector` | resolves, dials, and tries again (`plan`: when; `endpoint`: where) |
-//! | `session` | one session: admission, control stream, drain |
+//! | `connector` | which session takes new streams: dials, races transports, replaces what is silent, climbs back to QUIC |
+//! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: ceiling, dial, reply, relay |
 //! | [`policy`] | the ceiling: pure checks of resolved addresses |
 //! | `metrics` | what is counted |
@@ -25,6 +25,7 @@ mod credentials;
 mod egress;
 mod enroll;
 mod metrics;
+mod proxy;
 mod session;
 #[cfg(test)]
 mod testing;

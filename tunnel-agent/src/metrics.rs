@@ -14,6 +14,9 @@ use tunnel_proto::wire::code::RefusalCode;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Metrics {
     sessions: Family<TransportLabels, Gauge>,
+    suspects: Gauge,
+    promotions: Counter,
+    fallbacks: Counter,
     streams_open: Gauge,
     streams: Family<StreamLabels, Counter>,
     stream_bytes: Family<DirectionLabels, Counter>,
@@ -31,6 +34,21 @@ impl Metrics {
             "session_connected",
             "Sessions to servers that are ready, by transport",
             metrics.sessions.clone(),
+        );
+        registry.register(
+            "sessions_suspect",
+            "Ready sessions whose server is silent, or says that it does not hear this agent",
+            metrics.suspects.clone(),
+        );
+        registry.register(
+            "promotions",
+            "Times that QUIC took over from h2",
+            metrics.promotions.clone(),
+        );
+        registry.register(
+            "fallbacks",
+            "Times that h2 took over because QUIC gave no answer",
+            metrics.fallbacks.clone(),
         );
         registry.register(
             "streams_open",
@@ -54,7 +72,7 @@ impl Metrics {
         );
         registry.register(
             "connect_attempts",
-            "Attempts to hold a session, by result",
+            "Sessions that were dialled, by transport and result",
             metrics.connect_attempts.clone(),
         );
         registry.register(
@@ -70,6 +88,21 @@ impl Metrics {
         GaugeGuard::hold(&self.sessions.get_or_create_owned(&TransportLabels {
             transport: TransportLabel(transport),
         }))
+    }
+
+    /// Counts a suspect session until the guard is dropped.
+    pub(crate) fn suspect(&self) -> GaugeGuard {
+        GaugeGuard::hold(&self.suspects)
+    }
+
+    /// Counts that QUIC took over from h2.
+    pub(crate) fn promotion(&self) {
+        self.promotions.inc();
+    }
+
+    /// Counts that h2 took over from QUIC.
+    pub(crate) fn fallback(&self) {
+        self.fallbacks.inc();
     }
 
     /// Counts an open stream until the guard is dropped.
@@ -93,11 +126,27 @@ impl Metrics {
         self.dials.get_or_create(&DialLabels { result }).inc();
     }
 
-    /// Counts an attempt to hold a session.
-    pub(crate) fn connect_attempt(&self, result: ConnectResult) {
+    /// Counts a session that was dialled.
+    pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
+        let transport = TransportLabel(transport);
         self.connect_attempts
-            .get_or_create(&ConnectLabels { result })
+            .get_or_create(&ConnectLabels { transport, result })
             .inc();
+    }
+
+    /// How many sessions were dialled with a result.
+    #[cfg(test)]
+    pub(crate) fn connect_attempts(&self, transport: TransportKind, result: ConnectResult) -> u64 {
+        let transport = TransportLabel(transport);
+        self.connect_attempts
+            .get_or_create(&ConnectLabels { transport, result })
+            .get()
+    }
+
+    /// How often h2 took over, and how often QUIC did.
+    #[cfg(test)]
+    pub(crate) fn moves(&self) -> (u64, u64) {
+        (self.fallbacks.get(), self.promotions.get())
     }
 
     /// Notes the end of the agent's certificate.
@@ -200,23 +249,29 @@ impl DialResult {
     }
 }
 
-/// What became of an attempt to hold a session.
+/// What became of a session that was dialled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ConnectResult {
-    /// The session became ready.
+    /// It became ready.
     Ready,
+    /// Nothing came back in time.
+    NoAnswer,
     /// No connection, or no handshake.
     Failed,
     /// The server said no.
     NotAdmitted,
+    /// Another one was ready first.
+    Abandoned,
 }
 
 impl ConnectResult {
     fn label(self) -> &'static str {
         match self {
             Self::Ready => "ready",
+            Self::NoAnswer => "no_answer",
             Self::Failed => "failed",
             Self::NotAdmitted => "not_admitted",
+            Self::Abandoned => "abandoned",
         }
     }
 }
@@ -271,6 +326,7 @@ struct DialLabels {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ConnectLabels {
+    transport: TransportLabel,
     result: ConnectResult,
 }
 
@@ -285,7 +341,11 @@ mod tests {
         metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
         metrics.bytes(Direction::ToTarget).inc_by(5);
         metrics.dialled(DialResult::Connected);
-        metrics.connect_attempt(ConnectResult::Ready);
+        metrics.connect_attempt(TransportKind::Quic, ConnectResult::NoAnswer);
+        metrics.connect_attempt(TransportKind::H2, ConnectResult::Ready);
+        metrics.fallback();
+        metrics.promotion();
+        let suspect = metrics.suspect();
         metrics.certificate(UNIX_EPOCH + std::time::Duration::from_secs(9));
         drop(metrics.stream());
         let mut text = String::new();
@@ -296,11 +356,15 @@ mod tests {
             "tunnel_agent_streams_total{result=\"refused_by_policy\"} 1",
             "tunnel_agent_stream_bytes_total{direction=\"to_target\"} 5",
             "tunnel_agent_dials_total{result=\"connected\"} 1",
-            "tunnel_agent_connect_attempts_total{result=\"ready\"} 1",
+            "tunnel_agent_connect_attempts_total{transport=\"quic\",result=\"no_answer\"} 1",
+            "tunnel_agent_connect_attempts_total{transport=\"h2\",result=\"ready\"} 1",
+            "tunnel_agent_fallbacks_total 1",
+            "tunnel_agent_promotions_total 1",
+            "tunnel_agent_sessions_suspect 1",
             "tunnel_agent_certificate_not_after_seconds 9",
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
         }
-        drop(session);
+        drop((session, suspect));
     }
 }

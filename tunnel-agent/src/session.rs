@@ -1,9 +1,11 @@
 //! One session with a server, from the control stream to the last goodbye.
 //!
 //! ```text
-//! Admitting --Welcome--> Ready --SIGTERM--> Draining --streams done--> Farewell --> closed
-//!     |                    +------ server gone, Bye, or dead ------------------> closed
-//!     +-- NotAdmitted, no version in common, timeout ---------------------> closed
+//! Admitting --Welcome--> Ready <--silent, heard again--> Suspect --silent for deadAfter--> closed
+//!     |                    | |                             |
+//!     |                    | +---another session is ready--+--> Retired --last stream ended--+
+//!     |                    +--SIGTERM--> Draining --streams done-----------------------------+--> Farewell --> closed
+//!     +-- NotAdmitted, no version in common, timeout --> closed      (server gone, Bye: closed, from everywhere)
 //! ```
 
 use std::io;
@@ -12,22 +14,30 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tokio::sync::mpsc;
+use tokio::task::{self, Id};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, debug_span, info, warn};
-use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, SessionError};
+use tunnel_proto::transport::control::ControlReader;
+use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
-use tunnel_proto::wire::header::StreamKind;
+use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
-use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
 use crate::config::Limits;
 use crate::egress::{Egress, NodeIp, Terms};
-use crate::metrics::{ConnectResult, Metrics};
+use crate::metrics::{GaugeGuard, Metrics};
+
+mod admission;
+mod vigil;
+mod voice;
+
+pub(crate) use admission::AdmitError;
+use admission::{Admitted, admit};
+use vigil::{Turn, Vigil};
+use voice::Voice;
 
 /// What all sessions of an agent share.
 #[derive(Debug)]
@@ -39,47 +49,37 @@ pub(crate) struct Shared {
     pub(crate) limits: Limits,
     pub(crate) egress: Arc<Egress>,
     pub(crate) metrics: Metrics,
-    pub(crate) readiness: Readiness,
     pub(crate) shutdown: Shutdown,
-    /// Cancelled when the drain is over and the session should end.
+    /// Cancelled when the drain is over and sessions should end.
     pub(crate) farewell: CancellationToken,
 }
 
-/// Why a connection did not become a ready session.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum AdmitError {
-    /// The server said so.
-    #[error("server did not admit this agent ({code}): {detail}")]
-    NotAdmitted { code: CloseCode, detail: String },
-    /// The session ended meanwhile.
-    #[error(transparent)]
-    Closed(#[from] CloseReason),
-    /// Welcome did not come.
-    #[error("server did not welcome this agent in time")]
-    Timeout,
-    /// No version in common.
-    #[error(
-        "server speaks protocol versions {0} to {1}, this agent {VERSION_MIN} to {VERSION_MAX}; update the older one"
-    )]
-    Version(u32, u32),
-    /// The server said something that has no place here.
-    #[error("server broke the protocol: {0}")]
-    Protocol(&'static str),
-    /// The control stream failed.
-    #[error("control stream failed")]
-    Control(#[from] io::Error),
+/// What ties the task of a session to the connector.
+#[derive(Debug, Clone)]
+pub(crate) struct Tether {
+    /// Cancelled when another session takes the new streams, or nobody waits for this one any more.
+    pub(crate) retire: CancellationToken,
+    /// Where the connector hears of it.
+    pub(crate) news: mpsc::Sender<(Id, News)>,
 }
 
-impl AdmitError {
-    /// What the server, or this end, gave as the reason.
-    pub(crate) fn code(&self) -> Option<CloseCode> {
-        match self {
-            Self::NotAdmitted { code, .. } => Some(*code),
-            Self::Closed(reason) => Some(reason.code),
-            Self::Version(..) => Some(CloseCode::Version),
-            Self::Timeout => Some(CloseCode::HandshakeTimeout),
-            Self::Protocol(_) | Self::Control(_) => Some(CloseCode::Protocol),
-        }
+/// What the connector hears of a session, in this order; its end is the end of the task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum News {
+    /// The handshake is done.
+    Answered,
+    /// Welcome came: the server may open streams.
+    Ready,
+    /// The server is suspect: silent for too long, or it says that it does not hear this end.
+    Suspect,
+    /// The server is heard again.
+    Live,
+}
+
+impl Tether {
+    /// Tells the connector. To be called in the session's task. Cancel-safe: dropped early, nothing is told.
+    pub(crate) async fn tell(&self, news: News) {
+        let _connector_may_be_gone = self.news.send((task::id(), news)).await;
     }
 }
 
@@ -90,43 +90,23 @@ pub(crate) struct Held {
     pub(crate) reason: CloseReason,
 }
 
-/// Runs a session that was dialled at `began`; drops `waiting` when it is ready. Dropped early, the session is cut.
+/// Runs a session that was dialled at `began`. Dropped early, the session is cut.
 pub(crate) async fn run(
     session: Arc<dyn Session>,
     shared: &Shared,
+    tether: &Tether,
     began: Instant,
-    waiting: &mut Option<ReadinessBlock>,
 ) -> Result<Held, AdmitError> {
     let remote = session.health().remote;
     let node_ip = match shared.node_ip {
         Some(ip) => Some(NodeIp { ip, given: true }),
         None => NodeIp::towards(remote),
     };
-    let within = shared.limits.handshake_timeout;
-    let admitted = tokio::select! {
-        biased;
-        () = shared.shutdown.drain().cancelled() => Err(AdmitError::Closed(CloseReason {
-            by: ClosedBy::Local,
-            code: CloseCode::Draining,
-            reason: STOPPING.to_owned(),
-        })),
-        admitted = timeout(within, admit(&*session, shared, node_ip)) => {
-            admitted.unwrap_or(Err(AdmitError::Timeout))
-        }
-    };
-    let (reader, writer, welcome) = match admitted {
-        Ok(admitted) => admitted,
-        Err(error) => {
-            let code = match error.code() {
-                Some(
-                    code @ (CloseCode::Version | CloseCode::HandshakeTimeout | CloseCode::Protocol),
-                ) => code,
-                Some(_) | None => CloseCode::Normal,
-            };
-            session.close(code, &error.to_string()).await;
-            return Err(error);
-        }
-    };
+    let Admitted {
+        reader,
+        writer,
+        welcome,
+    } = admit(&session, shared, node_ip).await?;
     session.allow_streams(
         // The control stream, and those that have ended at the server but not yet here.
         welcome
@@ -136,8 +116,6 @@ pub(crate) async fn run(
             .saturating_add(1),
     );
     let _connected = shared.metrics.session(session.transport());
-    shared.metrics.connect_attempt(ConnectResult::Ready);
-    waiting.take();
     info!(
         agent = %shared.node,
         session = %welcome.session,
@@ -148,6 +126,7 @@ pub(crate) async fn run(
         elapsed = ?began.elapsed(),
         "session ready"
     );
+    tether.tell(News::Ready).await;
     let ready = Instant::now();
     let terms = Terms {
         session: welcome.session,
@@ -155,10 +134,18 @@ pub(crate) async fn run(
         dial_timeout: welcome.target_dial_timeout,
     };
     let serving = Serving {
-        session: &session,
         shared,
+        tether,
         terms: Arc::new(terms),
-        writer,
+        voice: Voice::new(writer),
+        vigil: Vigil::new(
+            shared.limits.liveness(),
+            session.transport(),
+            session.health(),
+            ready,
+        ),
+        suspect: None,
+        session,
     };
     let reason = serving.run(reader).await;
     Ok(Held {
@@ -167,100 +154,23 @@ pub(crate) async fn run(
     })
 }
 
-/// From the control stream's header to Welcome.
-async fn admit(
-    session: &dyn Session,
-    shared: &Shared,
-    node_ip: Option<NodeIp>,
-) -> Result<(ControlReader, ControlWriter, Welcome), AdmitError> {
-    let incoming = match session.accept().await {
-        Ok(incoming) => incoming,
-        Err(SessionError::Closed(reason)) => return Err(reason.into()),
-        Err(SessionError::NotOpening | SessionError::Header(_)) => {
-            return Err(AdmitError::Protocol("session accepts no streams"));
-        }
-    };
-    let converse = async {
-        let deadline = Instant::now() + shared.limits.handshake_timeout;
-        let (header, mut stream) = incoming.header(deadline).await?;
-        let StreamKind::Control {
-            version_min,
-            version_max,
-        } = header.kind
-        else {
-            return Err(AdmitError::Protocol(
-                "first stream is not the control stream",
-            ));
-        };
-        negotiate_version(version_min, version_max)
-            .ok_or(AdmitError::Version(version_min, version_max))?;
-        stream.accept("").await?;
-        let (mut reader, mut writer) = control::split(stream);
-        writer
-            .send(&ControlMessage::Hello(hello(shared, node_ip)))
-            .await?;
-        loop {
-            match reader.receive().await? {
-                Some(ControlMessage::Welcome(welcome)) => return Ok((reader, writer, welcome)),
-                Some(ControlMessage::NotAdmitted(code, detail)) => {
-                    return Err(AdmitError::NotAdmitted { code, detail });
-                }
-                Some(ControlMessage::Unknown) => {}
-                Some(
-                    ControlMessage::Hello(_)
-                    | ControlMessage::Drain(_)
-                    | ControlMessage::Withdraw
-                    | ControlMessage::Bye(_),
-                ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
-                None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
-            }
-        }
-    };
-    let outcome = tokio::select! {
-        biased;
-        // First, since what the server said before it closed is more than the code of the close.
-        outcome = converse => outcome,
-        reason = session.closed() => Err(reason.into()),
-    };
-    match outcome {
-        Err(error @ (AdmitError::Control(_) | AdmitError::Protocol(_))) => {
-            // The reason of a closed session says more than the failure of its streams.
-            match timeout(REASON_WITHIN, session.closed()).await {
-                Ok(reason) => Err(reason.into()),
-                Err(_still_open) => Err(error),
-            }
-        }
-        outcome => outcome,
-    }
-}
-
-fn hello(shared: &Shared, node_ip: Option<NodeIp>) -> Hello {
-    Hello {
-        versions: (VERSION_MIN, VERSION_MAX),
-        capabilities: Vec::new(),
-        node_name: shared.node.clone(),
-        instance: shared.instance,
-        software: env!("CARGO_PKG_VERSION").to_owned(),
-        node_ip: node_ip.map_or_else(String::new, |node| node.ip.to_string()),
-    }
-}
-
 /// A ready session.
 struct Serving<'a> {
-    session: &'a Arc<dyn Session>,
+    session: Arc<dyn Session>,
     shared: &'a Shared,
+    tether: &'a Tether,
     terms: Arc<Terms>,
-    writer: ControlWriter,
+    voice: Voice,
+    vigil: Vigil,
+    /// Counts it while it is suspect.
+    suspect: Option<GaugeGuard>,
 }
 
 impl Serving<'_> {
     async fn run(mut self, mut reader: ControlReader) -> CloseReason {
-        let shared = self.shared;
+        let (shared, tether) = (self.shared, self.tether);
         let session = self.session.clone();
         let mut closed = pin!(session.closed());
-        let mut ticks = interval(shared.limits.keep_alive);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut liveness = Liveness::new(session.health().heard, Instant::now());
         let (mut withdrawn, mut listening) = (false, true);
         loop {
             tokio::select! {
@@ -268,9 +178,15 @@ impl Serving<'_> {
                 reason = &mut closed => return reason,
                 () = shared.shutdown.drain().cancelled(), if !withdrawn => {
                     withdrawn = true;
-                    self.tell(&ControlMessage::Withdraw).await;
+                    self.voice.withdraw();
                 }
-                () = shared.farewell.cancelled() => return self.farewell().await,
+                () = tether.retire.cancelled(), if !self.vigil.is_retired() => self.retire(),
+                () = shared.farewell.cancelled() => return self.farewell(STOPPING).await,
+                () = sleep_until(self.vigil.next()) => match self.look().await {
+                    Turn::Dead => return self.end(CloseCode::Dead, "nothing was heard for too long").await,
+                    Turn::Done => return self.farewell(REPLACED).await,
+                    Turn::Same | Turn::Suspect | Turn::Live => {}
+                },
                 message = reader.receive(), if listening => match message {
                     Ok(Some(ControlMessage::Bye(reason))) => {
                         info!(agent = %shared.node, session = %self.terms.session, reason, "server says goodbye");
@@ -286,32 +202,29 @@ impl Serving<'_> {
                         self.serve(incoming);
                     }
                 }
-                now = ticks.tick() => {
-                    let silence = liveness.silence(session.health().heard, now);
-                    if silence >= shared.limits.dead_after {
-                        return self.end(CloseCode::Dead, "nothing was heard for too long").await;
-                    }
-                    if silence > Duration::ZERO {
-                        session.probe();
-                    }
-                }
             }
         }
     }
 
-    fn serve(&self, incoming: IncomingStream) {
+    fn serve(&mut self, incoming: IncomingStream) {
         let (egress, terms) = (self.shared.egress.clone(), self.terms.clone());
+        let has_room = self.session.has_room();
         let span = debug_span!("stream", agent = %self.shared.node, session = %terms.session);
-        self.shared
-            .shutdown
-            .spawn_work(async move { egress.serve(incoming, &terms).await }.instrument(span));
+        self.shared.shutdown.spawn_work(
+            async move { egress.serve(incoming, has_room, &terms).await }.instrument(span),
+        );
+        self.vigil.stream(Instant::now());
     }
 
-    fn heed(&self, message: &ControlMessage) {
+    fn heed(&mut self, message: &ControlMessage) {
         let (agent, session) = (&self.shared.node, self.terms.session);
         match message {
             ControlMessage::Drain(deadline) => {
                 info!(%agent, %session, ?deadline, "server is stopping; streams go on until it closes the session");
+            }
+            ControlMessage::Doubt(doubts) => {
+                debug!(%agent, %session, doubts, "server says whether it hears this end");
+                self.vigil.peer_doubts(*doubts, Instant::now());
             }
             ControlMessage::Unknown => {
                 debug!(%agent, %session, "message of a later version ignored")
@@ -326,32 +239,66 @@ impl Serving<'_> {
         }
     }
 
-    /// Sends a message that the session does not depend on.
-    async fn tell(&mut self, message: &ControlMessage) {
-        let sent = timeout(GOODBYE_WITHIN, self.writer.send(message)).await;
-        if !matches!(sent, Ok(Ok(()))) {
-            debug!(agent = %self.shared.node, session = %self.terms.session, "control message was not sent");
+    /// Looks at the session and does what follows, except for its end.
+    async fn look(&mut self) -> Turn {
+        let seen = self.vigil.look(self.session.health(), Instant::now());
+        if seen.probe {
+            self.session.probe();
         }
+        self.voice.doubt(seen.own_doubt);
+        let (agent, session) = (&self.shared.node, self.terms.session);
+        let transport = self.session.transport();
+        match seen.turn {
+            Turn::Suspect => {
+                let (silence, own) = (seen.silence, seen.own_doubt);
+                warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
+                self.suspect = Some(self.shared.metrics.suspect());
+                self.tether.tell(News::Suspect).await;
+            }
+            Turn::Live => {
+                info!(%agent, %session, %transport, "session is live again");
+                self.suspect = None;
+                self.tether.tell(News::Live).await;
+            }
+            Turn::Same | Turn::Dead | Turn::Done => {}
+        }
+        seen.turn
     }
 
-    /// Says Bye, refuses what the server opened before it knew, and closes.
-    async fn farewell(mut self) -> CloseReason {
-        self.tell(&ControlMessage::Bye(STOPPING.to_owned())).await;
-        let _peer_may_be_gone = timeout(GOODBYE_WITHIN, self.writer.finish()).await;
-        let until = Instant::now() + (self.session.health().rtt + LATE_STREAMS).min(GOODBYE_WITHIN);
+    /// Another session takes the new streams; this one ends with its last.
+    fn retire(&mut self) {
+        let streams = self.session.health().streams;
+        debug!(agent = %self.shared.node, session = %self.terms.session, streams, "session retires");
+        self.voice.withdraw();
+        self.vigil.retire(Instant::now());
+    }
+
+    /// Says Bye, serves what the server opened before it knew (a draining egress refuses it), and closes.
+    async fn farewell(mut self, why: &'static str) -> CloseReason {
+        let stopping = self.shared.farewell.clone();
+        let session = self.session.clone();
+        let replaced = !stopping.is_cancelled();
+        self.voice.bye(why, GOODBYE_WITHIN).await;
+        let mut until = Instant::now() + (session.health().rtt + LATE_STREAMS).min(GOODBYE_WITHIN);
         loop {
             tokio::select! {
                 biased;
-                reason = self.session.closed() => return reason,
-                () = sleep_until(until) => break,
-                incoming = self.session.accept() => {
+                reason = session.closed() => return reason,
+                // A stream that has arrived is not cut, unless the whole agent stops.
+                incoming = session.accept(), if replaced || Instant::now() < until => {
                     if let Ok(incoming) = incoming {
                         self.serve(incoming);
                     }
                 }
+                () = sleep_until(until) => {
+                    if !replaced || stopping.is_cancelled() || session.health().streams == 0 {
+                        break;
+                    }
+                    until = Instant::now() + LATE_STREAMS;
+                }
             }
         }
-        self.end(CloseCode::Normal, STOPPING).await
+        self.end(CloseCode::Normal, why).await
     }
 
     /// The server closes next; if not, this end does.
@@ -380,35 +327,17 @@ impl Serving<'_> {
     }
 }
 
-/// For how long the count of what was heard has not grown.
-#[derive(Debug)]
-struct Liveness {
-    heard: u64,
-    since: Instant,
-}
-
-impl Liveness {
-    fn new(heard: u64, now: Instant) -> Self {
-        Self { heard, since: now }
-    }
-
-    fn silence(&mut self, heard: u64, now: Instant) -> Duration {
-        if heard != self.heard {
-            *self = Self::new(heard, now);
-        }
-        now.saturating_duration_since(self.since)
-    }
-}
-
 /// What the agent says when it drains.
 const STOPPING: &str = "agent is stopping";
+/// What it says on a session that another one has replaced.
+const REPLACED: &str = "another session has taken over";
 /// Bound on what Welcome may allow; quinn keeps some 80 bytes for each allowed stream.
 const STREAMS_MOST: u32 = 65536;
 /// How long the reason of a session's end may come after the failure of its streams.
 const REASON_WITHIN: Duration = Duration::from_millis(100);
 /// Bound on each step of saying goodbye.
 const GOODBYE_WITHIN: Duration = Duration::from_secs(1);
-/// Beyond one round trip: how long streams may still arrive that were opened before the server read Withdraw.
+/// Beyond one round trip: how long streams may still arrive that were opened before the server read the last word.
 const LATE_STREAMS: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

@@ -9,9 +9,19 @@ use rcgen::string::Ia5String;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKeyData, SanType};
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
+use tokio_util::sync::CancellationToken;
 use tunnel_proto::identity::{PeerIdentity, Role};
+use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{Session, memory};
+use tunnel_proto::wire::name::{InstanceId, NodeName};
 
+use crate::config::Limits;
+use crate::egress::Egress;
+use crate::metrics::Metrics;
+use crate::policy::Ceiling;
+use crate::session::Shared;
+
+pub(crate) mod net;
 pub(crate) mod server;
 
 /// A CA as a server has it.
@@ -82,4 +92,23 @@ pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     };
     let agent = Role::Agent("worker-1".parse().unwrap());
     memory::pair(identity(Role::Server), identity(agent))
+}
+
+/// What the sessions of an agent on this host share.
+pub(crate) fn shared(limits: Limits) -> Shared {
+    let (shutdown, metrics) = (Shutdown::new(), Metrics::default());
+    let node: NodeName = "worker-1".parse().unwrap();
+    let ceiling = Ceiling::default();
+    let draining = shutdown.drain().clone();
+    let egress = Egress::new(node.clone(), ceiling, &limits, metrics.clone(), draining);
+    Shared {
+        node,
+        node_ip: Some([127, 0, 0, 1].into()),
+        instance: InstanceId::new([7; 16]),
+        limits,
+        egress: Arc::new(egress),
+        metrics,
+        shutdown,
+        farewell: CancellationToken::new(),
+    }
 }

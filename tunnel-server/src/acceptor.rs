@@ -1,34 +1,32 @@
-//! Port 10262: takes QUIC sessions and TCP enrolments; every handshake runs in a task of its own, under a deadline.
+//! Port 10262: takes connections on UDP and TCP; every handshake runs in a task of its own, under a deadline.
 
-use std::io;
-use std::net::SocketAddr;
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::ServerConfig;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_rustls::LazyConfigAcceptor;
+use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, debug, info_span, warn};
 use tunnel_proto::process::meta::ACCEPT_PAUSE;
 use tunnel_proto::transport::quic::QuicAcceptor;
-use tunnel_proto::transport::{Acceptor as _, Handshake, HandshakeError};
-use tunnel_proto::wire::ALPN_ENROLL;
+use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
-use crate::enroll::Enrollment;
 use crate::session::Sessions;
 
-/// Accepts agents on UDP and enrolments on TCP.
+mod tcp;
+
+pub use tcp::TcpEntry;
+
+/// Accepts agents.
 #[derive(Debug)]
 pub struct Acceptor {
-    /// QUIC sessions.
+    /// UDP.
     pub quic: Arc<QuicAcceptor>,
-    /// Enrolments.
+    /// TCP.
     pub tcp: TcpListener,
-    /// TLS of enrolments.
-    pub enroll_tls: Arc<ServerConfig>,
-    /// What an enrolment needs.
-    pub enrollment: Enrollment,
+    /// What TCP connections need.
+    pub tcp_entry: TcpEntry,
     /// What a session needs.
     pub sessions: Sessions,
     /// Time for a handshake, and for a whole enrolment.
@@ -58,17 +56,15 @@ impl Acceptor {
             let Some((peer, handshake)) = accepted else {
                 return;
             };
-            let Ok(permit) = self.pre_auth.clone().try_acquire_owned() else {
-                // Dropping the handshake refuses the connection.
-                self.sessions.metrics.handshake("overloaded");
-                continue;
-            };
-            let (sessions, limit) = (self.sessions.clone(), self.handshake_limit);
-            let span = info_span!("session", %peer);
-            self.sessions.shutdown.spawn_service(
-                async move { finish_quic(handshake, sessions, limit, permit).await }
-                    .instrument(span),
-            );
+            // Without a permit the handshake is dropped, which refuses the connection.
+            if let Some(stranger) = self.stranger() {
+                let work = async move {
+                    let shaken = stranger.in_time(handshake).await;
+                    stranger.admit(shaken).await;
+                };
+                let work = work.instrument(info_span!("conn", %peer));
+                self.sessions.shutdown.spawn_service(work);
+            }
         }
     }
 
@@ -80,63 +76,74 @@ impl Acceptor {
                 () = drain.cancelled() => return,
                 accepted = self.tcp.accept() => accepted,
             };
-            let (socket, peer) = match accepted {
-                Ok(accepted) => accepted,
+            match accepted {
+                Ok((socket, peer)) => {
+                    if let Some(stranger) = self.stranger() {
+                        let entry = self.tcp_entry.clone();
+                        let work = async move { entry.serve(socket, peer, stranger).await };
+                        let work = work.instrument(info_span!("conn", %peer));
+                        self.sessions.shutdown.spawn_service(work);
+                    }
+                }
                 Err(error) => {
                     warn!(%error, listener = "agents", "cannot accept connections");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
-                    continue;
                 }
-            };
-            let Ok(permit) = self.pre_auth.clone().try_acquire_owned() else {
-                self.sessions.metrics.enrollment("overloaded");
-                continue;
-            };
-            let (tls, enrollment, limit) = (
-                self.enroll_tls.clone(),
-                self.enrollment.clone(),
-                self.handshake_limit,
-            );
-            let metrics = self.sessions.metrics.clone();
-            let work = async move {
-                let served =
-                    tokio::time::timeout(limit, serve_tcp(socket, peer, tls, &enrollment)).await;
-                drop(permit);
-                let result = match served {
-                    Ok(Ok(result)) => result,
-                    Ok(Err(error)) => {
-                        debug!(%peer, %error, "connection for enrolment failed");
-                        "handshake_failed"
-                    }
-                    Err(_elapsed) => "timeout",
-                };
-                metrics.enrollment(result);
-            };
-            self.sessions
-                .shutdown
-                .spawn_service(work.instrument(info_span!("enroll", %peer)));
+            }
         }
+    }
+
+    /// A place for a new connection, unless all are taken.
+    fn stranger(&self) -> Option<Stranger> {
+        let Ok(permit) = self.pre_auth.clone().try_acquire_owned() else {
+            self.sessions.metrics.handshake("overloaded");
+            return None;
+        };
+        Some(Stranger {
+            sessions: self.sessions.clone(),
+            deadline: Instant::now() + self.handshake_limit,
+            permit,
+        })
     }
 }
 
-async fn finish_quic(
-    handshake: Handshake,
+/// A connection that has shown no credential yet.
+#[derive(Debug)]
+struct Stranger {
     sessions: Sessions,
-    limit: Duration,
+    deadline: Instant,
     permit: OwnedSemaphorePermit,
-) {
-    match tokio::time::timeout(limit, handshake).await {
-        Ok(Ok(session)) => {
-            drop(permit);
-            sessions.serve(session).await;
-        }
-        Ok(Err(error)) => {
-            sessions.metrics.handshake(handshake_label(&error));
-            warn!(%error, "handshake with an agent failed");
-        }
-        Err(_elapsed) => {
-            sessions.metrics.handshake("timeout");
-            debug!("handshake with an agent did not finish in time");
+}
+
+impl Stranger {
+    /// A handshake under the deadline.
+    async fn in_time(
+        &self,
+        handshake: impl Future<Output = Result<Arc<dyn Session>, HandshakeError>> + Send,
+    ) -> Result<Arc<dyn Session>, HandshakeError> {
+        let shaken = timeout_at(self.deadline, handshake).await;
+        shaken.unwrap_or(Err(HandshakeError::Timeout))
+    }
+
+    /// Serves the session that the handshake gave, to its end.
+    async fn admit(self, shaken: Result<Arc<dyn Session>, HandshakeError>) {
+        match shaken {
+            Ok(session) => {
+                drop(self.permit);
+                self.sessions.serve(session).await;
+            }
+            Err(error) => {
+                self.sessions.metrics.handshake(handshake_label(&error));
+                match error {
+                    HandshakeError::Timeout => debug!(%error, "handshake with an agent failed"),
+                    HandshakeError::Transport(_)
+                    | HandshakeError::Identity(_)
+                    | HandshakeError::Local(_)
+                    | HandshakeError::Connect(_) => {
+                        warn!(%error, "handshake with an agent failed");
+                    }
+                }
+            }
         }
     }
 }
@@ -146,29 +153,7 @@ fn handshake_label(error: &HandshakeError) -> &'static str {
         HandshakeError::Timeout => "timeout",
         HandshakeError::Transport(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
-        HandshakeError::Local(_) => "local",
+        // The second is a dialler's.
+        HandshakeError::Local(_) | HandshakeError::Connect(_) => "local",
     }
-}
-
-/// Only the enrolment ALPN is served, so a peer that offers another or none fails in the handshake.
-async fn serve_tcp(
-    socket: TcpStream,
-    peer: SocketAddr,
-    tls: Arc<ServerConfig>,
-    enrollment: &Enrollment,
-) -> io::Result<&'static str> {
-    socket.set_nodelay(true)?;
-    let start = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket).await?;
-    let offered = start
-        .client_hello()
-        .alpn()
-        .is_some_and(|mut ids| ids.any(|id| id == ALPN_ENROLL));
-    if !offered {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            "peer does not offer the enrolment protocol",
-        ));
-    }
-    let stream = start.into_stream(tls).await?;
-    Ok(enrollment.serve(stream, peer).await)
 }

@@ -11,11 +11,12 @@ use tracing::{debug, info, warn};
 use tunnel_proto::process::meta::{self, Meta, Readiness};
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
 use tunnel_proto::tls;
-use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
+use tunnel_proto::transport::{Acceptor as _, BufferPool, SessionSettings};
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
-use crate::acceptor::Acceptor;
+use crate::acceptor::{Acceptor, TcpEntry};
 use crate::admin::{self, AdminState};
 use crate::config::Config;
 use crate::data::DataDir;
@@ -24,7 +25,7 @@ use crate::ingress::{DoorLimits, Doors};
 use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
-use crate::registry::Registry;
+use crate::registry::{Registry, RegistryLimits};
 use crate::routes::{RouteTable, Routes};
 use crate::session::{SessionLimits, Sessions};
 use crate::status;
@@ -75,10 +76,12 @@ impl App {
         let tokens = Arc::new(TokenStore::open(&data)?);
         let nodes = Arc::new(KnownNodes::open(&data)?);
         let mut metrics_registry = MetricsRegistry::default();
-        let metrics = Metrics::new(&mut metrics_registry);
-        let registry = Arc::new(Registry::new(usize::try_from(
-            config.limits.streams_per_agent,
-        )?));
+        let pool = BufferPool::new(config.limits.buffer_pool);
+        let metrics = Metrics::new(&mut metrics_registry, pool.clone());
+        let registry = Arc::new(Registry::new(RegistryLimits {
+            streams_per_agent: usize::try_from(config.limits.streams_per_agent)?,
+            buffer_pool: config.limits.buffer_pool,
+        }));
         let routes = Routes::default();
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
@@ -88,9 +91,12 @@ impl App {
             ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)))
         };
         let agent_roots = tls::roots([ca.root().clone()])?;
-        let session_tls = tls::session_server(server_credential.clone(), agent_roots)?;
+        let session_tls =
+            |alpn| tls::session_server(server_credential.clone(), agent_roots.clone(), alpn);
+        let settings = session_settings(&config, pool);
         let door_tls = door_tls(&config, &ca, &routes)?;
-        let sockets = bind(&config, &data, session_tls, door_tls).await?;
+        let quic_tls = session_tls(ALPN_SESSION)?;
+        let sockets = bind(&config, &data, (quic_tls, &settings), door_tls).await?;
         let Sockets {
             tcp,
             quic,
@@ -125,11 +131,15 @@ impl App {
         Acceptor {
             quic: quic.clone(),
             tcp,
-            enroll_tls: tls::enroll_server(server_credential)?,
-            enrollment: Enrollment {
-                ca: ca.clone(),
-                tokens: tokens.clone(),
-                nodes: nodes.clone(),
+            tcp_entry: TcpEntry {
+                session_tls: session_tls(ALPN_SESSION_TCP)?,
+                settings,
+                enroll_tls: tls::enroll_server(server_credential.clone())?,
+                enrollment: Enrollment {
+                    ca: ca.clone(),
+                    tokens: tokens.clone(),
+                    nodes: nodes.clone(),
+                },
             },
             sessions: Sessions {
                 registry: registry.clone(),
@@ -142,6 +152,7 @@ impl App {
                     streams: config.limits.streams_per_agent,
                     target_dial: config.limits.target_dial_timeout,
                     drain: config.drain_timeout,
+                    liveness: config.limits.liveness(),
                 },
             },
             handshake_limit: config.limits.handshake_timeout,
@@ -240,12 +251,8 @@ impl App {
         }
         let closing = TaskTracker::new();
         for agent in self.registry.all() {
-            closing.spawn(async move {
-                agent
-                    .session
-                    .close(CloseCode::Draining, "server is stopping")
-                    .await
-            });
+            closing
+                .spawn(async move { agent.close(CloseCode::Draining, "server is stopping").await });
         }
         closing.close();
         tokio::select! {
@@ -259,6 +266,20 @@ impl App {
             warn!(%error, "cannot keep the known nodes");
         }
         info!("stopped");
+    }
+}
+
+/// Windows and timers of agents' sessions, whatever carries them.
+fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
+    let limits = &config.limits;
+    SessionSettings {
+        stream_window: limits.stream_window,
+        streams: limits.streams_per_agent,
+        // Agents give the signs of life; the session's own clocks ask for one where it is missing.
+        keep_alive: None,
+        idle_timeout: limits.idle_timeout(),
+        congestion: config.quic_congestion,
+        pool,
     }
 }
 

@@ -1,14 +1,14 @@
-//! Configuration: what may be written (`RawConfig`: flags, environment, YAML) and what it means (`Config`).
+//! Configuration: what is written (`RawConfig`: flags, environment, YAML) becomes what it means (`Config`).
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS, PORT_SERVER_META};
 
@@ -17,12 +17,14 @@ use crate::policy::PortPolicy;
 
 mod check;
 mod limits;
+mod raw;
 
 use check::{
     address, advertised, check_service, client_auth, door_address, duration, https_certificate,
     loopback, parsed, port_list, proxy_port_listen,
 };
 pub use limits::{LIMITS, Limits, RawLimits};
+pub use raw::{RawConfig, RawService};
 
 /// Where the server keeps its state unless told otherwise.
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
@@ -31,101 +33,6 @@ pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
 /// Extra ports that may be bound; a range typed by mistake must not open thousands of sockets.
 const EXTRA_PORTS_MAX: usize = 64;
 
-tunnel_proto::layered! {
-    /// Settings as written. Each is a flag, an environment variable and a key of the YAML file.
-    #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
-    #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-    pub struct RawConfig {
-        /// Directory of the CA, tokens, known nodes and keys [default: /var/lib/tunnel-server]
-        #[arg(long, value_name = "DIR", env = "TUNNEL_SERVER_DATA_DIR")]
-        pub data_dir: Option<String>,
-        /// Where agents connect: UDP for sessions, TCP for enrolment [default: [::]:10262, or 0.0.0.0:10262 without IPv6]
-        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_AGENT_LISTEN")]
-        pub agent_listen: Option<String>,
-        /// TLS door for callers; their TLS ends here and goes on to https targets. "off" turns it off
-        /// [default: [::]:10263 when every caller needs a certificate of --client-ca, else 127.0.0.1:10263]
-        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTPS_LISTEN")]
-        pub https_listen: Option<String>,
-        /// Plain HTTP door for callers, for http targets. "off" turns it off [default: 127.0.0.1:10264]
-        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN")]
-        pub http_listen: Option<String>,
-        /// /livez, /readyz, /metrics, and /nodes for loopback callers [default: 127.0.0.1:10265]
-        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
-        pub meta_listen: Option<String>,
-        /// Allow doors, proxy ports and services on other than loopback addresses without client authentication:
-        /// whoever reaches them reaches the nodes' allowed ports
-        #[arg(
-            long, env = "TUNNEL_SERVER_ALLOW_UNAUTHENTICATED", num_args = 0..=1, default_missing_value = "true",
-            require_equals = true, value_name = "BOOL"
-        )]
-        pub allow_unauthenticated: Option<String>,
-        /// What agents should dial, HOST:PORT; repeatable [default: this host's addresses with the port of --agent-listen]
-        #[arg(long, value_name = "HOST:PORT", env = "TUNNEL_SERVER_ADVERTISE", value_delimiter = ',')]
-        pub advertise: Vec<String>,
-        /// Ports of http targets on the nodes, beside 10250 and 10255, as in "9100, 9256"
-        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTP_PROXY_PORTS")]
-        pub http_proxy_ports: Option<String>,
-        /// Ports of https targets on the nodes; wins for a port that is in both lists
-        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTPS_PROXY_PORTS")]
-        pub https_proxy_ports: Option<String>,
-        /// Ports that agents dial on the loopback of the node [default: "10266, 10267"]
-        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS")]
-        pub localhost_proxy_ports: Option<String>,
-        /// Also listen on every port of the two lists, on this host: HTTP ports behave as the plain door, HTTPS ports
-        /// as the TLS door, and the port is implied when Host has none. "off" turns it off [default: the host of each
-        /// door]
-        #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN")]
-        pub proxy_port_listen: Option<String>,
-        /// Serving certificate chain of the TLS door, PEM [default: issued by the local CA, by the requested name]
-        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_CERT_FILE")]
-        pub https_cert_file: Option<String>,
-        /// Its private key, PEM
-        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
-        pub https_key_file: Option<String>,
-        /// Certificates of callers on the TLS door: none, request or require [default: request]
-        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
-        pub https_client_auth: Option<String>,
-        /// CA of callers' certificates, PEM; without it none is asked for
-        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
-        pub client_ca: Option<String>,
-        /// Read nodes and ports from Kubernetes: auto, on or off [default: auto]. This build has no Kubernetes support:
-        /// auto runs standalone, on is refused
-        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_KUBERNETES")]
-        pub kubernetes: Option<String>,
-        /// After SIGTERM, how long running requests may take to end [default: 30s]
-        #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
-        pub drain_timeout: Option<String>,
-        /// error, warn, info, debug or trace [default: info]
-        #[arg(long, value_name = "LEVEL", env = "TUNNEL_SERVER_LOG_LEVEL")]
-        pub log_level: Option<String>,
-        /// text or json [default: text on a terminal, else json]
-        #[arg(long, value_name = "FORMAT", env = "TUNNEL_SERVER_LOG_FORMAT")]
-        pub log_format: Option<String>,
-        /// TCP services, YAML only.
-        #[arg(skip)]
-        pub services: Vec<RawService>,
-        /// Limits and timers, YAML only.
-        #[arg(skip)]
-        pub limits: Option<RawLimits>,
-    }
-}
-
-/// A TCP service as written.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct RawService {
-    /// Its name, for logs.
-    pub name: String,
-    /// Where it listens.
-    pub listen: String,
-    /// The node.
-    pub node: String,
-    /// `PORT` of the node, or `HOST:PORT` that the agent's --allow-targets admits.
-    pub target: String,
-    /// Only `tcp`.
-    pub protocol: Option<String>,
-}
-
 /// Checked settings.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -133,6 +40,8 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// Port 10262, in order of preference.
     pub agent_listen: Vec<SocketAddr>,
+    /// Congestion control of QUIC sessions.
+    pub quic_congestion: CongestionControl,
     /// Port 10263.
     pub https_listen: Option<SocketAddr>,
     /// Port 10264.
@@ -260,6 +169,12 @@ impl TryFrom<RawConfig> for Config {
         let config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             agent_listen,
+            quic_congestion: parsed(
+                bad,
+                "--quic-congestion",
+                raw.quic_congestion.as_deref(),
+                CongestionControl::default(),
+            ),
             https_listen,
             http_listen,
             meta_listen,
@@ -378,6 +293,7 @@ impl Config {
             ),
             other => bad.add("--kubernetes", format!("{other:?} is not auto, on or off")),
         }
+        warnings.extend(self.limits.hard_bound_warning());
         warnings
     }
 }

@@ -24,3 +24,6 @@ pub mod session;
 pub mod status;
 pub mod tokens;
 pub mod verbs;
+
+#[cfg(test)]
+mod testing;

@@ -1,14 +1,20 @@
 //! What the server counts. Labels are enums; nothing of a caller's or peer's text becomes one.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder,
+};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use tunnel_proto::transport::{BufferPool, TransportKind};
+use tunnel_proto::wire::code::CloseCode;
 
 use crate::ingress::answer::Outcome;
 
@@ -21,6 +27,8 @@ const OPEN_SECONDS: [f64; 10] = [
 #[derive(Debug, Clone)]
 pub struct Metrics {
     agents: Family<TransportLabel, Gauge>,
+    sessions_suspect: Gauge,
+    session_ends: Family<CodeLabel, Counter>,
     streams_open: Gauge,
     streams: Family<ResultLabel, Counter>,
     bytes: Family<DirectionLabel, Counter>,
@@ -35,6 +43,11 @@ pub struct Metrics {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TransportLabel {
     transport: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CodeLabel {
+    code: Word,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -63,11 +76,13 @@ impl EncodeLabelValue for Word {
 }
 
 impl Metrics {
-    /// Registers all metrics under `tunnel_server_`.
+    /// Registers all metrics under `tunnel_server_`; the pool's are read when they are asked for.
     #[must_use]
-    pub fn new(root: &mut Registry) -> Self {
+    pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
         let metrics = Self {
             agents: Family::default(),
+            sessions_suspect: Gauge::default(),
+            session_ends: Family::default(),
             streams_open: Gauge::default(),
             streams: Family::default(),
             bytes: Family::default(),
@@ -80,6 +95,20 @@ impl Metrics {
         };
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register("agents", "Connected agent sessions", metrics.agents.clone());
+        for transport in [TransportKind::Quic, TransportKind::H2] {
+            metrics.agents_of(transport.label()).set(0);
+        }
+        registry.register(
+            "sessions_suspect",
+            "Sessions of agents that may be gone; they get no new streams",
+            metrics.sessions_suspect.clone(),
+        );
+        registry.register(
+            "session_ends",
+            "Ended sessions of agents by the code of their close",
+            metrics.session_ends.clone(),
+        );
+        registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register(
             "streams_open",
             "Streams open to agents",
@@ -131,13 +160,28 @@ impl Metrics {
     /// Counts a connected agent until the guard goes.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
-        GaugeGuard::new(
-            self.agents
-                .get_or_create(&TransportLabel {
-                    transport: Word(transport),
-                })
-                .clone(),
-        )
+        GaugeGuard::new(self.agents_of(transport))
+    }
+
+    fn agents_of(&self, transport: &'static str) -> Gauge {
+        let label = TransportLabel {
+            transport: Word(transport),
+        };
+        self.agents.get_or_create(&label).clone()
+    }
+
+    /// Counts a suspect session until the guard goes.
+    #[must_use]
+    pub fn suspect(&self) -> GaugeGuard {
+        GaugeGuard::new(self.sessions_suspect.clone())
+    }
+
+    /// Counts the end of an admitted session.
+    pub fn session_ended(&self, code: CloseCode) {
+        let label = CodeLabel {
+            code: Word(code.label()),
+        };
+        self.session_ends.get_or_create(&label).inc();
     }
 
     /// Counts an open stream until the guard goes.
@@ -217,5 +261,53 @@ impl GaugeGuard {
 impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
+    }
+}
+
+/// What stalled readers hold, and may hold.
+#[derive(Debug)]
+struct PoolGauges(Arc<BufferPool>);
+
+impl Collector for PoolGauges {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let mut put = |name, help, bytes: u64| {
+            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
+            gauge.encode(metric)
+        };
+        put(
+            "buffer_bytes",
+            "Bytes that stalled readers hold, as charged to limits.bufferPool",
+            self.0.charged(),
+        )?;
+        put("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transports_suspects_ends_and_the_pool_are_shown() {
+        let mut root = Registry::default();
+        let metrics = Metrics::new(&mut root, BufferPool::new(1 << 20));
+        let _agent = metrics.agent(TransportKind::H2.label());
+        let suspect = metrics.suspect();
+        drop(metrics.suspect());
+        metrics.session_ended(CloseCode::Dead);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &root).unwrap();
+        for line in [
+            "tunnel_server_agents{transport=\"h2\"} 1",
+            "tunnel_server_agents{transport=\"quic\"} 0",
+            "tunnel_server_sessions_suspect 1",
+            "tunnel_server_session_ends_total{code=\"dead\"} 1",
+            "tunnel_server_buffer_bytes 0",
+            "tunnel_server_buffer_limit_bytes 1048576",
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line}:\n{text}");
+        }
+        drop(suspect);
     }
 }

@@ -1,4 +1,4 @@
-//! One agent: admission, then its control stream until the session ends.
+//! One agent: admission, and what follows from it; `session/running.rs` has the rest of its life.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,8 +6,9 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::Session;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
+use tunnel_proto::transport::liveness::LivenessLimits;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -17,6 +18,8 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
 use crate::registry::{AgentSession, Registration, Registry};
+
+mod running;
 
 /// A live session is asked for a sign of life for at least this long before another instance takes its name.
 const PROBE_AT_LEAST: Duration = Duration::from_secs(1);
@@ -55,6 +58,8 @@ pub struct SessionLimits {
     pub target_dial: Duration,
     /// How long open streams may go on after a drain began.
     pub drain: Duration,
+    /// When a silent agent is suspect, and when it is dead.
+    pub liveness: LivenessLimits,
 }
 
 /// Why a session was not admitted.
@@ -94,7 +99,7 @@ impl Sessions {
                     transport = %session.transport(), software = admitted.registration.session().software,
                     elapsed = ?began.elapsed(), "agent connected"
                 );
-                self.run(&session, &node, admitted).await;
+                self.run(admitted).await;
             }
             Err(error) => self.refuse(&session, &node, error).await,
         }
@@ -162,9 +167,7 @@ impl Sessions {
         let id = self.registry.next_id();
         let mut yielded: Vec<SessionId> = Vec::new();
         let registration = loop {
-            let streams = usize::try_from(self.limits.streams).unwrap_or(usize::MAX);
-            let mut entry =
-                AgentSession::new(id, node.clone(), hello.instance, session.clone(), streams);
+            let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
             let live = match self.registry.register(entry, &yielded) {
@@ -189,9 +192,8 @@ impl Sessions {
         {
             warn!(agent = %node, session = %old.id, "silent session gives way to a new agent process");
             old.withdraw();
-            self.shutdown.spawn_service(async move {
-                old.session.close(CloseCode::Superseded, "superseded").await
-            });
+            self.shutdown
+                .spawn_service(async move { old.close(CloseCode::Superseded, "superseded").await });
         }
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
@@ -201,7 +203,12 @@ impl Sessions {
             replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,
         };
-        writer.send(&ControlMessage::Welcome(welcome)).await?;
+        let welcome = ControlMessage::Welcome(welcome);
+        let sent = timeout(self.limits.handshake, writer.send(&welcome)).await;
+        sent.map_err(|_elapsed| {
+            let detail = "the agent did not take Welcome in time".to_owned();
+            AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
+        })??;
         self.nodes.seen(node, session.peer().not_after);
         Ok(Admitted {
             reader,
@@ -223,69 +230,6 @@ impl Sessions {
         self.metrics.handshake(code.label());
         warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
         session.close(code, &reason).await;
-    }
-
-    /// The admitted session: what the agent says, our own drain, and the end.
-    async fn run(&self, session: &Arc<dyn Session>, node: &NodeName, admitted: Admitted) {
-        let Admitted {
-            mut reader,
-            mut writer,
-            registration,
-        } = admitted;
-        let _counted = self.metrics.agent(session.transport().label());
-        let agent = registration.session().clone();
-        let mut draining = false;
-        let mut listening = true;
-        let reason = loop {
-            tokio::select! {
-                reason = session.closed() => break reason,
-                message = reader.receive(), if listening => match message {
-                    Ok(Some(ControlMessage::Withdraw)) => {
-                        info!(agent = %node, session = %agent.id, "agent withdrew, its open streams go on");
-                        agent.withdraw();
-                    }
-                    Ok(Some(ControlMessage::Bye(reason))) => {
-                        debug!(agent = %node, session = %agent.id, reason, "agent said goodbye");
-                        agent.withdraw();
-                    }
-                    Ok(Some(
-                        ControlMessage::Hello(_)
-                        | ControlMessage::Welcome(_)
-                        | ControlMessage::NotAdmitted(..)
-                        | ControlMessage::Drain(_)
-                        | ControlMessage::Unknown,
-                    )) => debug!(agent = %node, session = %agent.id, "control message without meaning here"),
-                    Ok(None) => {
-                        agent.withdraw();
-                        listening = false;
-                    }
-                    Err(error) => {
-                        debug!(agent = %node, session = %agent.id, %error, "control stream ended");
-                        session.close(CloseCode::Protocol, "control stream ended").await;
-                        listening = false;
-                    }
-                },
-                () = self.shutdown.drain().cancelled(), if !draining => {
-                    draining = true;
-                    if let Err(error) = writer.send(&ControlMessage::Drain(self.limits.drain)).await {
-                        debug!(agent = %node, session = %agent.id, %error, "drain notice not delivered");
-                    }
-                }
-            }
-        };
-        drop(registration);
-        log_end(node, &agent, &reason);
-    }
-}
-
-fn log_end(node: &NodeName, agent: &AgentSession, reason: &CloseReason) {
-    let health = agent.session.health();
-    info!(
-        agent = %node, session = %agent.id, by = %reason.by, code = %reason.code, reason = reason.reason,
-        bytes_in = health.bytes_in, bytes_out = health.bytes_out, "agent disconnected"
-    );
-    if reason.by == ClosedBy::Network && health.streams > 0 {
-        warn!(agent = %node, session = %agent.id, streams = health.streams, "streams were cut with the session");
     }
 }
 
@@ -334,3 +278,6 @@ async fn answers_probe(session: &Arc<dyn Session>) -> bool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

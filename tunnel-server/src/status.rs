@@ -18,8 +18,11 @@ pub struct NodeStatus {
     pub node: String,
     /// Whether an agent is connected for it.
     pub connected: bool,
-    /// The session's transport.
+    /// The transport of its active session; the fields up to the certificate's are that session's, too.
     pub transport: Option<String>,
+    /// `live`, or `suspect` while nothing is heard of the agent: then requests are refused until it answers.
+    #[serde(default)]
+    pub state: Option<String>,
     /// Where the agent connects from.
     pub address: Option<String>,
     /// The agent's software.
@@ -28,7 +31,7 @@ pub struct NodeStatus {
     pub connected_since: Option<String>,
     /// Smoothed round trip time.
     pub rtt_millis: Option<u64>,
-    /// Streams open now, with the control stream left out.
+    /// Streams open now, over all sessions of the node; the control streams do not count.
     pub streams: u64,
     /// Payload bytes received from the agent in this session.
     pub bytes_in: u64,
@@ -66,15 +69,22 @@ pub fn list(nodes: &KnownNodes, registry: &Registry) -> Vec<NodeStatus> {
                     .collect(),
                 ..NodeStatus::default()
             };
-            if let Some(agent) = registry.of_node(name).first() {
+            let sessions = registry.of_node(name);
+            let active = sessions.iter().find(|session| session.is_routable());
+            if let Some(agent) = active.or_else(|| sessions.first()) {
                 let health = agent.session.health();
                 status.connected = true;
                 status.transport = Some(agent.session.transport().to_string());
+                let state = agent.suspicion().map_or("live", |_| "suspect");
+                status.state = Some(state.to_owned());
                 status.address = Some(health.remote.to_string());
                 status.version = Some(agent.software.clone());
                 status.connected_since = Some(timestamp(agent.since));
                 status.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
-                status.streams = health.streams.saturating_sub(1) as u64;
+                let streams = sessions
+                    .iter()
+                    .map(|agent| agent.session.health().streams as u64);
+                status.streams = streams.sum();
                 status.bytes_in = health.bytes_in;
                 status.bytes_out = health.bytes_out;
                 status.certificate_not_after = Some(timestamp(agent.session.peer().not_after));
@@ -92,4 +102,42 @@ fn names(nodes: &[NodeName]) -> Vec<String> {
 
 fn timestamp(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(time).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::registry::Suspicion;
+    use crate::testing::{Bench, node};
+
+    #[tokio::test(start_paused = true)]
+    async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let shown = || list(nodes, registry).remove(0);
+        let _old = bench.agent(1).await;
+        let _on_the_old = bench.open().await.unwrap();
+        let alone = shown();
+        assert_eq!(alone.state.as_deref(), Some("live"));
+        assert_eq!((alone.streams, alone.rtt_millis), (1, Some(0)));
+        let _new = bench.agent(1).await;
+        let _on_the_new = bench.open().await.unwrap();
+        assert_eq!(shown().streams, 2);
+        let sessions = registry.of_node(&node());
+        sessions[0].set_suspicion(Some(Suspicion::Unheard));
+        assert_eq!(
+            shown().state.as_deref(),
+            Some("live"),
+            "the older one takes over"
+        );
+        sessions[1].set_suspicion(Some(Suspicion::Unheard));
+        assert_eq!(shown().state.as_deref(), Some("suspect"));
+    }
+
+    #[test]
+    fn list_of_a_server_without_states_is_understood() {
+        let text = r#"{"node":"a","connected":true,"streams":1,"bytesIn":0,"bytesOut":0}"#;
+        let status: NodeStatus = serde_json::from_str(text).unwrap();
+        assert_eq!(status.state, None);
+    }
 }

@@ -3,6 +3,7 @@ use rustls::{ClientConnection, ServerConnection};
 
 use super::test_ca::TestCa;
 use super::*;
+use crate::wire::ALPN_SESSION;
 
 /// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.
 fn handshake(
@@ -46,9 +47,15 @@ fn agent() -> Role {
 #[test]
 fn only_agents_of_our_ca_get_a_session() {
     let (ca, foreign) = (TestCa::new(), TestCa::new());
-    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
     let trust = || Trust::Roots(ca.roots());
-    assert!(handshake(&session_client(ca.key(&agent()), trust()).unwrap(), &server).is_ok());
+    assert!(
+        handshake(
+            &session_client(ca.key(&agent()), trust(), ALPN_SESSION).unwrap(),
+            &server
+        )
+        .is_ok()
+    );
     let wrong: [(&str, Arc<CertifiedKey>); 5] = [
         ("foreign CA", foreign.key(&agent())),
         ("server's role", ca.key(&Role::Server)),
@@ -69,7 +76,10 @@ fn only_agents_of_our_ca_get_a_session() {
         ),
     ];
     for (what, key) in wrong {
-        let failed = handshake(&session_client(key, trust()).unwrap(), &server);
+        let failed = handshake(
+            &session_client(key, trust(), ALPN_SESSION).unwrap(),
+            &server,
+        );
         assert!(
             failed.is_err_and(|error| error.starts_with("server:")),
             "{what} got in"
@@ -112,17 +122,18 @@ fn agent_talks_only_to_a_server_of_its_ca() {
 fn other_protocol_ids_fail_in_the_handshake() {
     let ca = TestCa::new();
     let client = enroll_client(Trust::Roots(ca.roots())).unwrap();
-    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
     assert!(handshake(&client, &server).is_err());
 }
 
 #[test]
 fn sessions_are_never_resumed() {
     let ca = TestCa::new();
-    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
     // A client that would resume if it were offered a ticket.
-    let mut eager =
-        ClientConfig::clone(&session_client(ca.key(&agent()), Trust::Roots(ca.roots())).unwrap());
+    let mut eager = ClientConfig::clone(
+        &session_client(ca.key(&agent()), Trust::Roots(ca.roots()), ALPN_SESSION).unwrap(),
+    );
     eager.resumption = Resumption::in_memory_sessions(8);
     let eager = Arc::new(eager);
     for _ in 0..2 {
@@ -136,8 +147,8 @@ fn sessions_are_never_resumed() {
 #[test]
 fn key_exchange_is_hybrid_post_quantum() {
     let ca = TestCa::new();
-    let client = session_client(ca.key(&agent()), Trust::Roots(ca.roots())).unwrap();
-    let server = session_server(ca.resolver(&Role::Server), ca.roots()).unwrap();
+    let client = session_client(ca.key(&agent()), Trust::Roots(ca.roots()), ALPN_SESSION).unwrap();
+    let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
     let (client, _server) = handshake(&client, &server).unwrap();
     let group = client.negotiated_key_exchange_group().unwrap().name();
     assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);

@@ -9,9 +9,10 @@ use super::Stream;
 use crate::wire::control::ControlMessage;
 use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 
-/// Splits a control stream into its halves. The stream is dropped, and reset unless it was finished, when both are gone.
+/// Splits a control stream into its halves; it no longer counts as open. The stream is dropped, and reset unless it was finished, when both are gone.
 #[must_use]
-pub fn split(stream: Stream) -> (ControlReader, ControlWriter) {
+pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
+    stream.leave_count();
     let (input, output) = tokio::io::split(stream);
     let reader = ControlReader {
         input,

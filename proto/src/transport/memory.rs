@@ -105,6 +105,7 @@ impl Session for MemorySession {
         Ok(Stream::opened(
             Box::new(ours),
             self.traffic.clone(),
+            Arc::default(),
             reply_within,
         ))
     }
@@ -113,7 +114,7 @@ impl Session for MemorySession {
         let mut incoming = self.incoming.lock().await;
         tokio::select! {
             stream = incoming.recv() => match stream {
-                Some(stream) => Ok(IncomingStream::new(Box::new(stream), self.traffic.clone())),
+                Some(stream) => Ok(IncomingStream::new(Box::new(stream), self.traffic.clone(), Arc::default())),
                 None => Err(self.closed().await.into()),
             },
             reason = self.closed() => Err(reason.into()),
@@ -143,6 +144,10 @@ impl Session for MemorySession {
     }
 
     fn allow_streams(&self, _count: u32) {}
+
+    fn has_room(&self) -> bool {
+        true
+    }
 
     async fn close(&self, code: CloseCode, reason: &str) {
         self.closed.send_if_modified(|closed| {

@@ -1,18 +1,22 @@
 //! QUIC (quinn): endpoints with sized UDP buffers, finite windows and keys that outlive the process.
 
 use std::io;
-use std::net::{Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::Arc;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{Endpoint, EndpointConfig, TransportConfig, VarInt};
+use quinn::{Endpoint, EndpointConfig, TransportConfig, VarInt, congestion};
 use socket2::{Domain, Protocol, Socket, Type};
 use tracing::warn;
 
-use super::{Acceptor, Dialer, Handshake, HandshakeError, Session, TransportKind};
+use super::{
+    Acceptor, CongestionControl, Dialer, Handshake, HandshakeError, Session, SessionSettings,
+    TransportKind, flow,
+};
+use crate::tcp::Remote;
 
 mod session;
 mod stream;
@@ -32,20 +36,6 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
-
-/// Windows and timers of QUIC sessions.
-#[derive(Debug, Clone)]
-pub struct QuicSettings {
-    /// Receive window of one stream, bytes; 2 MiB keep quinn's assembler below its limit on gaps.
-    pub stream_window: u32,
-    /// Receive window of the connection, bytes: no less than all stream windows together, so that stalled readers
-    /// cannot use it up.
-    pub connection_window: u64,
-    /// Sends a PING after this long without traffic; `None` leaves it to the peer.
-    pub keep_alive: Option<Duration>,
-    /// Ends a session after this long without a packet from the peer.
-    pub idle_timeout: Duration,
-}
 
 /// The secrets that make stateless resets and connection ids survive a restart; one process at a time may use them.
 #[derive(Clone)]
@@ -82,6 +72,7 @@ impl std::fmt::Debug for QuicKeys {
 #[derive(Debug)]
 pub struct QuicAcceptor {
     endpoint: Endpoint,
+    settings: SessionSettings,
 }
 
 impl QuicAcceptor {
@@ -93,11 +84,11 @@ impl QuicAcceptor {
         address: SocketAddr,
         tls: Arc<rustls::ServerConfig>,
         keys: &QuicKeys,
-        settings: &QuicSettings,
+        settings: SessionSettings,
     ) -> io::Result<Self> {
         let crypto = QuicServerConfig::try_from(tls).map_err(io::Error::other)?;
         let mut server = quinn::ServerConfig::with_crypto(Arc::new(crypto));
-        server.transport_config(Arc::new(transport_config(settings, 0)));
+        server.transport_config(Arc::new(transport_config(&settings, 0)));
         let reset = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &keys.reset);
         let mut config = EndpointConfig::new(Arc::new(reset));
         let connection_id = keys.connection_id;
@@ -109,7 +100,7 @@ impl QuicAcceptor {
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
         let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))?;
-        Ok(Self { endpoint })
+        Ok(Self { endpoint, settings })
     }
 }
 
@@ -118,11 +109,10 @@ impl Acceptor for QuicAcceptor {
     async fn accept(&self) -> Option<(SocketAddr, Handshake)> {
         let incoming = self.endpoint.accept().await?;
         let remote = incoming.remote_address();
+        let settings = self.settings.clone();
         let handshake = async move {
-            let connection = incoming
-                .await
-                .map_err(|error| HandshakeError::Transport(error.to_string()))?;
-            QuicSession::start(connection)
+            let connection = incoming.await.map_err(handshake_error)?;
+            QuicSession::start(connection, &settings)
         };
         Some((remote, Box::pin(handshake)))
     }
@@ -136,53 +126,68 @@ impl Acceptor for QuicAcceptor {
     }
 }
 
-/// Dials QUIC sessions, all from one UDP socket.
+/// Dials QUIC sessions, each from a socket of its own: a path that a firewall has come to drop stays dropped, and a new
+/// port is a new path.
 pub struct QuicDialer {
-    endpoint: Endpoint,
     crypto: Arc<QuicClientConfig>,
-    settings: QuicSettings,
-    ipv6: bool,
+    settings: SessionSettings,
+    /// Endpoints whose sessions may still have something to say.
+    endpoints: Mutex<Vec<Endpoint>>,
 }
 
 impl std::fmt::Debug for QuicDialer {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("QuicDialer")
-            .field("endpoint", &self.endpoint)
+            .field("endpoints", &self.endpoints)
             .finish_non_exhaustive()
     }
 }
 
 impl QuicDialer {
-    /// Binds an ephemeral socket. Must be called inside a tokio runtime.
+    /// A dialer of sessions with this credential.
     ///
     /// # Errors
-    /// When no socket can be bound or the TLS configuration does not suit QUIC.
-    pub fn new(tls: Arc<rustls::ClientConfig>, settings: QuicSettings) -> io::Result<Self> {
+    /// When the TLS configuration does not suit QUIC.
+    pub fn new(tls: Arc<rustls::ClientConfig>, settings: SessionSettings) -> io::Result<Self> {
         let crypto = Arc::new(QuicClientConfig::try_from(tls).map_err(io::Error::other)?);
-        let any_v6 = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
-        let (socket, ipv6) = match udp_socket(any_v6) {
-            Ok(socket) => (socket, true),
-            Err(_no_ipv6) => (udp_socket(SocketAddr::from(([0, 0, 0, 0], 0)))?, false),
+        Ok(Self {
+            crypto,
+            settings,
+            endpoints: Mutex::default(),
+        })
+    }
+
+    fn endpoint(&self, towards: SocketAddr) -> io::Result<Endpoint> {
+        let any = match towards {
+            SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
+            SocketAddr::V6(_) => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
         };
         let endpoint = Endpoint::new(
             EndpointConfig::default(),
             None,
-            socket,
+            udp_socket(any)?,
             Arc::new(quinn::TokioRuntime),
         )?;
-        Ok(Self {
-            endpoint,
-            crypto,
-            settings,
-            ipv6,
-        })
+        let mut endpoints = self.lock();
+        endpoints.retain(|old| old.open_connections() > 0);
+        endpoints.push(endpoint.clone());
+        drop(endpoints);
+        Ok(endpoint)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Endpoint>> {
+        self.endpoints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[async_trait]
 impl Dialer for QuicDialer {
-    async fn dial(&self, address: SocketAddr) -> Result<Arc<dyn Session>, HandshakeError> {
+    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
+        let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
+        let address = remote.address().map_err(|error| local(&error))?;
         let mut config = quinn::ClientConfig::new(self.crypto.clone());
         let mut settings = self.settings.clone();
         // +- 20 %, so that agents of one start do not beat in step.
@@ -193,20 +198,13 @@ impl Dialer for QuicDialer {
             &settings,
             STREAMS_ALLOWED_AT_FIRST,
         )));
-        let address = match address {
-            SocketAddr::V4(v4) if self.ipv6 => {
-                SocketAddr::from((v4.ip().to_ipv6_mapped(), v4.port()))
-            }
-            other => other,
-        };
         let connecting = self
-            .endpoint
+            .endpoint(address)
+            .map_err(|error| local(&error))?
             .connect_with(config, address, SERVER_NAME)
-            .map_err(|error| HandshakeError::Local(error.to_string()))?;
-        let connection = connecting
-            .await
-            .map_err(|error| HandshakeError::Transport(error.to_string()))?;
-        QuicSession::start(connection)
+            .map_err(|error| local(&error))?;
+        let connection = connecting.await.map_err(handshake_error)?;
+        QuicSession::start(connection, &settings)
     }
 
     fn transport(&self) -> TransportKind {
@@ -214,22 +212,47 @@ impl Dialer for QuicDialer {
     }
 
     async fn wait_idle(&self) {
-        let _best_effort = tokio::time::timeout(FLUSH_LIMIT, self.endpoint.wait_idle()).await;
+        let endpoints = self.lock().clone();
+        let all = async {
+            for endpoint in &endpoints {
+                endpoint.wait_idle().await;
+            }
+        };
+        let _best_effort = tokio::time::timeout(FLUSH_LIMIT, all).await;
     }
 }
 
-fn transport_config(settings: &QuicSettings, streams: u32) -> TransportConfig {
+fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
+    match error {
+        quinn::ConnectionError::TimedOut => HandshakeError::Timeout,
+        other => HandshakeError::Transport(other.to_string()),
+    }
+}
+
+fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig {
     let mut config = TransportConfig::default();
     config
         .stream_receive_window(settings.stream_window.into())
-        .receive_window(VarInt::from_u64(settings.connection_window).unwrap_or(VarInt::MAX))
+        .receive_window(window(flow::connection_window(settings.stream_window, 0)))
         .max_concurrent_bidi_streams(streams.into())
         .max_concurrent_uni_streams(0u8.into())
         .datagram_receive_buffer_size(Some(DATAGRAM_BUFFER_BYTES))
         .datagram_send_buffer_size(DATAGRAM_BUFFER_BYTES)
         .keep_alive_interval(settings.keep_alive)
         .max_idle_timeout(quinn::IdleTimeout::try_from(settings.idle_timeout).ok());
+    match settings.congestion {
+        CongestionControl::Cubic => {
+            config.congestion_controller_factory(Arc::new(congestion::CubicConfig::default()))
+        }
+        CongestionControl::Bbr => {
+            config.congestion_controller_factory(Arc::new(congestion::BbrConfig::default()))
+        }
+    };
     config
+}
+
+fn window(bytes: u64) -> VarInt {
+    VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
 }
 
 /// Binds a UDP socket with large buffers and says once per process when the system grants less.

@@ -12,6 +12,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
+use super::Gauge;
 use crate::wire::code::{RefusalCode, ResetCode};
 use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use crate::wire::header::{Refusal, StreamHeader, StreamReply};
@@ -132,6 +133,8 @@ pub struct Stream {
     shut_down: bool,
     bytes: Arc<ByteCount>,
     traffic: Arc<Traffic>,
+    counted: bool,
+    gauge: Arc<Gauge>,
     attachment: Option<Box<dyn Send>>,
 }
 
@@ -159,7 +162,12 @@ enum Half {
 impl Stream {
     /// A stream opened here, its header already written.
     #[must_use]
-    pub fn opened(raw: Box<dyn RawStream>, traffic: Arc<Traffic>, reply_within: Duration) -> Self {
+    pub fn opened(
+        raw: Box<dyn RawStream>,
+        traffic: Arc<Traffic>,
+        gauge: Arc<Gauge>,
+        reply_within: Duration,
+    ) -> Self {
         let deadline = Box::pin(tokio::time::sleep(reply_within));
         Self::new(
             raw,
@@ -168,10 +176,16 @@ impl Stream {
                 deadline,
             },
             traffic,
+            gauge,
         )
     }
 
-    fn new(raw: Box<dyn RawStream>, reply: Reply, traffic: Arc<Traffic>) -> Self {
+    fn new(
+        raw: Box<dyn RawStream>,
+        reply: Reply,
+        traffic: Arc<Traffic>,
+        gauge: Arc<Gauge>,
+    ) -> Self {
         traffic.streams.fetch_add(1, Ordering::Relaxed);
         Self {
             raw,
@@ -182,7 +196,17 @@ impl Stream {
             shut_down: false,
             bytes: Arc::default(),
             traffic,
+            counted: true,
+            gauge,
             attachment: None,
+        }
+    }
+
+    /// Takes the stream out of what counts as open: the control stream is no request that waits.
+    pub(super) fn leave_count(&mut self) {
+        if std::mem::take(&mut self.counted) {
+            self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
+            self.gauge.leave();
         }
     }
 
@@ -232,6 +256,7 @@ impl Stream {
             dialled: dialled.to_owned(),
         };
         reply.encode(&mut buffer).map_err(invalid)?;
+        self.gauge.read(false);
         self.raw.write_all(&buffer).await
     }
 
@@ -277,6 +302,8 @@ impl Stream {
             }
         };
         self.reply = outcome;
+        // From here on it is the reader's turn.
+        self.gauge.read(false);
         for waker in self.waiters.iter_mut().filter_map(Option::take) {
             waker.wake();
         }
@@ -345,10 +372,13 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
-        let read = ready!(Pin::new(&mut this.raw).poll_read(cx, out));
+        let read = Pin::new(&mut this.raw).poll_read(cx, out);
+        this.gauge.read(read.is_pending());
+        let read = ready!(read);
         let count = (out.filled().len() - before) as u64;
         if read.is_err() || (count == 0 && out.remaining() > 0) {
             this.read_ended = true;
+            this.gauge.leave();
             this.waiters[Half::Write as usize]
                 .take()
                 .into_iter()
@@ -409,7 +439,9 @@ impl AsyncWrite for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
+        if self.counted {
+            self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
+        }
         if !self.shut_down {
             self.raw.reset(ResetCode::Dropped);
         } else if !self.read_ended {
@@ -436,8 +468,8 @@ pub struct IncomingStream(Stream);
 impl IncomingStream {
     /// A stream accepted by a transport.
     #[must_use]
-    pub fn new(raw: Box<dyn RawStream>, traffic: Arc<Traffic>) -> Self {
-        Self(Stream::new(raw, Reply::Ours, traffic))
+    pub fn new(raw: Box<dyn RawStream>, traffic: Arc<Traffic>, gauge: Arc<Gauge>) -> Self {
+        Self(Stream::new(raw, Reply::Ours, traffic, gauge))
     }
 
     /// Reads the header. Not cancel-safe: dropped early, the stream is reset.

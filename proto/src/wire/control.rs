@@ -29,6 +29,8 @@ pub enum ControlMessage {
     Withdraw,
     /// Either: the session ends on purpose.
     Bye(String),
+    /// Either: whether the sender has stopped hearing from its peer, which the peer cannot know when one way only is cut.
+    Doubt(bool),
     /// A message of a later version; ignored.
     Unknown,
 }
@@ -103,6 +105,7 @@ impl ControlMessage {
             Self::Bye(reason) => Some(Kind::Bye(pb::Bye {
                 reason: reason.clone(),
             })),
+            Self::Doubt(silent) => Some(Kind::Doubt(pb::Doubt { silent: *silent })),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -150,6 +153,7 @@ impl ControlMessage {
             Kind::Drain(drain) => Self::Drain(Duration::from_millis(drain.deadline_millis)),
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
+            Kind::Doubt(pb::Doubt { silent }) => Self::Doubt(silent),
         })
     }
 }
@@ -197,6 +201,8 @@ mod tests {
             ControlMessage::Drain(Duration::from_secs(30)),
             ControlMessage::Withdraw,
             ControlMessage::Bye("stopping".into()),
+            ControlMessage::Doubt(true),
+            ControlMessage::Doubt(false),
             ControlMessage::Unknown,
         ] {
             let mut buffer = BytesMut::new();

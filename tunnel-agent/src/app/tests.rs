@@ -44,7 +44,10 @@ async fn enrol(server: &Server, dir: &Path) {
 
 /// The server's side of a session as far as Welcome.
 async fn welcome(server: &Server) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
-    let session = timeout(LONG, server.session()).await.unwrap();
+    greet(timeout(LONG, server.session()).await.unwrap()).await
+}
+
+async fn greet(session: Arc<dyn Session>) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
     let header = StreamHeader::new(StreamKind::Control {
         version_min: 1,
         version_max: 1,
@@ -80,15 +83,31 @@ fn exit(error: &anyhow::Error) -> (u8, String) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_that_ends_with_the_drain_arrives_whole() {
+    for transport in ["quic", "h2"] {
+        drain_under_way(transport).await;
+    }
+}
+
+async fn drain_under_way(transport: &str) {
     let (server, scratch) = (Server::start().await, Scratch::new());
-    let app = start(settings(&server, scratch.path())).await.unwrap();
+    let mut settings = settings(&server, scratch.path());
+    settings.transport = Some(transport.into());
+    let app = start(settings).await.unwrap();
     let (meta, shutdown) = (app.meta_addr().unwrap(), app.shutdown().clone());
     let mut running = JoinSet::new();
     running.spawn(app.run());
     let (status, body) = meta::get(meta, "/readyz?verbose").await.unwrap();
     assert!(!status.is_success(), "{body}");
     enrol(&server, scratch.path()).await;
-    let (session, mut reader, _writer) = welcome(&server).await;
+    let session = async {
+        match transport {
+            "h2" => server.session_over_tcp().await,
+            _ => server.session().await,
+        }
+    };
+    let session = timeout(LONG, session).await.unwrap();
+    assert_eq!(session.transport().label(), transport);
+    let (session, mut reader, _writer) = greet(session).await;
     until_ready(meta).await;
 
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -12,20 +12,26 @@ use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::limits::Limits;
 use super::{Secret, Settings};
 use crate::policy::{self, Ceiling};
+use crate::proxy::ProxyChoice;
 
 /// The agent's configuration, checked.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Where servers are, in order; at least one.
     pub servers: Vec<ServerAddress>,
-    /// The transport of sessions.
+    /// The transport of sessions, with what --proxy means for it.
     pub transport: TransportChoice,
+    /// Which way TCP connections to servers take.
+    pub proxy: ProxyChoice,
+    /// Congestion control of QUIC sessions.
+    pub quic_congestion: CongestionControl,
     /// This node.
     pub node_name: NodeName,
     /// The node's address; `None` follows the route towards the server.
@@ -62,10 +68,22 @@ pub enum TokenSource {
 /// Which transports sessions may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// What works: QUIC in this build.
+    /// QUIC where it gets through, else h2.
     Auto,
-    /// QUIC and nothing else.
+    /// QUIC and nothing else; no proxy can carry it.
     Quic,
+    /// HTTP/2 over TCP and nothing else.
+    H2,
+}
+
+impl TransportChoice {
+    /// What is left of the choice by `proxy`: one that was named on purpose is meant to carry sessions.
+    fn through(self, proxy: &ProxyChoice) -> Self {
+        match self {
+            Self::Auto if proxy.is_explicit() => Self::H2,
+            Self::Auto | Self::Quic | Self::H2 => self,
+        }
+    }
 }
 
 /// A server by name or address, with its port.
@@ -86,11 +104,24 @@ impl Config {
         let mut mistakes = Mistakes::default();
         let note = &mut mistakes;
         let servers = servers(&settings.server, note);
-        let transport = parsed(
+        let transport: Option<TransportChoice> = parsed(
             note,
             "--transport",
             settings.transport.as_deref().unwrap_or("auto"),
         );
+        let proxy = ProxyChoice::decide(
+            settings.proxy.as_ref(),
+            settings.environment_proxy.as_ref(),
+            &servers,
+        );
+        let proxy = proxy.unwrap_or_else(|(setting, problem)| {
+            note.add(setting, problem);
+            ProxyChoice::default()
+        });
+        let quic_congestion = settings.quic_congestion.as_deref();
+        let quic_congestion = quic_congestion
+            .and_then(|text| parsed(note, "--quic-congestion", text))
+            .unwrap_or_default();
         let node_name = node_name(settings.node_name, note);
         let node_ip = node_ip(settings.node_ip, note);
         let token = token(settings.token, settings.token_file, note);
@@ -135,7 +166,9 @@ impl Config {
         };
         mistakes.finish(Self {
             servers,
-            transport,
+            transport: transport.through(&proxy),
+            proxy,
+            quic_congestion,
             node_name,
             node_ip,
             token,
@@ -357,7 +390,8 @@ impl FromStr for TransportChoice {
         match text {
             "auto" => Ok(Self::Auto),
             "quic" => Ok(Self::Quic),
-            other => Err(format!("{other:?} is neither \"auto\" nor \"quic\"")),
+            "h2" => Ok(Self::H2),
+            other => Err(format!("{other:?} is none of auto, quic, h2")),
         }
     }
 }

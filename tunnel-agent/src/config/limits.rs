@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use serde::Deserialize;
-use tunnel_proto::process::settings::{Mistakes, parse_size, positive};
+use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
+use tunnel_proto::transport::liveness::LivenessLimits;
 
 /// Declares the limits once: the typed structure, the section of the file, and the table for the reference.
 macro_rules! limits {
@@ -22,12 +23,19 @@ macro_rules! limits {
 
         impl Limits {
             pub(super) fn check(raw: RawLimits, mistakes: &mut Mistakes) -> Self {
-                Self {
+                let mut readable = true;
+                let limits = Self {
                     $($field: {
-                        let text = raw.$field.as_deref().unwrap_or($default);
-                        mistakes.take(concat!("limits.", $name), $parse(text), Default::default())
+                        let parsed = $parse(raw.$field.as_deref().unwrap_or($default));
+                        readable &= parsed.is_ok();
+                        mistakes.take(concat!("limits.", $name), parsed, Default::default())
                     },)+
+                };
+                // What could not be read is no ground to judge the others by.
+                if readable {
+                    limits.check_together(mistakes);
                 }
+                limits
             }
         }
 
@@ -51,11 +59,89 @@ limits! {
     /// Streams served at once, from 1 to 65536; more are refused. Twice the server's limit by default, since a stream
     /// ends at the server first.
     streams_per_agent ("streamsPerAgent"): u32 = "512" via streams,
+    /// What targets that do not read may hold unread in this agent, at least 4 x streamWindow. When it is full, or one
+    /// session holds a quarter of it, new streams are refused; open ones are not cut.
+    buffer_pool ("bufferPool"): u64 = "128MiB" via parse_size,
     /// An idle session sends a sign of life this often (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s" via duration,
-    /// A session on which nothing was heard for this long is dead: closed, and dialled anew.
+    /// A session that is silent for this long while requests wait is suspect: another one is dialled beside it.
+    suspect_after_busy ("suspectAfterBusy"): Duration = "5s" via duration,
+    /// As suspectAfterBusy, without requests.
+    suspect_after_idle ("suspectAfterIdle"): Duration = "15s" via duration,
+    /// A session that is silent for this long is dead: it is closed and its streams are cut.
     dead_after ("deadAfter"): Duration = "60s" via duration,
+    /// With --transport auto: for how long one transport may give no answer before the other one is tried beside it.
+    quic_head_start ("quicHeadStart"): Duration = "3s" via duration,
+    /// While h2 carries the session, QUIC is tried this often.
+    quic_probe_every ("quicProbeEvery"): Duration = "45s" via duration,
+    /// When QUIC is lost sooner than this after it took over from h2, it is tried again only after 2, 4, ... 30 minutes.
+    quic_steady_after ("quicSteadyAfter"): Duration = "60s" via duration,
 }
+
+impl Limits {
+    /// The clocks of sessions; the transport's keep-alive does the asking on idle ones.
+    pub(crate) fn liveness(&self) -> LivenessLimits {
+        LivenessLimits {
+            keep_alive: self.keep_alive,
+            suspect_busy: self.suspect_after_busy,
+            suspect_idle: self.suspect_after_idle,
+            dead_after: self.dead_after,
+            probes_idle: false,
+        }
+    }
+
+    fn check_together(&self, mistakes: &mut Mistakes) {
+        let keep_alive_most = self.keep_alive.mul_f64(KEEP_ALIVE_SPREAD);
+        let pool_least = POOL_WINDOWS_LEAST * u64::from(self.stream_window);
+        let show = humantime::format_duration;
+        let mut note = |name: &str, wrong: bool, problem: String| {
+            if wrong {
+                mistakes.add(&format!("limits.{name}"), problem);
+            }
+        };
+        note(
+            "suspectAfterBusy",
+            self.suspect_after_busy > self.suspect_after_idle,
+            format!(
+                "{} is more than suspectAfterIdle, {}",
+                show(self.suspect_after_busy),
+                show(self.suspect_after_idle)
+            ),
+        );
+        note(
+            "suspectAfterIdle",
+            self.suspect_after_idle > self.dead_after,
+            format!(
+                "{} is more than deadAfter, {}",
+                show(self.suspect_after_idle),
+                show(self.dead_after)
+            ),
+        );
+        note(
+            "keepAlive",
+            keep_alive_most >= self.suspect_after_idle,
+            format!(
+                "{} and 20 % are not less than suspectAfterIdle, {}: idle sessions would be suspect",
+                show(self.keep_alive),
+                show(self.suspect_after_idle)
+            ),
+        );
+        note(
+            "bufferPool",
+            self.buffer_pool < pool_least,
+            format!(
+                "{} is less than {POOL_WINDOWS_LEAST} x streamWindow, {}",
+                format_size(self.buffer_pool),
+                format_size(pool_least)
+            ),
+        );
+    }
+}
+
+/// A single target that does not read must not use up a session's share of the pool, which is a quarter.
+const POOL_WINDOWS_LEAST: u64 = 4;
+/// Signs of life come this much later than asked for, at most.
+const KEEP_ALIVE_SPREAD: f64 = 1.2;
 
 fn duration(text: &str) -> Result<Duration, String> {
     let parsed = super::checked::duration(text)?;
@@ -75,4 +161,50 @@ fn streams(text: &str) -> Result<u32, String> {
         .ok()
         .filter(|count| (1..=65536).contains(count))
         .ok_or_else(|| format!("{text:?} is not a number from 1 to 65536"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mistakes(change: impl FnOnce(&mut RawLimits)) -> Vec<String> {
+        let (mut raw, mut mistakes) = (RawLimits::default(), Mistakes::default());
+        change(&mut raw);
+        Limits::check(raw, &mut mistakes);
+        mistakes
+            .finish(())
+            .map_or_else(|error| error.0, |()| Vec::new())
+    }
+
+    #[test]
+    fn limits_that_contradict_each_other_are_told_by_name() {
+        let set = |text: &str| Some(text.to_owned());
+        assert_eq!(mistakes(|_| {}), [""; 0]);
+        for (change, named) in [
+            (
+                (|raw| raw.suspect_after_busy = Some("16s".into())) as fn(&mut RawLimits),
+                "limits.suspectAfterBusy: 16s is more than suspectAfterIdle, 15s",
+            ),
+            (
+                |raw| raw.dead_after = Some("14s".into()),
+                "limits.suspectAfterIdle: 15s is more than deadAfter, 14s",
+            ),
+            (
+                |raw| raw.keep_alive = Some("13s".into()),
+                "limits.keepAlive: 13s and 20 %",
+            ),
+            (
+                |raw| raw.buffer_pool = Some("7MiB".into()),
+                "limits.bufferPool: 7MiB is less than 4 x streamWindow, 8MiB",
+            ),
+        ] {
+            let found = mistakes(change);
+            assert!(found.len() == 1 && found[0].starts_with(named), "{found:?}");
+        }
+        let found = mistakes(|raw| {
+            raw.dead_after = set("soon");
+            raw.suspect_after_busy = set("16s");
+        });
+        assert!(found.len() == 1 && found[0].starts_with("limits.deadAfter"));
+    }
 }

@@ -1,6 +1,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::enroll::{CA_HASH_BYTES, JoinToken, TOKEN_SECRET_BYTES};
 
 use super::*;
@@ -48,6 +49,9 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.meta_listen.unwrap().to_string(), "127.0.0.1:10266");
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
     assert_eq!(config.limits, Limits::default());
+    assert_eq!(config.transport, TransportChoice::Auto);
+    assert_eq!(config.proxy.to_string(), "none");
+    assert_eq!(config.quic_congestion, CongestionControl::default());
     assert_eq!(config.limits.stream_window, 2 << 20);
     assert_eq!(config.limits.dead_after, Duration::from_secs(60));
 }
@@ -68,6 +72,10 @@ fn help_shows_the_defaults_that_hold() {
         ("drain_timeout", "30s".to_owned()),
         ("log_level", config.log_level.to_string()),
         ("transport", "auto".to_owned()),
+        (
+            "quic_congestion",
+            format!("{:?}", config.quic_congestion).to_lowercase(),
+        ),
     ] {
         let flag = run
             .get_arguments()
@@ -115,10 +123,11 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
         assert_eq!(from_yaml(empty).unwrap(), Settings::default(), "{empty:?}");
     }
     for (yaml, named) in [
-        ("proxy: x\n", "proxy"),
+        ("proxies: x\n", "proxies"),
+        ("environmentProxy: {}\n", "environmentProxy"),
         ("node-name: x\n", "node-name"),
         ("limits: {keepalive: 1s}\n", "keepalive"),
-        ("server: 5\n", "server"),
+        ("nodeIp: 10.0.0.1\nserver: 5\n", "sequence start at line 2"),
         (": :\n\t-", "line"),
     ] {
         let error = from_yaml(yaml).unwrap_err().to_string();
@@ -132,7 +141,9 @@ fn all_mistakes_are_shown_at_once() {
         settings.server = vec!["no-port".into(), "::1:10262".into(), "a b:1".into()];
         settings.node_name = Some("under_score".into());
         settings.node_ip = Some("169.254.1.1".into());
-        settings.transport = Some("h2".into());
+        settings.transport = Some("h3".into());
+        settings.proxy = Some("https://proxy.example.com".into());
+        settings.quic_congestion = Some("reno".into());
         settings.localhost_ports = Some("x".into());
         settings.deny_ports = Some("9-1".into());
         settings.allow_targets = Some("10.0.0.0/8".into());
@@ -159,6 +170,8 @@ fn all_mistakes_are_shown_at_once() {
             "--server",
             "--server",
             "--transport",
+            "--proxy",
+            "--quic-congestion",
             "--node-name",
             "--node-ip",
             "--token",
@@ -214,6 +227,111 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
 }
 
 #[test]
+fn proxy_that_is_named_means_h2_unless_quic_was_asked_for() {
+    use TransportChoice::{Auto, H2, Quic};
+    let environment = ("HTTPS_PROXY", "http://env:1");
+    for (transport, proxy, variable, chosen, way) in [
+        (None, None, None, Auto, "none"),
+        (Some("quic"), None, None, Quic, "none"),
+        (Some("h2"), None, None, H2, "none"),
+        (None, Some("p:1"), None, H2, "p:1 (--proxy)"),
+        (Some("auto"), Some("p:1"), None, H2, "p:1 (--proxy)"),
+        (Some("quic"), Some("p:1"), None, Quic, "p:1 (--proxy)"),
+        (Some("h2"), Some("p:1"), None, H2, "p:1 (--proxy)"),
+        (None, None, Some(environment), Auto, "env:1 (HTTPS_PROXY)"),
+        (
+            Some("quic"),
+            None,
+            Some(environment),
+            Quic,
+            "env:1 (HTTPS_PROXY)",
+        ),
+        (None, Some("p:1"), Some(environment), H2, "p:1 (--proxy)"),
+        (None, Some("off"), Some(environment), Auto, "none"),
+    ] {
+        let given = Settings {
+            transport: transport.map(str::to_owned),
+            proxy: proxy.map(Secret::from),
+            ..settings()
+        };
+        let lookup = |name: &str| {
+            let found = variable.filter(|(wanted, _)| *wanted == name);
+            found.map(|(_, value)| value.to_owned())
+        };
+        let config = load(given, None, lookup).unwrap();
+        let case = (transport, proxy, variable);
+        assert_eq!(config.transport, chosen, "{case:?}");
+        assert_eq!(config.proxy.to_string(), way, "{case:?}");
+    }
+}
+
+#[test]
+fn proxy_of_a_layer_goes_before_the_environment_and_its_password_is_never_shown() {
+    let shared = |name: &str| {
+        let url = "http://me:hunter2@env.example.com:1";
+        (name == "HTTPS_PROXY").then(|| url.to_owned())
+    };
+    let path = std::env::temp_dir().join(format!("culvert-agent-proxy-{}", std::process::id()));
+    for (proxy, way) in [
+        (
+            "http://me:hunter2@file.example.com:2",
+            "file.example.com:2 (--proxy)",
+        ),
+        ("off", "none"),
+        ("\"\"", "none"),
+    ] {
+        std::fs::write(&path, format!("proxy: {proxy}\n")).unwrap();
+        let config = load(settings(), Some(&path), shared).unwrap();
+        assert_eq!(config.proxy.to_string(), way);
+        let given = Settings {
+            proxy: Some("http://me:hunter2@flag.example.com:3".into()),
+            ..settings()
+        };
+        let debug = format!("{given:?}");
+        let config = load(given, Some(&path), shared).unwrap();
+        assert_eq!(config.proxy.to_string(), "flag.example.com:3 (--proxy)");
+        let shown = format!("{debug} {config:?}");
+        assert!(
+            !shown.contains("hunter2") && !shown.contains("bWU6"),
+            "{shown}"
+        );
+    }
+    std::fs::remove_file(path).unwrap();
+
+    for yaml in [
+        "proxy: http://me:hunter2@p:1\n  x: y\n",
+        "proxy: http://me:hunter2@p:1\nnotKnown: 1\n",
+        "proxy: [http://me:hunter2@p:1]\n",
+        "proxy: {http://me:hunter2@p:1}\n",
+        "proxy: \"http://me:hunter2@p:1\n",
+        "proxy:http://me:hunter2@p:1\n",
+        "http://me:hunter2@p:1\n",
+        "- http://me:hunter2@p:1\n",
+    ] {
+        let error = format!("{:?}", from_yaml(yaml).unwrap_err());
+        assert!(!error.contains("hunter2"), "{yaml:?}: {error}");
+    }
+    let broken = |name: &str| (name == "https_proxy").then(|| "https://me:hunter2@p:1".to_owned());
+    let error = load(settings(), None, broken).unwrap_err().to_string();
+    assert!(error.contains("https_proxy: "), "{error}");
+    assert!(!error.contains("hunter2"), "{error}");
+}
+
+#[test]
+fn congestion_control_is_cubic_or_bbr() {
+    for (text, parsed) in [
+        ("cubic", CongestionControl::Cubic),
+        ("bbr", CongestionControl::Bbr),
+    ] {
+        let given = Settings {
+            quic_congestion: Some(text.into()),
+            ..settings()
+        };
+        assert_eq!(Config::check(given).unwrap().quic_congestion, parsed);
+    }
+}
+
+#[test]
 fn meta_port_can_be_off() {
     let off = Settings {
         meta_listen: Some("off".into()),
@@ -233,8 +351,14 @@ fn table_of_limits_holds_every_limit() {
             "requestHeadTimeout",
             "streamWindow",
             "streamsPerAgent",
+            "bufferPool",
             "keepAlive",
-            "deadAfter"
+            "suspectAfterBusy",
+            "suspectAfterIdle",
+            "deadAfter",
+            "quicHeadStart",
+            "quicProbeEvery",
+            "quicSteadyAfter"
         ]
     );
     assert!(LIMITS.iter().all(|(_, _, doc)| doc.ends_with('.')));

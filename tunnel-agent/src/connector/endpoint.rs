@@ -5,43 +5,63 @@ use std::time::Duration;
 
 use tokio::net::lookup_host;
 use tokio::time::timeout;
+use tunnel_proto::tcp::Remote;
 
 use crate::config::ServerAddress;
 
 /// A place in the list of servers and their addresses. It stays where it worked and moves on after a failure.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Endpoints {
     server: usize,
     address: usize,
 }
 
 impl Endpoints {
-    /// The server and the address to try.
+    /// The server and the address to try; without an address where `by_name` leaves it to a proxy.
     ///
     /// # Errors
     /// The server's name and why it has no address; the next call tries the next server.
-    pub(crate) async fn next<'a>(
+    pub(crate) async fn next(
         &mut self,
-        servers: &'a [ServerAddress],
+        servers: &[ServerAddress],
         within: Duration,
-    ) -> Result<(&'a ServerAddress, SocketAddr), ResolveError> {
+        by_name: impl Fn(&ServerAddress) -> bool,
+    ) -> Result<Remote, ResolveError> {
         loop {
-            let server = servers
-                .get(self.server % servers.len().max(1))
-                .ok_or(ResolveError::NoServer)?;
-            let addresses = match resolve(server, within).await {
-                Ok(addresses) => addresses,
-                Err(error) => {
-                    self.next_server();
-                    return Err(error);
+            let server = self.server(servers)?;
+            // A name that a proxy resolves is one address.
+            let addresses = if by_name(server) {
+                vec![None]
+            } else {
+                match resolve(server, within).await {
+                    Ok(addresses) => addresses.into_iter().map(Some).collect(),
+                    Err(error) => {
+                        self.next_server();
+                        return Err(error);
+                    }
                 }
             };
             match addresses.get(self.address) {
-                Some(address) => return Ok((server, *address)),
+                Some(address) => {
+                    return Ok(Remote {
+                        name: server.to_string(),
+                        address: *address,
+                    });
+                }
                 // All of this server were tried; the next one has at least one.
                 None => self.next_server(),
             }
         }
+    }
+
+    /// The server of the place.
+    ///
+    /// # Errors
+    /// When there is no server.
+    fn server<'a>(&self, servers: &'a [ServerAddress]) -> Result<&'a ServerAddress, ResolveError> {
+        servers
+            .get(self.server % servers.len().max(1))
+            .ok_or(ResolveError::NoServer)
     }
 
     /// The last address did not do.
@@ -114,7 +134,8 @@ mod tests {
         let within = Duration::from_secs(5);
         let mut endpoints = Endpoints::default();
         let next = async |endpoints: &mut Endpoints| {
-            endpoints.next(&servers, within).await.unwrap().1.port()
+            let next = endpoints.next(&servers, within, |_| false).await;
+            next.unwrap().address.unwrap().port()
         };
         assert_eq!(next(&mut endpoints).await, 1);
         assert_eq!(next(&mut endpoints).await, 1);
@@ -125,13 +146,41 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn name_for_a_proxy_counts_as_one_address() {
+        let servers = ["cloud.invalid:1", "127.0.0.1:2", "other.invalid:3"];
+        let servers = servers.map(|text| text.parse().unwrap());
+        let mut endpoints = Endpoints::default();
+        let next = async |endpoints: &mut Endpoints| {
+            let proxied = |server: &ServerAddress| server.host.ends_with(".invalid");
+            let within = Duration::from_secs(5);
+            endpoints.next(&servers, within, proxied).await.unwrap()
+        };
+        let by_name = |name: &str| Remote {
+            name: name.into(),
+            address: None,
+        };
+        assert_eq!(next(&mut endpoints).await, by_name("cloud.invalid:1"));
+        assert_eq!(next(&mut endpoints).await, by_name("cloud.invalid:1"));
+        endpoints.failed();
+        assert!(next(&mut endpoints).await.address.is_some());
+        endpoints.failed();
+        assert_eq!(next(&mut endpoints).await, by_name("other.invalid:3"));
+        endpoints.failed();
+        assert_eq!(next(&mut endpoints).await, by_name("cloud.invalid:1"));
+        let mut nowhere = Endpoints::default();
+        let none = nowhere.next(&[], Duration::ZERO, |_| true).await;
+        assert!(matches!(none, Err(ResolveError::NoServer)));
+    }
+
+    #[tokio::test]
     async fn name_that_does_not_resolve_yields_to_the_next_server() {
         let servers = ["does-not-exist.invalid:1", "127.0.0.1:2"].map(|text| text.parse().unwrap());
         let within = Duration::from_secs(5);
         let mut endpoints = Endpoints::default();
-        let error = endpoints.next(&servers, within).await.unwrap_err();
+        let error = endpoints.next(&servers, within, |_| false).await;
+        let error = error.unwrap_err();
         assert!(error.to_string().starts_with("does-not-exist.invalid:1: "));
-        let (_, address) = endpoints.next(&servers, within).await.unwrap();
-        assert_eq!(address.port(), 2);
+        let next = endpoints.next(&servers, within, |_| false).await;
+        assert_eq!(next.unwrap().address.unwrap().port(), 2);
     }
 }

@@ -16,11 +16,11 @@ use tunnel_proto::wire::code::CloseCode;
 pub(crate) enum Event {
     /// It never became Ready; the code when the server said one.
     Failed(Option<CloseCode>),
-    /// It was Ready for this long.
+    /// It was Ready for this long, and has ended or is silent.
     Lost {
-        /// Time from Ready to the end.
+        /// Time from Ready to the end or to the suspicion.
         ready_for: Duration,
-        /// What it ended with.
+        /// What it ended with; [`CloseCode::Dead`] for silence.
         code: CloseCode,
     },
 }

@@ -1,5 +1,6 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -19,6 +20,7 @@ struct Agent {
     server: Arc<dyn Session>,
     metrics: Metrics,
     draining: CancellationToken,
+    room: Arc<AtomicBool>,
     tasks: JoinSet<()>,
 }
 
@@ -48,18 +50,22 @@ impl Agent {
             node_ip: node_ip.map(|ip| NodeIp { ip, given: true }),
             dial_timeout: Duration::ZERO,
         });
+        let has_room = Arc::new(AtomicBool::new(true));
+        let room = has_room.clone();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let mut streams = JoinSet::new();
             while let Ok(incoming) = agent.accept().await {
                 let (egress, terms) = (egress.clone(), terms.clone());
-                streams.spawn(async move { egress.serve(incoming, &terms).await });
+                let has_room = room.load(Ordering::Relaxed);
+                streams.spawn(async move { egress.serve(incoming, has_room, &terms).await });
             }
         });
         Self {
             server,
             metrics,
             draining,
+            room: has_room,
             tasks,
         }
     }
@@ -329,6 +335,27 @@ async fn more_streams_than_the_limit_are_refused_and_room_comes_back() {
 }
 
 #[tokio::test]
+async fn full_buffer_pool_refuses_new_streams_and_keeps_old_ones() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut first = agent.open(Target::Node(port)).await;
+    let mut socket = accept(&listener).await;
+    agent.room.store(false, Ordering::Relaxed);
+    let refusal = timeout(LONG, agent.refusal(Target::Node(port))).await;
+    let refusal = refusal.unwrap();
+    assert_eq!(refusal.code, RefusalCode::TooManyStreams);
+    assert!(refusal.detail.contains("limits.bufferPool"), "{refusal}");
+    socket.write_all(b"late").await.unwrap();
+    drop(socket);
+    let mut answer = Vec::new();
+    first.read_to_end(&mut answer).await.unwrap();
+    assert_eq!(answer, b"late");
+    agent.room.store(true, Ordering::Relaxed);
+    let mut second = agent.open(Target::Node(port)).await;
+    second.accepted().await.unwrap();
+}
+
+#[tokio::test]
 async fn draining_agent_refuses_new_streams_and_keeps_old_ones() {
     let agent = Agent::start();
     let (listener, port) = target().await;
@@ -348,10 +375,17 @@ async fn draining_agent_refuses_new_streams_and_keeps_old_ones() {
 
 #[tokio::test]
 async fn loopback_is_tried_on_both_families() {
-    let Ok(listener) = TcpListener::bind("[::1]:0").await else {
-        return;
+    // The port is taken on the other family, too, so that no other test listens there; a socket that does not, refuses.
+    let (_listener, address, _refuses) = loop {
+        let Ok(listener) = TcpListener::bind("[::1]:0").await else {
+            return;
+        };
+        let address: SocketAddr = listener.local_addr().unwrap();
+        let other = TcpSocket::new_v4().unwrap();
+        if other.bind((LOCALHOST, address.port()).into()).is_ok() {
+            break (listener, address, other);
+        }
     };
-    let address: SocketAddr = listener.local_addr().unwrap();
     let ceiling = Ceiling {
         localhost_ports: address.port().to_string().parse().unwrap(),
         ..Ceiling::default()

@@ -2,6 +2,8 @@ use tokio::task::JoinSet;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
+use crate::config::Secret;
+use crate::proxy::testing::StandIn;
 use crate::testing::Scratch;
 use crate::testing::server::Server;
 
@@ -10,6 +12,7 @@ const LONG: Duration = Duration::from_secs(10);
 fn enrolment(server: &Server, token: JoinToken, scratch: &Scratch) -> Enrolment {
     Enrolment {
         servers: vec![server.address().to_string().parse().unwrap()],
+        proxy: ProxyChoice::default(),
         node: "worker-1".parse().unwrap(),
         token,
         ca: None,
@@ -24,8 +27,8 @@ async fn once(
     server: &Server,
     answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
 ) -> (Result<Credentials, EnrollError>, io::Result<()>) {
-    let mut endpoints = Endpoints::default();
-    let attempt = attempt(enrolment, &mut endpoints);
+    let mut turns = Turns::default();
+    let attempt = attempt(enrolment, &mut turns);
     timeout(LONG, async {
         tokio::join!(attempt, server.enrolment(answer))
     })
@@ -73,6 +76,84 @@ async fn given_ca_replaces_the_pin() {
     })
     .await;
     enrolled.unwrap();
+}
+
+/// An enrolment whose server has a name that only the proxy knows.
+fn behind(stand_in: &StandIn, server: &Server, scratch: &Scratch) -> Enrolment {
+    let servers = vec!["cloud.invalid:10262".parse().unwrap()];
+    let url = Secret(format!("http://me:hunter2@{}", stand_in.address()));
+    Enrolment {
+        proxy: ProxyChoice::decide(Some(&url), None, &servers).unwrap(),
+        servers,
+        ..enrolment(server, server.token(), scratch)
+    }
+}
+
+#[tokio::test]
+async fn proxy_resolves_the_name_and_passes_enrolment_on() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let stand_in = StandIn::start().await;
+    let enrolment = behind(&stand_in, &server, &scratch);
+    let issue = |_| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
+    let ((enrolled, served), asked) = timeout(LONG, async {
+        tokio::join!(
+            once(&enrolment, &server, issue),
+            stand_in.relay(server.address())
+        )
+    })
+    .await
+    .unwrap();
+    served.unwrap();
+    enrolled.unwrap();
+    assert!(asked.starts_with("CONNECT cloud.invalid:10262 "), "{asked}");
+}
+
+#[tokio::test]
+async fn refusal_and_silence_of_a_proxy_are_told_and_tried_again() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let stand_in = StandIn::start().await;
+    let mut enrolment = behind(&stand_in, &server, &scratch);
+    let mut turns = Turns::default();
+    let refuse = stand_in.answer(b"HTTP/1.1 407 No\r\n\r\n");
+    let both = async { tokio::join!(attempt(&enrolment, &mut turns), refuse) };
+    let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
+    assert!(error.is_retryable());
+    let text = causes(&error);
+    let begin = format!(
+        "cloud.invalid:10262 through proxy {}: cannot connect",
+        stand_in.address()
+    );
+    assert!(text.starts_with(&begin), "{text}");
+    assert!(text.contains("407 No"), "{text}");
+    assert!(!format!("{text} {error:?}").contains("hunter2"));
+
+    enrolment.within = Duration::from_millis(20);
+    let error = timeout(LONG, attempt(&enrolment, &mut turns)).await;
+    let error = error.unwrap().unwrap_err();
+    assert!(matches!(error, EnrollError::Connect { .. }), "{error:?}");
+    assert!(error.is_retryable());
+}
+
+#[tokio::test]
+async fn every_attempt_moves_on_to_the_next_server_and_address() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let mut enrolment = enrolment(&server, server.token(), &scratch);
+    let names = ["127.0.0.1:1", "does-not-exist.invalid:2", "[::1]:3"];
+    enrolment.servers = names.map(|name| name.parse().unwrap()).to_vec();
+    let mut turns = Turns::default();
+    for expected in [
+        Some("127.0.0.1:1"),
+        None,
+        Some("[::1]:3"),
+        Some("127.0.0.1:1"),
+    ] {
+        let place = turns.next(&enrolment).await;
+        let place = place.ok().map(|place| place.to_string());
+        assert_eq!(place.as_deref(), expected);
+    }
+    enrolment.servers.clear();
+    let error = turns.next(&enrolment).await.unwrap_err();
+    assert!(matches!(error, ResolveError::NoServer), "{error}");
 }
 
 #[tokio::test]

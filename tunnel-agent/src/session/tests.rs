@@ -1,17 +1,23 @@
+use bytes::BytesMut;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_proto::process::shutdown::DrainEnd;
-use tunnel_proto::transport::{Stream, cause_in};
+use tunnel_proto::transport::control::{self, ControlWriter};
+use tunnel_proto::transport::{Stream, TransportKind, cause_in};
 use tunnel_proto::wire::code::RefusalCode;
-use tunnel_proto::wire::header::{Refusal, StreamHeader, Target};
+use tunnel_proto::wire::control::Welcome;
+use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{Port, SessionId};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::*;
-use crate::policy::Ceiling;
-use crate::testing::sessions;
+use crate::testing::net::Line;
+use crate::testing::{sessions, shared};
 
 const LONG: Duration = Duration::from_secs(10);
+/// Longer than any session of these tests is silent.
+const AGES: Duration = Duration::from_secs(100);
 const CURRENT: StreamKind = StreamKind::Control {
     version_min: VERSION_MIN,
     version_max: VERSION_MAX,
@@ -22,47 +28,36 @@ type Outcome = Result<Held, AdmitError>;
 /// An agent's session and the scripted server at its other end.
 struct World {
     server: Arc<dyn Session>,
+    line: Arc<Line>,
     shutdown: Shutdown,
     farewell: CancellationToken,
-    readiness: Readiness,
+    retire: CancellationToken,
+    news: mpsc::Receiver<(Id, News)>,
     agent: JoinSet<Outcome>,
 }
 
 impl World {
     fn start() -> Self {
         let (server, session) = sessions();
-        let (shutdown, farewell, readiness) = (
-            Shutdown::new(),
-            CancellationToken::new(),
-            Readiness::default(),
-        );
-        let (node, limits): (NodeName, _) = ("worker-1".parse().unwrap(), Limits::default());
-        let egress = Egress::new(
-            node.clone(),
-            Ceiling::default(),
-            &limits,
-            Metrics::default(),
-            shutdown.drain().clone(),
-        );
-        let shared = Shared {
-            node,
-            node_ip: Some([127, 0, 0, 1].into()),
-            instance: InstanceId::new([7; 16]),
-            limits,
-            egress: Arc::new(egress),
-            metrics: Metrics::default(),
-            readiness: readiness.clone(),
-            shutdown: shutdown.clone(),
-            farewell: farewell.clone(),
+        let line = Line::new(TransportKind::Quic, session);
+        let (tell, news) = mpsc::channel(8);
+        let retire = CancellationToken::new();
+        let tether = Tether {
+            retire: retire.clone(),
+            news: tell,
         };
-        let mut waiting = Some(readiness.block("session"));
+        let shared = shared(Limits::default());
+        let (shutdown, farewell) = (shared.shutdown.clone(), shared.farewell.clone());
         let mut agent = JoinSet::new();
-        agent.spawn(async move { run(session, &shared, Instant::now(), &mut waiting).await });
+        let session = line.clone();
+        agent.spawn(async move { run(session, &shared, &tether, Instant::now()).await });
         Self {
             server,
+            line,
             shutdown,
             farewell,
-            readiness,
+            retire,
+            news,
             agent,
         }
     }
@@ -77,19 +72,35 @@ impl World {
     }
 
     /// A session as far as Welcome.
-    async fn ready(&self) -> (ControlReader, ControlWriter) {
+    async fn ready(&mut self) -> (ControlReader, ControlWriter) {
         let (mut reader, mut writer) = self.control().await;
         let hello = reader.receive().await.unwrap();
         assert!(matches!(hello, Some(ControlMessage::Hello(_))));
         writer.send(&welcome()).await.unwrap();
-        while !self.readiness.read().0.is_empty() {
-            tokio::task::yield_now().await;
-        }
+        assert_eq!(self.news().await, News::Ready);
         (reader, writer)
     }
 
+    /// What the server hears next.
+    async fn said(&self, reader: &mut ControlReader) -> Option<ControlMessage> {
+        timeout(AGES, reader.receive()).await.unwrap().unwrap()
+    }
+
+    async fn news(&mut self) -> News {
+        let news = timeout(AGES, self.news.recv()).await;
+        news.unwrap().unwrap().1
+    }
+
+    /// A stream that is being served, and the target's end of it.
+    async fn busy(&self, target: &TcpListener) -> (Stream, TcpStream) {
+        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+        let stream = self.open(StreamKind::Target(Target::Node(port))).await;
+        let (socket, _) = target.accept().await.unwrap();
+        (stream, socket)
+    }
+
     async fn outcome(&mut self) -> Outcome {
-        let joined = timeout(LONG, self.agent.join_next()).await;
+        let joined = timeout(AGES, self.agent.join_next()).await;
         joined.unwrap().unwrap().unwrap()
     }
 }
@@ -109,17 +120,15 @@ fn welcome() -> ControlMessage {
 async fn session_is_ready_after_welcome_and_tells_why_it_ended() {
     let mut world = World::start();
     let (mut reader, mut writer) = world.control().await;
-    let Some(ControlMessage::Hello(hello)) = reader.receive().await.unwrap() else {
+    let Some(ControlMessage::Hello(hello)) = world.said(&mut reader).await else {
         panic!("no Hello")
     };
     assert_eq!(hello.node_name.as_str(), "worker-1");
     assert_eq!(hello.node_ip, "127.0.0.1");
     assert_eq!(hello.instance, InstanceId::new([7; 16]));
-    assert_eq!(world.readiness.read().0, ["session"]);
+    assert!(world.news.try_recv().is_err());
     writer.send(&welcome()).await.unwrap();
-    while !world.readiness.read().0.is_empty() {
-        tokio::task::yield_now().await;
-    }
+    assert_eq!(world.news().await, News::Ready);
     world.server.close(CloseCode::Superseded, "newer").await;
     let held = world.outcome().await.unwrap();
     assert_eq!(held.reason.code, CloseCode::Superseded);
@@ -130,7 +139,7 @@ async fn session_is_ready_after_welcome_and_tells_why_it_ended() {
 async fn refusal_of_the_server_keeps_its_code_and_words() {
     let mut world = World::start();
     let (mut reader, mut writer) = world.control().await;
-    reader.receive().await.unwrap();
+    world.said(&mut reader).await;
     let message = ControlMessage::NotAdmitted(CloseCode::NameInUse, "worker-1 is live".into());
     writer.send(&message).await.unwrap();
     let error = world.outcome().await.unwrap_err();
@@ -142,7 +151,7 @@ async fn refusal_of_the_server_keeps_its_code_and_words() {
 async fn code_of_a_session_closed_without_a_word_is_kept() {
     let mut world = World::start();
     let (mut reader, _writer) = world.control().await;
-    reader.receive().await.unwrap();
+    world.said(&mut reader).await;
     let reason = "not yours";
     world
         .server
@@ -200,7 +209,7 @@ async fn drain_withdraws_finishes_streams_and_says_goodbye() {
     let mut drain = JoinSet::new();
     drain.spawn(async move { shutdown.drain_within(LONG).await });
     assert_eq!(
-        reader.receive().await.unwrap(),
+        world.said(&mut reader).await,
         Some(ControlMessage::Withdraw)
     );
     let mut late = world.open(StreamKind::Target(Target::Node(port))).await;
@@ -218,9 +227,9 @@ async fn drain_withdraws_finishes_streams_and_says_goodbye() {
     assert_eq!(end.unwrap().unwrap(), DrainEnd::Complete);
 
     world.farewell.cancel();
-    let bye = reader.receive().await.unwrap();
+    let bye = world.said(&mut reader).await;
     assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
-    assert_eq!(reader.receive().await.unwrap(), None);
+    assert_eq!(world.said(&mut reader).await, None);
     assert_eq!(world.server.closed().await.code, CloseCode::Normal);
     assert_eq!(world.outcome().await.unwrap().reason.by, ClosedBy::Local);
 }
@@ -229,7 +238,7 @@ async fn drain_withdraws_finishes_streams_and_says_goodbye() {
 async fn drain_during_admission_closes_the_session() {
     let mut world = World::start();
     let (mut reader, _writer) = world.control().await;
-    reader.receive().await.unwrap();
+    world.said(&mut reader).await;
     world.shutdown.drain().cancel();
     world.outcome().await.unwrap_err();
     world.server.closed().await;
@@ -258,12 +267,124 @@ async fn cut_control_stream_ends_the_session() {
     assert_eq!(held.reason.code, CloseCode::Protocol);
 }
 
-#[test]
-fn silence_counts_from_the_last_thing_heard() {
-    let start = Instant::now();
-    let second = Duration::from_secs(1);
-    let mut liveness = Liveness::new(5, start);
-    assert_eq!(liveness.silence(5, start + 3 * second), 3 * second);
-    assert_eq!(liveness.silence(6, start + 4 * second), Duration::ZERO);
-    assert_eq!(liveness.silence(6, start + 9 * second), 5 * second);
+#[tokio::test(start_paused = true)]
+async fn suspicion_is_told_to_both_and_taken_back() {
+    let mut world = World::start();
+    let (mut reader, _writer) = world.ready().await;
+    world.line.cut(true);
+    assert_eq!(world.news().await, News::Suspect);
+    assert_eq!(
+        world.said(&mut reader).await,
+        Some(ControlMessage::Doubt(true))
+    );
+    world.line.cut(false);
+    assert_eq!(world.news().await, News::Live);
+    assert_eq!(
+        world.said(&mut reader).await,
+        Some(ControlMessage::Doubt(false))
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn word_of_the_server_makes_the_session_suspect() {
+    let mut world = World::start();
+    let (_reader, mut writer) = world.ready().await;
+    let began = Instant::now();
+    for (doubts, news) in [(true, News::Suspect), (false, News::Live)] {
+        writer.send(&ControlMessage::Doubt(doubts)).await.unwrap();
+        assert_eq!(world.news().await, news);
+    }
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_session_is_dead_at_its_limit_though_nobody_takes_what_it_says() {
+    let (raw, mut server) = tokio::io::duplex(1);
+    let mut world = World::start();
+    world.line.offer(raw);
+    let mut hello = Vec::new();
+    let mut header = BytesMut::new();
+    StreamHeader::new(CURRENT).encode(&mut header).unwrap();
+    server.write_all(&header).await.unwrap();
+    // Reply and Hello, as far as the node's name.
+    while !hello.ends_with(b"127.0.0.1") {
+        hello.push(server.read_u8().await.unwrap());
+    }
+    let mut message = BytesMut::new();
+    welcome().encode(&mut message).unwrap();
+    server.write_all(&message).await.unwrap();
+    assert_eq!(world.news().await, News::Ready);
+    let ready = Instant::now();
+    world.line.cut(true);
+    assert_eq!(world.news().await, News::Suspect);
+    let held = world.outcome().await.unwrap();
+    assert_eq!(held.reason.code, CloseCode::Dead);
+    assert_eq!(ready.elapsed().as_secs(), 60);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_session() {
+    let mut world = World::start();
+    let _control = world.ready().await;
+    world.line.cut(true);
+    // Between two looks at an idle session.
+    tokio::time::sleep(Duration::from_millis(7300)).await;
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+    let began = Instant::now();
+    let _stream = world.open(StreamKind::Target(Target::Node(port))).await;
+    assert_eq!(world.news().await, News::Suspect);
+    let waited = began.elapsed();
+    assert!((5000..5300).contains(&waited.as_millis()), "{waited:?}");
+}
+
+#[tokio::test]
+async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_stream() {
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut world = World::start();
+    let (mut reader, _writer) = world.ready().await;
+    let (mut first, mut first_socket) = world.busy(&target).await;
+    world.retire.cancel();
+    assert_eq!(
+        world.said(&mut reader).await,
+        Some(ControlMessage::Withdraw)
+    );
+    // The server opened it before it read Withdraw.
+    let (mut late, mut late_socket) = world.busy(&target).await;
+    for (stream, socket) in [
+        (&mut first, &mut first_socket),
+        (&mut late, &mut late_socket),
+    ] {
+        assert!(world.agent.try_join_next().is_none());
+        socket.write_all(&[7; 100_000]).await.unwrap();
+        socket.shutdown().await.unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer.len(), 100_000);
+        stream.shutdown().await.unwrap();
+    }
+    let bye = world.said(&mut reader).await;
+    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
+    assert_eq!(world.said(&mut reader).await, None);
+    let held = world.outcome().await.unwrap();
+    assert_eq!(held.reason.by, ClosedBy::Local);
+    assert_eq!(held.reason.code, CloseCode::Normal);
+}
+
+#[tokio::test]
+async fn drain_says_goodbye_on_a_retired_session_too() {
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut world = World::start();
+    let (mut reader, _writer) = world.ready().await;
+    let _busy = world.busy(&target).await;
+    world.retire.cancel();
+    world.shutdown.drain().cancel();
+    world.farewell.cancel();
+    assert_eq!(
+        world.said(&mut reader).await,
+        Some(ControlMessage::Withdraw)
+    );
+    let bye = world.said(&mut reader).await;
+    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
+    assert_eq!(world.outcome().await.unwrap().reason.by, ClosedBy::Local);
 }

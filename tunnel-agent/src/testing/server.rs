@@ -1,4 +1,4 @@
-//! A scripted server: enrolment over TCP and sessions over QUIC on one port, with a CA of its own.
+//! A scripted server: enrolment over TCP and sessions over both transports on one port, with a CA of its own.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -14,10 +14,13 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 use tunnel_proto::identity::{sha256, spki_sha256};
 use tunnel_proto::tls;
-use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys, QuicSettings};
-use tunnel_proto::transport::{Acceptor, Session, read_frame};
+use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
+use tunnel_proto::transport::{
+    Acceptor, BufferPool, CongestionControl, Session, SessionSettings, h2, read_frame,
+};
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use super::Ca;
 
@@ -25,7 +28,9 @@ pub(crate) struct Server {
     pub(crate) ca: Ca,
     identity: Arc<SingleCertAndKey>,
     tcp: TcpListener,
-    pub(crate) quic: QuicAcceptor,
+    quic: QuicAcceptor,
+    sessions_tcp: TlsAcceptor,
+    settings: SessionSettings,
 }
 
 impl Server {
@@ -37,24 +42,29 @@ impl Server {
         let own = tls::certified_key(vec![leaf, ca.der().clone()], key).unwrap();
         let identity = Arc::new(SingleCertAndKey::from(own));
         let roots = tls::roots([ca.der().clone()]).unwrap();
-        let tls = tls::session_server(identity.clone(), roots).unwrap();
-        let settings = QuicSettings {
+        let tls = |alpn| tls::session_server(identity.clone(), roots.clone(), alpn).unwrap();
+        let settings = SessionSettings {
             stream_window: 2 << 20,
-            connection_window: 64 << 20,
+            streams: 64,
             keep_alive: None,
             idle_timeout: Duration::from_secs(75),
+            congestion: CongestionControl::default(),
+            pool: BufferPool::new(64 << 20),
         };
         let keys = QuicKeys::from_bytes(&[3; QuicKeys::LEN]);
         // A free TCP port is nearly always a free UDP port too.
         loop {
             let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = tcp.local_addr().unwrap();
-            if let Ok(quic) = QuicAcceptor::bind(address, tls.clone(), &keys, &settings) {
+            let quic = QuicAcceptor::bind(address, tls(ALPN_SESSION), &keys, settings.clone());
+            if let Ok(quic) = quic {
                 return Self {
+                    sessions_tcp: tls(ALPN_SESSION_TCP).into(),
                     ca,
                     identity,
                     tcp,
                     quic,
+                    settings,
                 };
             }
         }
@@ -103,7 +113,14 @@ impl Server {
         }
     }
 
-    /// The next session of an agent.
+    /// The next session of an agent over TCP.
+    pub(crate) async fn session_over_tcp(&self) -> Arc<dyn Session> {
+        let (socket, _) = self.tcp.accept().await.unwrap();
+        let stream = self.sessions_tcp.accept(socket).await.unwrap();
+        h2::accept(stream, &self.settings).await.unwrap()
+    }
+
+    /// The next session of an agent over QUIC.
     pub(crate) async fn session(&self) -> Arc<dyn Session> {
         let (_, handshake) = self.quic.accept().await.unwrap();
         handshake.await.unwrap()

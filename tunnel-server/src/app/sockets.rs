@@ -12,7 +12,8 @@ use tokio::net::TcpListener;
 use tracing::info;
 use tunnel_proto::process::host::{host_name, primary_address};
 use tunnel_proto::tls;
-use tunnel_proto::transport::quic::{QuicAcceptor, QuicSettings};
+use tunnel_proto::transport::SessionSettings;
+use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Config;
@@ -54,19 +55,12 @@ pub(super) struct Sockets {
 pub(super) async fn bind(
     config: &Config,
     data: &DataDir,
-    session_tls: Arc<ServerConfig>,
+    (quic_tls, settings): (Arc<ServerConfig>, &SessionSettings),
     door_tls: Arc<ServerConfig>,
 ) -> anyhow::Result<Sockets> {
     let keys = data.quic_keys()?;
-    let limits = &config.limits;
-    let settings = QuicSettings {
-        stream_window: limits.stream_window,
-        connection_window: u64::from(limits.streams_per_agent) * u64::from(limits.stream_window),
-        keep_alive: None,
-        idle_timeout: limits.idle_timeout(),
-    };
     let (tcp, quic) = bind_agents(&config.agent_listen, |address| {
-        QuicAcceptor::bind(address, session_tls.clone(), &keys, &settings)
+        QuicAcceptor::bind(address, quic_tls.clone(), &keys, settings.clone())
     })
     .await?;
     let meta = listen(config.meta_listen, "--meta-listen").await?;

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use serde::Deserialize;
-use tunnel_proto::process::settings::{Mistakes, parse_size, positive};
+use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
+use tunnel_proto::transport::liveness::LivenessLimits;
 
 /// Name, default and meaning of every limit, for the reference.
 pub const LIMITS: &[(&str, &str, &str)] = &[
@@ -44,14 +45,38 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
         "bytes of one stream that may be under way unread",
     ),
     (
+        "bufferPool",
+        "512MiB",
+        "bytes that stalled readers of all agents may hold; when it is full, or an agent holds a quarter of it, new \
+         streams get 503 too_many_streams",
+    ),
+    (
+        "keepAlive",
+        "5s",
+        "how often an idle agent is asked for a sign of life",
+    ),
+    (
+        "suspectAfterBusy",
+        "5s",
+        "a session that is silent for this long while requests wait gets no new ones until it is heard again",
+    ),
+    (
+        "suspectAfterIdle",
+        "15s",
+        "as suspectAfterBusy, without requests",
+    ),
+    (
         "deadAfter",
         "60s",
-        "a session from which nothing is heard for this long (and 15 s) is ended",
+        "a session that is silent for this long is closed and its streams are cut",
     ),
 ];
 
 /// QUIC's own idle timeout is this much later than `deadAfter`, as a backstop.
 const IDLE_BACKSTOP: Duration = Duration::from_secs(15);
+
+/// A single stalled stream must not use up an agent's share of the pool, which is a quarter.
+const POOL_WINDOWS_LEAST: u64 = 4;
 
 /// Limits as written.
 #[derive(Debug, Default, Clone, Deserialize)]
@@ -65,6 +90,10 @@ pub struct RawLimits {
     target_dial_timeout: Option<String>,
     pre_auth_total: Option<String>,
     stream_window: Option<String>,
+    buffer_pool: Option<String>,
+    keep_alive: Option<String>,
+    suspect_after_busy: Option<String>,
+    suspect_after_idle: Option<String>,
     dead_after: Option<String>,
 }
 
@@ -87,6 +116,14 @@ pub struct Limits {
     pub pre_auth_total: usize,
     /// `streamWindow`, bytes.
     pub stream_window: u32,
+    /// `bufferPool`, bytes.
+    pub buffer_pool: u64,
+    /// `keepAlive`.
+    pub keep_alive: Duration,
+    /// `suspectAfterBusy`.
+    pub suspect_after_busy: Duration,
+    /// `suspectAfterIdle`.
+    pub suspect_after_idle: Duration,
     /// `deadAfter`.
     pub dead_after: Duration,
 }
@@ -98,13 +135,40 @@ impl Limits {
         self.dead_after + IDLE_BACKSTOP
     }
 
+    /// The clocks of sessions; this end asks idle ones, too.
+    #[must_use]
+    pub fn liveness(&self) -> LivenessLimits {
+        LivenessLimits {
+            keep_alive: self.keep_alive,
+            suspect_busy: self.suspect_after_busy,
+            suspect_idle: self.suspect_after_idle,
+            dead_after: self.dead_after,
+            probes_idle: true,
+        }
+    }
+
+    /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.
+    pub(super) fn hard_bound_warning(&self) -> Option<String> {
+        let bound = u64::from(self.streams_per_agent) * u64::from(self.stream_window);
+        (bound > self.buffer_pool).then(|| {
+            format!(
+                "stalled readers of one agent may hold {} (limits.streamsPerAgent {} x limits.streamWindow {}), more \
+                 than limits.bufferPool {}, which only stops new streams",
+                format_size(bound),
+                self.streams_per_agent,
+                format_size(self.stream_window.into()),
+                format_size(self.buffer_pool),
+            )
+        })
+    }
+
     /// Checks what was written and fills in the defaults of [`LIMITS`].
     #[must_use]
     pub fn check(bad: &mut Mistakes, raw: Option<&RawLimits>) -> Self {
         let nothing = RawLimits::default();
         let raw = raw.unwrap_or(&nothing);
-        let mut read = Reader { bad };
-        Self {
+        let mut read = Reader { bad, failed: false };
+        let limits = Self {
             handshake_timeout: read.time("handshakeTimeout", raw.handshake_timeout.as_deref()),
             request_head_timeout: read
                 .time("requestHeadTimeout", raw.request_head_timeout.as_deref()),
@@ -129,13 +193,68 @@ impl Limits {
                 16 << 10,
                 16 << 20,
             ),
+            buffer_pool: read.size("bufferPool", raw.buffer_pool.as_deref(), 64 << 10, 1 << 50),
+            keep_alive: read.time("keepAlive", raw.keep_alive.as_deref()),
+            suspect_after_busy: read.time("suspectAfterBusy", raw.suspect_after_busy.as_deref()),
+            suspect_after_idle: read.time("suspectAfterIdle", raw.suspect_after_idle.as_deref()),
             dead_after: read.time("deadAfter", raw.dead_after.as_deref()),
+        };
+        // Limits that could not be read are no ground to judge others by.
+        if !read.failed {
+            limits.check_together(bad);
+        }
+        limits
+    }
+
+    fn check_together(&self, bad: &mut Mistakes) {
+        let show = humantime::format_duration;
+        if self.suspect_after_busy > self.suspect_after_idle {
+            bad.add(
+                "limits.suspectAfterBusy",
+                format!(
+                    "{} is more than suspectAfterIdle, {}",
+                    show(self.suspect_after_busy),
+                    show(self.suspect_after_idle)
+                ),
+            );
+        }
+        if self.suspect_after_idle > self.dead_after {
+            bad.add(
+                "limits.suspectAfterIdle",
+                format!(
+                    "{} is more than deadAfter, {}",
+                    show(self.suspect_after_idle),
+                    show(self.dead_after)
+                ),
+            );
+        }
+        if self.keep_alive >= self.suspect_after_idle {
+            bad.add(
+                "limits.keepAlive",
+                format!(
+                    "{} is not less than suspectAfterIdle, {}: every idle agent would be suspect",
+                    show(self.keep_alive),
+                    show(self.suspect_after_idle)
+                ),
+            );
+        }
+        let pool_least = POOL_WINDOWS_LEAST * u64::from(self.stream_window);
+        if self.buffer_pool < pool_least {
+            bad.add(
+                "limits.bufferPool",
+                format!(
+                    "{} is less than {POOL_WINDOWS_LEAST} x streamWindow, {}",
+                    format_size(self.buffer_pool),
+                    format_size(pool_least)
+                ),
+            );
         }
     }
 }
 
 struct Reader<'a> {
     bad: &'a mut Mistakes,
+    failed: bool,
 }
 
 impl Reader<'_> {
@@ -151,8 +270,7 @@ impl Reader<'_> {
         let text = self.text(name, written);
         let parsed = humantime::parse_duration(text).map_err(|error| format!("{text:?}: {error}"));
         let checked = parsed.and_then(|time| positive(time).map_err(str::to_owned));
-        self.bad
-            .take(&format!("limits.{name}"), checked, Duration::from_secs(1))
+        self.take(name, checked, Duration::from_secs(1))
     }
 
     fn size<T: TryFrom<u64> + Default>(
@@ -168,8 +286,7 @@ impl Reader<'_> {
             let value = if fits { T::try_from(bytes).ok() } else { None };
             value.ok_or_else(|| format!("{text:?} is not between {least} and {most} bytes"))
         });
-        self.bad
-            .take(&format!("limits.{name}"), checked, T::default())
+        self.take(name, checked, T::default())
     }
 
     fn count<T: TryFrom<u64> + Default>(
@@ -185,7 +302,10 @@ impl Reader<'_> {
             .filter(|number| (1..=most).contains(number));
         let checked = parsed.and_then(|number| T::try_from(number).ok());
         let checked = checked.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"));
-        self.bad
-            .take(&format!("limits.{name}"), checked, T::default())
+        self.take(name, checked, T::default())
+    }
+    fn take<T>(&mut self, name: &str, checked: Result<T, String>, stand_in: T) -> T {
+        self.failed |= checked.is_err();
+        self.bad.take(&format!("limits.{name}"), checked, stand_in)
     }
 }

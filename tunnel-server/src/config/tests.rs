@@ -1,3 +1,5 @@
+use tunnel_proto::transport::liveness::LivenessLimits;
+
 use super::check::service_target;
 use super::*;
 
@@ -18,7 +20,14 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.limits.streams_per_agent, 256);
     assert_eq!(config.limits.stream_window, 2 << 20);
     assert_eq!(config.limits.request_head_bytes, 64 << 10);
+    assert_eq!(config.limits.buffer_pool, 512 << 20);
     assert_eq!(config.limits.idle_timeout(), Duration::from_secs(75));
+    let liveness = LivenessLimits {
+        probes_idle: true,
+        ..LivenessLimits::default()
+    };
+    assert_eq!(config.limits.liveness(), liveness);
+    assert_eq!(config.quic_congestion, CongestionControl::Bbr);
     assert_eq!(config.warnings, [] as [&str; 0]);
 }
 
@@ -39,6 +48,7 @@ fn flags_win_over_the_file() {
 fn all_mistakes_are_told_at_once() {
     let text = "
 agentListen: nowhere
+quicCongestion: reno
 httpProxyPorts: 9100, 70000
 httpsClientAuth: require
 httpsCertFile: /a
@@ -51,6 +61,7 @@ services: [{ name: db, listen: x, node: 'a b', target: y }]
     let error = yaml(text).unwrap_err();
     for setting in [
         "--agent-listen",
+        "--quic-congestion",
         "--http-proxy-ports",
         "--https-client-auth",
         "--https-cert-file",
@@ -142,4 +153,40 @@ fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
     for text in ["", "a", "a:b", "a b:1", ":1"] {
         assert!(target(text).is_err(), "{text:?}");
     }
+}
+
+#[test]
+fn limits_of_a_session_must_fit_each_other() {
+    for (limits, setting) in [
+        ("suspectAfterBusy: 16s", "limits.suspectAfterBusy: 16s"),
+        ("suspectAfterIdle: 61s", "limits.suspectAfterIdle: 1m 1s"),
+        ("deadAfter: 10s", "limits.suspectAfterIdle: 15s"),
+        ("keepAlive: 15s", "limits.keepAlive: 15s"),
+        ("bufferPool: 7MiB", "limits.bufferPool: 7MiB"),
+    ] {
+        let error = yaml(&format!("limits: {{ {limits} }}")).unwrap_err();
+        assert!(error.contains("1 mistake(s)"), "{limits}: {error}");
+        assert!(error.contains(setting), "{limits}: {error}");
+    }
+    let equal = "suspectAfterBusy: 2s, suspectAfterIdle: 2s, deadAfter: 2s, keepAlive: 1s, bufferPool: 8MiB";
+    yaml(&format!("limits: {{ {equal} }}")).unwrap();
+    let error = yaml("limits: { deadAfter: soon, suspectAfterIdle: 20s }").unwrap_err();
+    assert!(error.contains("1 mistake(s)"), "{error}");
+}
+
+#[test]
+fn hard_bound_of_an_agent_is_told_when_it_exceeds_the_pool() {
+    assert!(yaml("{}").unwrap().warnings.is_empty());
+    let config = yaml("limits: { streamsPerAgent: 300, bufferPool: 64MiB }").unwrap();
+    let warning = &config.warnings[0];
+    for number in ["600MiB", "300", "2MiB", "64MiB"] {
+        assert!(warning.contains(number), "{number}: {warning}");
+    }
+}
+
+#[test]
+fn congestion_control_is_chosen_by_name() {
+    let chosen = |text: &str| yaml(text).unwrap().quic_congestion;
+    assert_eq!(chosen("quicCongestion: cubic"), CongestionControl::Cubic);
+    assert_eq!(chosen("quicCongestion: bbr"), CongestionControl::Bbr);
 }

@@ -37,9 +37,9 @@ pub enum Outcome {
     TargetBadResponse,
     /// The session with the agent was lost.
     AgentLost,
-    /// No agent is connected for the node.
+    /// No agent is connected for the node, or it may be gone.
     NoAgent,
-    /// The agent has as many streams as it may have.
+    /// The agent has as many streams as it may have, or stalled readers hold as much memory as they may.
     TooManyStreams,
     /// The agent is stopping.
     Draining,
@@ -161,8 +161,8 @@ impl Failure {
     #[must_use]
     pub fn from_open(error: &OpenError, place: &str) -> Self {
         let outcome = match error {
-            OpenError::NoAgent => Outcome::NoAgent,
-            OpenError::TooManyStreams(_) => Outcome::TooManyStreams,
+            OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
+            OpenError::TooManyStreams(_) | OpenError::NoRoom(_) => Outcome::TooManyStreams,
             OpenError::Draining => Outcome::Draining,
             OpenError::Lost(_) => Outcome::AgentLost,
             OpenError::Timeout => Outcome::AgentTimeout,
@@ -244,6 +244,7 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::registry::Suspicion;
 
     #[test]
     fn refusals_and_cuts_are_found_inside_wrapped_errors() {
@@ -271,6 +272,27 @@ mod tests {
             Failure::from_stream(&other, "x", Outcome::TargetTls).outcome,
             Outcome::TargetTls
         );
+    }
+
+    #[test]
+    fn agent_that_may_be_gone_and_a_full_pool_are_503() {
+        let answer = |error| {
+            let failure = Failure::from_open(&error, "worker-1 node:9100");
+            assert!(failure.text.starts_with("worker-1 node:9100: "));
+            let response = failure.response();
+            let code = response.headers()[ERROR_HEADER]
+                .to_str()
+                .unwrap()
+                .to_owned();
+            let retry = response.headers().contains_key(http::header::RETRY_AFTER);
+            (response.status().as_u16(), code, retry)
+        };
+        let suspect = OpenError::Suspect(Suspicion::Unheard);
+        assert_eq!(answer(suspect), (503, "no_agent".into(), false));
+        let full = OpenError::NoRoom(1 << 20);
+        assert_eq!(answer(full), (503, "too_many_streams".into(), true));
+        let busy = OpenError::TooManyStreams(256);
+        assert_eq!(answer(busy), (503, "too_many_streams".into(), true));
     }
 
     #[test]

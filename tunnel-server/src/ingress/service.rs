@@ -39,7 +39,7 @@ pub async fn serve(doors: Arc<Doors>, service: Arc<Service>, tcp: TcpStream, pee
     let began = Instant::now();
     let mut opened = match doors
         .registry
-        .open(&service.destination.node, &header, doors.limits.open)
+        .open(&service.destination.node, &header, doors.limits.open, None)
         .await
     {
         Ok(opened) => opened,

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use hyper::body::Incoming;
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{Either, Empty};
+use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
@@ -11,63 +14,139 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::debug;
+use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::SessionId;
 
 use super::Doors;
 use super::answer::{Failure, Outcome};
 use super::record::Record;
 use super::target::{Destination, Scheme};
 
-/// A connection to a target, ready for one request.
+/// The caller's body, or none for a request that is sent again.
+type RequestBody = Either<Incoming, Empty<Bytes>>;
+
+/// A connection to a target.
 #[derive(Debug)]
 pub(super) struct Upstream {
     /// Sends the request.
-    pub(super) sender: SendRequest<Incoming>,
+    sender: SendRequest<RequestBody>,
     /// Drives the connection; dropping it closes the target's side.
     pub(super) connection: AbortOnDropHandle<()>,
 }
 
-/// Opens a stream to the destination and prepares it for a request. Does not wait for the agent's reply on plain
-/// doors: the request follows the header at once, and a refusal surfaces as the request's error.
-pub(super) async fn connect(
-    doors: &Arc<Doors>,
-    scheme: Scheme,
-    destination: &Destination,
-    trace_parent: String,
-    record: &mut Record,
-) -> Result<Upstream, Failure> {
-    let place = destination.to_string();
-    let kind = StreamKind::Target(destination.target.clone());
-    let header = StreamHeader { kind, trace_parent };
-    let began = Instant::now();
-    let opened = doors
-        .registry
-        .open(&destination.node, &header, doors.limits.open)
-        .await;
-    let opened = opened.map_err(|error| Failure::from_open(&error, &place))?;
-    record.opened(opened.session, opened.stream.bytes(), began.elapsed());
-    match scheme {
-        Scheme::Http => handshake(doors, opened.stream, &place).await,
-        Scheme::Https => {
-            // A name that ends in a number is no DNS name for TLS; the certificate is not judged by it here.
-            let node = destination.node.to_string();
-            let name = ServerName::try_from(node.clone())
-                .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
-                .map_err(|error| Failure::new(Outcome::TargetTls, format!("{place}: {error}")))?;
-            let connecting =
-                TlsConnector::from(doors.target_tls.clone()).connect(name, opened.stream);
-            // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
-            let stream = match timeout(doors.limits.open + doors.limits.handshake, connecting).await
-            {
-                Ok(Ok(stream)) => stream,
-                Ok(Err(error)) => return Err(tls_failure(&error, &place)),
-                Err(_elapsed) => {
-                    let text =
-                        format!("{place}: the target did not finish the TLS handshake in time");
-                    return Err(Failure::new(Outcome::TargetTimeout, text));
-                }
-            };
-            handshake(doors, stream, &place).await
+/// Where requests of one kind go, and how.
+#[derive(Debug)]
+pub(super) struct Way<'a> {
+    /// What all doors share.
+    pub(super) doors: &'a Arc<Doors>,
+    /// Whether there is TLS in the stream.
+    pub(super) scheme: Scheme,
+    /// The node and its port.
+    pub(super) destination: &'a Destination,
+    /// For the agent's record.
+    pub(super) trace_parent: String,
+}
+
+/// An exchange that failed, and the session that carried it, if one did.
+struct Attempt {
+    failure: Failure,
+    session: Option<SessionId>,
+}
+
+impl Way<'_> {
+    /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
+    /// started at the target: a request that is complete with its head then goes over another session of the node, once.
+    ///
+    /// # Errors
+    /// A [`Failure`] with the answer for the caller.
+    pub(super) async fn exchange(
+        &self,
+        request: Request<Incoming>,
+        record: &mut Record,
+    ) -> Result<(Response<Incoming>, Upstream), Failure> {
+        let (head, body) = request.into_parts();
+        let again = body.is_end_stream().then(|| head.clone());
+        let request = Request::from_parts(head, Either::Left(body));
+        let refused = match self.attempt(request, None, record).await {
+            Ok(answered) => return Ok(answered),
+            Err(attempt) => attempt,
+        };
+        let stopping = refused.failure.outcome == Outcome::Draining && refused.session.is_some();
+        let Some(head) = again.filter(|_| stopping) else {
+            return Err(refused.failure);
+        };
+        let request = Request::from_parts(head, Either::Right(Empty::new()));
+        let second = self.attempt(request, refused.session, record).await;
+        second.map_err(|attempt| match attempt.session {
+            Some(_) => attempt.failure,
+            // There was no other way, so the refusal is the answer.
+            None => refused.failure,
+        })
+    }
+
+    async fn attempt(
+        &self,
+        request: Request<RequestBody>,
+        except: Option<SessionId>,
+        record: &mut Record,
+    ) -> Result<(Response<Incoming>, Upstream), Attempt> {
+        let place = self.destination.to_string();
+        let kind = StreamKind::Target(self.destination.target.clone());
+        let header = StreamHeader {
+            kind,
+            trace_parent: self.trace_parent.clone(),
+        };
+        let (node, limit) = (&self.destination.node, self.doors.limits.open);
+        let began = Instant::now();
+        let opened = self.doors.registry.open(node, &header, limit, except).await;
+        let opened = opened.map_err(|error| Attempt {
+            failure: Failure::from_open(&error, &place),
+            session: None,
+        })?;
+        let session = Some(opened.session);
+        record.opened(opened.session, opened.stream.bytes(), began.elapsed());
+        let exchanged = async {
+            let mut upstream = self.connect(opened.stream, &place).await?;
+            let sent = upstream.sender.send_request(request).await;
+            let response = sent.map_err(|error| {
+                Failure::from_stream(&error, &place, Outcome::TargetBadResponse)
+            })?;
+            Ok((response, upstream))
+        };
+        exchanged
+            .await
+            .map_err(|failure| Attempt { failure, session })
+    }
+
+    /// Prepares a stream for a request. Does not wait for the agent's reply on plain doors: the request follows the
+    /// header at once, and a refusal surfaces as the request's error.
+    async fn connect(&self, stream: Stream, place: &str) -> Result<Upstream, Failure> {
+        let doors = self.doors;
+        match self.scheme {
+            Scheme::Http => handshake(doors, stream, place).await,
+            Scheme::Https => {
+                // A name that ends in a number is no DNS name for TLS; the certificate is not judged by it here.
+                let node = self.destination.node.to_string();
+                let name = ServerName::try_from(node.clone())
+                    .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
+                    .map_err(|error| {
+                        Failure::new(Outcome::TargetTls, format!("{place}: {error}"))
+                    })?;
+                let connecting = TlsConnector::from(doors.target_tls.clone()).connect(name, stream);
+                // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
+                let limit = doors.limits.open + doors.limits.handshake;
+                let stream = match timeout(limit, connecting).await {
+                    Ok(Ok(stream)) => stream,
+                    Ok(Err(error)) => return Err(tls_failure(&error, place)),
+                    Err(_elapsed) => {
+                        let text =
+                            format!("{place}: the target did not finish the TLS handshake in time");
+                        return Err(Failure::new(Outcome::TargetTimeout, text));
+                    }
+                };
+                handshake(doors, stream, place).await
+            }
         }
     }
 }

@@ -36,7 +36,7 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
         }
         table.add_row([
             clean(&node.node),
-            if node.connected { "yes" } else { "no" }.to_owned(),
+            connected(node),
             optional(node.transport.as_deref()),
             optional(node.address.as_deref()),
             optional(node.version.as_deref()),
@@ -138,6 +138,15 @@ fn clean(text: &str) -> String {
         .collect()
 }
 
+/// An agent that may be gone is shown as such, whatever word a newer server has for it.
+fn connected(node: &NodeStatus) -> String {
+    match node.state.as_deref() {
+        _ if !node.connected => "no".to_owned(),
+        None | Some("live") => "yes".to_owned(),
+        Some(state) => clean(state),
+    }
+}
+
 fn since(text: Option<&str>, now: SystemTime) -> String {
     let age = text
         .and_then(|text| humantime::parse_rfc3339(text).ok())
@@ -189,6 +198,7 @@ mod tests {
             node: "worker-1".into(),
             connected: true,
             transport: Some("quic".into()),
+            state: Some("live".into()),
             address: Some("203.0.113.7:40000".into()),
             version: Some("culvert\u{1b}[31m/1".into()),
             connected_since: Some(rfc3339(now - Duration::from_secs(7500))),
@@ -206,11 +216,19 @@ mod tests {
             address_conflicts: conflicts,
             ..NodeStatus::default()
         };
-        let text = nodes(&[connected, absent], now);
+        let suspect = NodeStatus {
+            node: "worker-3".into(),
+            connected: true,
+            transport: Some("h2".into()),
+            state: Some("suspect".into()),
+            ..NodeStatus::default()
+        };
+        let text = nodes(&[connected, absent, suspect], now);
         let expected = "\
 NODE      CONNECTED  TRANSPORT  ADDRESS            VERSION          SINCE  RTT    STREAMS  CERTIFICATE  ADDRESSES
 worker-1  yes        quic       203.0.113.7:40000  culvert?[31m/1   2h 5m  12 ms  3        30d 0h left  192.168.33.221
 worker-2  no         -          -                  -                -      -      -        expired      192.168.33.221
+worker-3  suspect    h2         -                  -                -      -      0        -            -
 192.168.33.221 is the address of worker-1, worker-2: reach them by name
 ";
         let squeeze = |text: &str| {

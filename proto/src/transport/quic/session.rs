@@ -12,11 +12,12 @@ use rustls_pki_types::CertificateDer;
 use tokio_util::task::TaskTracker;
 
 use super::stream::QuicStream;
-use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST};
+use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST, window};
 use crate::identity::{IdentityError, PeerIdentity};
+use crate::transport::flow::{SessionFlow, connection_window};
 use crate::transport::{
     CloseReason, ClosedBy, HandshakeError, Health, IncomingStream, RawStream, Session,
-    SessionError, Stream, Traffic, TransportKind,
+    SessionError, SessionSettings, Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
@@ -25,6 +26,7 @@ pub(super) struct QuicSession {
     connection: Connection,
     peer: PeerIdentity,
     traffic: Arc<Traffic>,
+    flow: Arc<SessionFlow>,
     /// Halves that were shut down by streams that are gone, until the peer has acknowledged them.
     flushing: TaskTracker,
     opening: AtomicBool,
@@ -42,15 +44,27 @@ impl std::fmt::Debug for QuicSession {
 }
 
 impl QuicSession {
-    pub(super) fn start(connection: Connection) -> Result<Arc<dyn Session>, HandshakeError> {
+    pub(super) fn start(
+        connection: Connection,
+        settings: &SessionSettings,
+    ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = connection
             .peer_identity()
             .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
         let leaf = chain.as_deref().and_then(|chain| chain.first());
         let peer = PeerIdentity::from_certificate(leaf.ok_or(IdentityError::NoCertificate)?)?;
+        let windows = connection.clone();
+        let free = connection_window(settings.stream_window, 0);
+        let flow = settings.pool.session(settings.stream_window, move |bytes| {
+            // quinn announces new credit only when an eighth of the window has been read. What stalled streams hold is
+            // never read, so without a seventh of it on top the others would wait for an announcement that cannot come.
+            let held = bytes.saturating_sub(free);
+            windows.set_receive_window(window(bytes + held / 7));
+        });
         Ok(Arc::new(Self {
             connection,
             peer,
+            flow,
             traffic: Arc::default(),
             flushing: TaskTracker::new(),
             opening: AtomicBool::new(true),
@@ -94,8 +108,12 @@ impl Session for QuicSession {
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
         let (send, recv) = self.connection.open_bi().await.map_err(close_reason)?;
         // From here on the stream's reset on drop makes the call cancel-safe.
-        let mut stream =
-            Stream::opened(self.stream(send, recv), self.traffic.clone(), reply_within);
+        let mut stream = Stream::opened(
+            self.stream(send, recv),
+            self.traffic.clone(),
+            self.flow.gauge(),
+            reply_within,
+        );
         match stream.write_header(&buffer).await {
             Ok(()) => Ok(stream),
             // A peer that stops a stream in its first bytes has replied or reset: reading tells which.
@@ -106,7 +124,11 @@ impl Session for QuicSession {
 
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
         let (send, recv) = self.connection.accept_bi().await.map_err(close_reason)?;
-        let incoming = IncomingStream::new(self.stream(send, recv), self.traffic.clone());
+        let incoming = IncomingStream::new(
+            self.stream(send, recv),
+            self.traffic.clone(),
+            self.flow.gauge(),
+        );
         self.raise_allowance();
         Ok(incoming)
     }
@@ -155,6 +177,10 @@ impl Session for QuicSession {
     fn allow_streams(&self, count: u32) {
         self.allowed_most.store(count, Ordering::Relaxed);
         self.raise_allowance();
+    }
+
+    fn has_room(&self) -> bool {
+        self.flow.has_room()
     }
 
     async fn close(&self, code: CloseCode, reason: &str) {

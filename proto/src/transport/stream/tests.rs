@@ -41,7 +41,12 @@ fn unread() -> (DuplexStream, Stream) {
     let (far, near) = duplex(4096);
     (
         far,
-        Stream::opened(Box::new(Unread(near)), Arc::default(), PATIENCE),
+        Stream::opened(
+            Box::new(Unread(near)),
+            Arc::default(),
+            Arc::default(),
+            PATIENCE,
+        ),
     )
 }
 
@@ -146,7 +151,7 @@ async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
     far.write_all(first).await.unwrap();
     (
         far,
-        IncomingStream::new(Box::new(Unread(near)), Arc::default()),
+        IncomingStream::new(Box::new(Unread(near)), Arc::default(), Arc::default()),
     )
 }
 

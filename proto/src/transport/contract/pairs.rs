@@ -1,0 +1,113 @@
+//! Joined sessions of each transport.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+
+use super::{Pair, Windows};
+use crate::identity::{PeerIdentity, Role};
+use crate::tcp::{Direct, Remote, prepare_tunnel};
+use crate::tls::{self, test_ca::TestCa};
+use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};
+use crate::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
+
+fn agent() -> Role {
+    Role::Agent("worker-1".parse().unwrap())
+}
+
+pub(super) async fn memory(_windows: Windows) -> Pair {
+    let identity = |role| PeerIdentity {
+        role,
+        not_after: std::time::SystemTime::UNIX_EPOCH,
+    };
+    let (opener, acceptor) =
+        crate::transport::memory::pair(identity(Role::Server), identity(agent()));
+    Pair {
+        opener,
+        acceptor,
+        _keep: Box::new(()),
+    }
+}
+
+fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
+    SessionSettings {
+        stream_window: windows.stream_window,
+        streams: windows.streams,
+        keep_alive,
+        idle_timeout: Duration::from_secs(60),
+        congestion: CongestionControl::Cubic,
+        pool: BufferPool::new(512 << 20),
+    }
+}
+
+fn remote(address: SocketAddr) -> Remote {
+    Remote {
+        name: address.to_string(),
+        address: Some(address),
+    }
+}
+
+pub(super) async fn quic(windows: Windows) -> Pair {
+    use crate::transport::quic::{QuicAcceptor, QuicDialer, QuicKeys};
+    use crate::transport::{Acceptor as _, Dialer as _};
+
+    let ca = TestCa::new();
+    let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
+    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
+    let any = ([127, 0, 0, 1], 0).into();
+    let listener = QuicAcceptor::bind(any, server, &keys, settings(windows, None)).unwrap();
+    let trust = tls::Trust::Roots(ca.roots());
+    let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION).unwrap();
+    let dialer = QuicDialer::new(client, settings(windows, Some(Duration::from_secs(5)))).unwrap();
+    let address = remote(listener.local_addr().unwrap());
+    let (accepted, dialled) = tokio::join!(
+        async {
+            let (_, handshake) = listener.accept().await.unwrap();
+            handshake.await.unwrap()
+        },
+        async { dialer.dial(&address).await.unwrap() }
+    );
+    joined(accepted, dialled, (listener, dialer))
+}
+
+pub(super) async fn h2(windows: Windows) -> Pair {
+    use crate::transport::Dialer as _;
+    use crate::transport::h2::{H2Dialer, accept};
+
+    let ca = TestCa::new();
+    let server =
+        tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let trust = tls::Trust::Roots(ca.roots());
+    let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION_TCP).unwrap();
+    let keep_alive = Some(Duration::from_secs(5));
+    let dialer = H2Dialer::new(client, settings(windows, keep_alive), Arc::new(Direct));
+    let address = remote(listener.local_addr().unwrap());
+    let (accepted, dialled) = tokio::join!(
+        async {
+            let (socket, _) = listener.accept().await.unwrap();
+            prepare_tunnel(&socket).unwrap();
+            let stream = TlsAcceptor::from(server).accept(socket).await.unwrap();
+            accept(stream, &settings(windows, None)).await.unwrap()
+        },
+        async { dialer.dial(&address).await.unwrap() }
+    );
+    joined(accepted, dialled, dialer)
+}
+
+fn joined(
+    accepted: Arc<dyn Session>,
+    dialled: Arc<dyn Session>,
+    keep: impl Send + 'static,
+) -> Pair {
+    assert_eq!(accepted.peer().role, agent());
+    assert_eq!(dialled.peer().role, Role::Server);
+    Pair {
+        opener: accepted,
+        acceptor: dialled,
+        _keep: Box::new(keep),
+    }
+}

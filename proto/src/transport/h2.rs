@@ -1,0 +1,249 @@
+//! HTTP/2 over TLS over TCP (RFC 9113), with the roles reversed: the agent dials and is h2's server, the server's end
+//! opens the streams. For networks that let no UDP through.
+//!
+//! h2 is used without hyper: a driver takes DATA out of it at once (an unread small frame costs the whole connection
+//! its budget) and gives window back as bytes are read. Reset codes are ours + 0x1000. What ends a session, which
+//! GOAWAY cannot carry, goes over a stream of the transport's own.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use rustls_pki_types::{CertificateDer, ServerName};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::{Mutex as AsyncMutex, mpsc};
+use tokio_rustls::{TlsConnector, server};
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+
+use super::flow::connection_window;
+use super::{
+    CloseReason, Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind,
+};
+use crate::identity::{IdentityError, PeerIdentity};
+use crate::tcp::{self, Connect, Remote};
+use crate::wire::code::CloseCode;
+
+mod driver;
+mod io;
+mod pump;
+mod session;
+mod stream;
+
+use driver::{Connection, Driver, WINDOW_MOST, network};
+use io::Io;
+use session::{H2Session, Hub, SESSION};
+use stream::Shared;
+
+/// Small frames (below 256 bytes) inside h2 cost it up to 256 bytes of this budget each until the driver takes them out,
+/// which it does at least every 256 KiB.
+const DATA_FRAME_BUDGET: usize = 16 << 20;
+/// Bytes of one stream that wait inside h2 for the connection.
+const SEND_BUFFER_BYTES: usize = 64 << 10;
+/// Header block; ours are a few dozen bytes (RFC 9113, section 10.5.1).
+const HEADER_LIST_BYTES: u32 = 64 << 10;
+/// Streams that were reset here and about which the peer may not know yet.
+const RESETS_REMEMBERED: usize = 4096;
+/// For how long they are remembered: as long as a partition may last that a session survives.
+const RESETS_REMEMBERED_FOR: Duration = Duration::from_secs(90);
+/// Frames on forgotten streams before the peer is taken for an attacker (CVE-2025-8671); over a session's life.
+const STRAY_FRAMES: usize = 1 << 16;
+/// Streams that the peer may reset in one burst before anyone has accepted them, even if it may have few at a time.
+const RESETS_LEAST: usize = 2048;
+/// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
+const SERVER_NAME: &str = "tunnel-server.culvert";
+
+/// The server's side: makes a session of a TCP connection whose TLS handshake is done.
+///
+/// # Errors
+/// When the peer shows no identity or breaks the protocol.
+pub async fn accept(
+    stream: server::TlsStream<TcpStream>,
+    settings: &SessionSettings,
+) -> Result<Arc<dyn Session>, HandshakeError> {
+    let (socket, tls) = stream.get_ref();
+    let peer = identity(tls.peer_certificates())?;
+    let remote = address(socket)?;
+    let (io, line) = Io::new(stream);
+    let mut builder = h2::client::Builder::new();
+    builder
+        .initial_window_size(settings.stream_window)
+        .initial_connection_window_size(first_window(settings))
+        .max_header_list_size(HEADER_LIST_BYTES)
+        .max_send_buffer_size(SEND_BUFFER_BYTES)
+        .max_concurrent_reset_streams(RESETS_REMEMBERED)
+        .reset_stream_duration(RESETS_REMEMBERED_FOR)
+        .max_local_error_reset_streams(Some(STRAY_FRAMES))
+        .max_pending_accept_reset_streams(0)
+        .data_frame_budget(DATA_FRAME_BUDGET)
+        .enable_push(false)
+        .max_concurrent_streams(0);
+    let (opener, connection) = builder
+        .handshake::<_, Bytes>(io)
+        .await
+        .map_err(|error| HandshakeError::Transport(error.to_string()))?;
+    let hub = Hub::new(line, Some(opener));
+    let farewell = hub
+        .request(SESSION, BytesMut::new(), Arc::default())
+        .await
+        .map_err(|error| HandshakeError::Transport(error.to_string()))?;
+    let connection = Connection::Client(connection);
+    let far = Far { peer, remote };
+    Ok(start(connection, Some(farewell), hub, far, settings))
+}
+
+/// Dials h2 sessions.
+#[derive(Debug)]
+pub struct H2Dialer {
+    tls: Arc<rustls::ClientConfig>,
+    settings: SessionSettings,
+    connect: Arc<dyn Connect>,
+}
+
+impl H2Dialer {
+    /// A dialer of sessions with the credential in `tls`, over the TCP connections of `connect`.
+    #[must_use]
+    pub fn new(
+        tls: Arc<rustls::ClientConfig>,
+        settings: SessionSettings,
+        connect: Arc<dyn Connect>,
+    ) -> Self {
+        Self {
+            tls,
+            settings,
+            connect,
+        }
+    }
+}
+
+#[async_trait]
+impl Dialer for H2Dialer {
+    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
+        let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
+        let failed = |error: std::io::Error| HandshakeError::Transport(error.to_string());
+        let socket = self
+            .connect
+            .connect(remote)
+            .await
+            .map_err(HandshakeError::Connect)?;
+        tcp::prepare_tunnel(&socket).map_err(|error| local(&error))?;
+        let address = address(&socket)?;
+        let name = ServerName::try_from(SERVER_NAME).map_err(|error| local(&error))?;
+        let stream = TlsConnector::from(self.tls.clone())
+            .connect(name, socket)
+            .await
+            .map_err(failed)?;
+        let peer = identity(stream.get_ref().1.peer_certificates())?;
+        let (io, line) = Io::new(stream);
+        let streams = self.settings.streams;
+        let mut builder = h2::server::Builder::new();
+        builder
+            .initial_window_size(self.settings.stream_window)
+            .initial_connection_window_size(first_window(&self.settings))
+            .max_header_list_size(HEADER_LIST_BYTES)
+            .max_send_buffer_size(SEND_BUFFER_BYTES)
+            .max_concurrent_streams(streams)
+            .max_concurrent_reset_streams(RESETS_REMEMBERED)
+            .reset_stream_duration(RESETS_REMEMBERED_FOR)
+            .max_local_error_reset_streams(Some(STRAY_FRAMES))
+            .max_pending_accept_reset_streams(most_resets(streams))
+            .data_frame_budget(DATA_FRAME_BUDGET);
+        let connection = builder
+            .handshake::<_, Bytes>(io)
+            .await
+            .map_err(|error| HandshakeError::Transport(error.to_string()))?;
+        let hub = Hub::new(line, None);
+        let connection = Connection::Server(connection);
+        let far = Far {
+            peer,
+            remote: address,
+        };
+        let session = start(connection, None, hub.clone(), far, &self.settings);
+        match hub.established().await {
+            Ok(()) => Ok(session),
+            Err(reason) => Err(HandshakeError::Transport(reason.reason)),
+        }
+    }
+
+    fn transport(&self) -> TransportKind {
+        TransportKind::H2
+    }
+
+    /// The close of a session waits for its connection, so nothing is left to wait for.
+    async fn wait_idle(&self) {}
+}
+
+/// The other end.
+struct Far {
+    peer: PeerIdentity,
+    remote: SocketAddr,
+}
+
+/// `farewell` is the stream that carries what ends the session, at the end that opens it.
+fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    connection: Connection<S>,
+    farewell: Option<Arc<Shared>>,
+    hub: Arc<Hub>,
+    far: Far,
+    settings: &SessionSettings,
+) -> Arc<dyn Session> {
+    let windows = Arc::downgrade(&hub);
+    let flow = settings.pool.session(settings.stream_window, move |bytes| {
+        if let Some(hub) = windows.upgrade() {
+            hub.post(|mail| mail.window = Some(bytes));
+        }
+    });
+    let (accepted, incoming) = mpsc::channel(most_resets(settings.streams));
+    let driver = Driver::new(connection, hub.clone(), flow.clone(), accepted, settings)
+        .with_farewell(farewell);
+    let driver = TaskTracker::new().spawn(driver);
+    Arc::new(H2Session {
+        hub,
+        peer: far.peer,
+        remote: far.remote,
+        traffic: Arc::<Traffic>::default(),
+        flow,
+        opening: AtomicBool::new(true),
+        incoming: AsyncMutex::new(incoming),
+        _driver: AbortOnDropHandle::new(driver),
+    })
+}
+
+fn identity(chain: Option<&[CertificateDer<'_>]>) -> Result<PeerIdentity, HandshakeError> {
+    let leaf = chain
+        .and_then(|chain| chain.first())
+        .ok_or(IdentityError::NoCertificate)?;
+    Ok(PeerIdentity::from_certificate(leaf)?)
+}
+
+fn address(socket: &TcpStream) -> Result<SocketAddr, HandshakeError> {
+    let address = socket
+        .peer_addr()
+        .map_err(|error| HandshakeError::Local(error.to_string()))?;
+    Ok(SocketAddr::new(address.ip().to_canonical(), address.port()))
+}
+
+fn first_window(settings: &SessionSettings) -> u32 {
+    u32::try_from(connection_window(settings.stream_window, 0))
+        .unwrap_or(WINDOW_MOST)
+        .min(WINDOW_MOST)
+}
+
+/// A burst of streams opened and reset at once must not look like an attack (CVE-2023-44487).
+fn most_resets(streams: u32) -> usize {
+    usize::try_from(streams)
+        .unwrap_or(usize::MAX)
+        .saturating_mul(2)
+        .clamp(RESETS_LEAST, 1 << 18)
+}
+
+/// The session went without a word.
+fn lost() -> CloseReason {
+    network(CloseCode::Dead, "connection was lost")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,139 @@
+//! The TLS connection under h2, with what h2 does not tell: how much was heard, and whether all of it was written.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
+
+/// Bytes that h2 reads in one turn of the driver. Many small frames must not pile up inside h2, which ends the
+/// connection then; after a turn they are moved to their streams.
+const READ_IN_ONE_TURN: usize = 256 * 1024;
+/// How long the close reads on after its own end: closing with unread data would be a reset that takes the last words
+/// away from the peer.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// What the driver learns from the connection under h2.
+#[derive(Debug, Default)]
+pub(super) struct Line {
+    received: AtomicU64,
+    read_this_turn: AtomicUsize,
+    blocked: AtomicBool,
+}
+
+impl Line {
+    /// Bytes received inside TLS.
+    pub(super) fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn begin_turn(&self) {
+        self.read_this_turn.store(0, Ordering::Relaxed);
+    }
+
+    /// Whether everything that h2 had to say has been given to the system. True after h2 was polled and wrote all.
+    pub(super) fn is_flushed(&self) -> bool {
+        !self.blocked.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, pending: bool) {
+        self.blocked.store(pending, Ordering::Relaxed);
+    }
+}
+
+/// The connection itself.
+pub(super) struct Io<S> {
+    inner: S,
+    line: Arc<Line>,
+    linger: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Io<S> {
+    pub(super) fn new(inner: S) -> (Self, Arc<Line>) {
+        let line = Arc::<Line>::default();
+        let io = Self {
+            inner,
+            line: line.clone(),
+            linger: None,
+        };
+        (io, line)
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.line.read_this_turn.load(Ordering::Relaxed) >= READ_IN_ONE_TURN {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let before = out.filled().len();
+        ready!(Pin::new(&mut self.inner).poll_read(cx, out))?;
+        let count = out.filled().len() - before;
+        self.line
+            .received
+            .fetch_add(count as u64, Ordering::Relaxed);
+        self.line.read_this_turn.fetch_add(count, Ordering::Relaxed);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.inner).poll_write(cx, data);
+        self.line.note(written.is_pending());
+        written
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.inner).poll_write_vectored(cx, data);
+        self.line.note(written.is_pending());
+        written
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.inner).poll_flush(cx);
+        self.line.note(flushed.is_pending());
+        flushed
+    }
+
+    /// close_notify and FIN, then the peer's last bytes until its own end, at most [`LINGER`].
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        let linger = match &mut this.linger {
+            Some(linger) => linger,
+            None => {
+                ready!(Pin::new(&mut this.inner).poll_shutdown(cx))?;
+                this.linger.insert(Box::pin(sleep(LINGER)))
+            }
+        };
+        let mut scrap = [0; 4096];
+        while linger.as_mut().poll(cx).is_pending() {
+            let mut scrap = ReadBuf::new(&mut scrap);
+            match ready!(Pin::new(&mut this.inner).poll_read(cx, &mut scrap)) {
+                Ok(()) if !scrap.filled().is_empty() => {}
+                Ok(()) | Err(_) => break,
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}

@@ -1,0 +1,251 @@
+//! Moves one stream's bytes between h2 and its buffers. All pumps run inside the session's driver.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use h2::client::ResponseFuture;
+use h2::{Reason, RecvStream, SendStream};
+
+use super::stream::{Output, Shared, State};
+use crate::transport::StreamCut;
+use crate::wire::code::ResetCode;
+
+/// Our reset codes on the wire, clear of HTTP/2's own.
+const CODE_OFFSET: u32 = 0x1000;
+/// Most bytes that one stream asks the window for at once: streams share the connection's window, and capacity that one
+/// holds unused is missing elsewhere.
+const RESERVE: usize = 32 * 1024;
+
+/// Streams whose end is in h2's queue.
+#[derive(Debug, Default)]
+pub(super) struct Queued(Mutex<Vec<Arc<Shared>>>);
+
+impl Queued {
+    fn push(&self, stream: Arc<Shared>) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(stream);
+    }
+
+    pub(super) fn take(&self) -> Vec<Arc<Shared>> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_empty()
+    }
+
+    pub(super) fn put_back(&self, streams: Vec<Arc<Shared>>) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(streams);
+    }
+}
+
+/// Where the peer's half comes from.
+pub(super) enum Input {
+    Response(ResponseFuture),
+    Body(RecvStream),
+}
+
+/// One stream inside the driver; ready when both halves are done. Dropped earlier, the session is lost for it.
+pub(super) struct Pump {
+    shared: Arc<Shared>,
+    send: SendStream<Bytes>,
+    input: Input,
+    queued: Arc<Queued>,
+}
+
+impl Pump {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        send: SendStream<Bytes>,
+        input: Input,
+        queued: Arc<Queued>,
+    ) -> Self {
+        Self {
+            shared,
+            send,
+            input,
+            queued,
+        }
+    }
+
+    fn receive(&mut self, state: &mut State, cx: &mut Context<'_>) {
+        if let Input::Response(response) = &mut self.input {
+            match Pin::new(response).poll(cx) {
+                Poll::Ready(Ok(response)) if response.status().is_success() => {
+                    self.input = Input::Body(response.into_body());
+                }
+                Poll::Ready(Ok(_other)) => {
+                    let cut = StreamCut::Reset(ResetCode::Protocol);
+                    return self.shared.end_input(state, Err(cut));
+                }
+                Poll::Ready(Err(error)) => {
+                    return self
+                        .shared
+                        .end_input(state, Err(cut_of(&error, StreamCut::Reset)));
+                }
+                Poll::Pending => return,
+            }
+        }
+        let Input::Body(body) = &mut self.input else {
+            return;
+        };
+        if state.credit.is_none() {
+            state.credit = Some(body.flow_control().clone());
+        }
+        while let Poll::Ready(data) = body.poll_data(cx) {
+            match data {
+                Some(Ok(piece)) => self.shared.receive(state, piece),
+                Some(Err(error)) => {
+                    let cut = cut_of(&error, StreamCut::Reset);
+                    return self.shared.end_input(state, Err(cut));
+                }
+                None => return self.shared.end_input(state, Ok(())),
+            }
+        }
+    }
+
+    fn transmit(&mut self, state: &mut State, cx: &mut Context<'_>) {
+        match state.output {
+            Output::Open | Output::Finishing => {}
+            Output::Queued | Output::Flushed | Output::Cut(_) => return,
+        }
+        let stopped = match self.send.poll_reset(cx) {
+            // h2 gives the reason of a GOAWAY here, too.
+            Poll::Ready(Ok(_)) if state.input_end == Some(Err(StreamCut::SessionLost)) => {
+                Some(StreamCut::SessionLost)
+            }
+            Poll::Ready(Ok(reason)) => Some(StreamCut::Stopped(reset_code(reason))),
+            Poll::Ready(Err(error)) => Some(cut_of(&error, StreamCut::Stopped)),
+            Poll::Pending => None,
+        };
+        if let Some(cut) = stopped {
+            return self.shared.set_output(state, Output::Cut(cut));
+        }
+        while !state.outbox.is_empty() {
+            self.send.reserve_capacity(state.outbox.len().min(RESERVE));
+            let room = match self.send.capacity() {
+                0 => match self.send.poll_capacity(cx) {
+                    Poll::Pending => return,
+                    Poll::Ready(Some(Ok(room))) => room,
+                    Poll::Ready(Some(Err(error))) => {
+                        let cut = cut_of(&error, StreamCut::Stopped);
+                        return self.shared.set_output(state, Output::Cut(cut));
+                    }
+                    Poll::Ready(None) => {
+                        let cut = StreamCut::Stopped(ResetCode::Dropped);
+                        return self.shared.set_output(state, Output::Cut(cut));
+                    }
+                },
+                room => room,
+            };
+            if room == 0 {
+                continue;
+            }
+            let count = room.min(state.outbox.len());
+            let piece = state.outbox.split_to(count).freeze();
+            let last = state.outbox.is_empty() && state.output == Output::Finishing;
+            self.submit(state, piece, last);
+            if last {
+                return;
+            }
+            state.call_writer();
+        }
+        self.send.reserve_capacity(0);
+        if state.output == Output::Finishing {
+            self.submit(state, Bytes::new(), true);
+        }
+    }
+
+    fn submit(&mut self, state: &mut State, piece: Bytes, last: bool) {
+        match self.send.send_data(piece, last) {
+            Ok(()) if last => {
+                self.shared.set_output(state, Output::Queued);
+                self.queued.push(self.shared.clone());
+            }
+            Ok(()) => {}
+            Err(error) => {
+                let cut = cut_of(&error, StreamCut::Stopped);
+                self.shared.set_output(state, Output::Cut(cut));
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Pump {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("Pump").field(&self.shared).finish()
+    }
+}
+
+impl Future for Pump {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        let shared = this.shared.clone();
+        let mut state = shared.lock();
+        state.pump = Some(cx.waker().clone());
+        if let Some(code) = state.reset {
+            this.send
+                .send_reset(Reason::from(code.number().saturating_add(CODE_OFFSET)));
+            let cut = StreamCut::Reset(code);
+            this.shared.end_input(&mut state, Err(cut));
+            this.shared.set_output(&mut state, Output::Cut(cut));
+            return Poll::Ready(());
+        }
+        if state.input_end.is_none() {
+            this.receive(&mut state, cx);
+        }
+        this.transmit(&mut state, cx);
+        let sent = matches!(state.output, Output::Flushed | Output::Cut(_));
+        match (&state.input_end, sent) {
+            (Some(_), true) => Poll::Ready(()),
+            (None, true) if state.discarding => {
+                // What is unread is not wanted; NO_ERROR says that our half was whole (RFC 9113, section 8.1).
+                this.send.send_reset(Reason::NO_ERROR);
+                this.shared.end_input(&mut state, Ok(()));
+                Poll::Ready(())
+            }
+            (_, _) => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Pump {
+    fn drop(&mut self) {
+        let state = self.shared.lock();
+        let sent = matches!(state.output, Output::Flushed | Output::Cut(_));
+        let done = state.input_end.is_some() && sent;
+        drop(state);
+        if !done {
+            self.shared.lose();
+        }
+    }
+}
+
+/// What an error of h2 means for the stream: a reset by the peer, or the loss of the connection.
+fn cut_of(error: &h2::Error, by_peer: impl FnOnce(ResetCode) -> StreamCut) -> StreamCut {
+    match error.reason() {
+        Some(reason) if error.is_reset() => by_peer(reset_code(reason)),
+        Some(_) | None => StreamCut::SessionLost,
+    }
+}
+
+fn reset_code(reason: Reason) -> ResetCode {
+    match u32::from(reason).checked_sub(CODE_OFFSET) {
+        Some(number) => ResetCode::from_number(number),
+        // HTTP/2's own codes: NO_ERROR after a whole half, or the library's.
+        None => ResetCode::Dropped,
+    }
+}

@@ -1,0 +1,308 @@
+//! A session over one h2 connection: what its users hold. The driver does the work.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use h2::client::SendRequest;
+use http::Request;
+use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::io::Line;
+use super::pump::{Input, Pump, Queued};
+use super::stream::{H2Stream, Shared};
+use crate::identity::PeerIdentity;
+use crate::transport::flow::SessionFlow;
+use crate::transport::{
+    CloseReason, Health, IncomingStream, Session, SessionError, Stream, Traffic, TransportKind,
+};
+use crate::wire::code::CloseCode;
+use crate::wire::header::StreamHeader;
+
+/// What the session's users and its driver share.
+#[derive(Debug)]
+pub(super) struct Hub {
+    mail: Mutex<Mail>,
+    pub(super) line: Arc<Line>,
+    pub(super) queued: Arc<Queued>,
+    /// Halves that were shut down and are not written yet.
+    pub(super) finishing: Arc<AtomicUsize>,
+    pub(super) acknowledged: AtomicU64,
+    pub(super) rtt_micros: AtomicU64,
+    pub(super) closed: watch::Sender<Option<CloseReason>>,
+    /// Cancelled when the peer has opened the stream that carries what ends the session.
+    pub(super) established: CancellationToken,
+    /// Cancelled when the driver has gone, and the connection with it.
+    pub(super) over: CancellationToken,
+    /// Opens streams; only the server's end has it, and it goes when the session closes.
+    pub(super) opener: Mutex<Option<SendRequest<Bytes>>>,
+}
+
+/// What users ask of the driver.
+#[derive(Debug, Default)]
+pub(super) struct Mail {
+    pub(super) pumps: Vec<Pump>,
+    pub(super) probe: bool,
+    pub(super) close: Option<(CloseCode, String)>,
+    pub(super) window: Option<u64>,
+    /// The driver has gone; nothing is taken any more.
+    pub(super) over: bool,
+    driver: Option<Waker>,
+}
+
+impl Hub {
+    pub(super) fn new(line: Arc<Line>, opener: Option<SendRequest<Bytes>>) -> Arc<Self> {
+        Arc::new(Self {
+            mail: Mutex::default(),
+            line,
+            queued: Arc::default(),
+            finishing: Arc::default(),
+            acknowledged: AtomicU64::new(0),
+            rtt_micros: AtomicU64::new(0),
+            closed: watch::Sender::new(None),
+            established: CancellationToken::new(),
+            over: CancellationToken::new(),
+            opener: Mutex::new(opener),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Mail> {
+        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves something for the driver and wakes it.
+    pub(super) fn post(&self, write: impl FnOnce(&mut Mail)) {
+        let mut mail = self.lock();
+        if mail.over {
+            return;
+        }
+        write(&mut mail);
+        if let Some(driver) = mail.driver.take() {
+            driver.wake();
+        }
+    }
+
+    /// What was left since the last time; `driver` is woken for the next.
+    pub(super) fn collect(&self, driver: &Waker) -> Mail {
+        let mut mail = self.lock();
+        let collected = std::mem::take(&mut *mail);
+        mail.over = collected.over;
+        mail.driver = Some(driver.clone());
+        collected
+    }
+
+    /// Nothing is taken any more; what was left is lost.
+    pub(super) fn end(&self) {
+        let mut mail = self.lock();
+        mail.over = true;
+        let left = std::mem::take(&mut mail.pumps);
+        drop(mail);
+        drop(left);
+        self.set_closed(super::lost());
+        self.over.cancel();
+    }
+
+    /// Says how the session ended, unless that is known.
+    pub(super) fn set_closed(&self, reason: CloseReason) {
+        self.closed.send_if_modified(|closed| {
+            let first = closed.is_none();
+            closed.get_or_insert(reason);
+            first
+        });
+    }
+
+    /// Waits until the server has spoken: only then has it judged the agent's certificate (RFC 8446, section 4.4.2.4).
+    pub(super) async fn established(&self) -> Result<(), CloseReason> {
+        let mut closed = self.closed.subscribe();
+        tokio::select! {
+            biased;
+            () = self.established.cancelled() => Ok(()),
+            reason = closed.wait_for(Option::is_some) => {
+                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(super::lost))
+            }
+        }
+    }
+
+    /// Why no more streams can be opened: the peer said so (GOAWAY), or the numbers of streams are used up.
+    pub(super) fn refused(&self, cx: &mut Context<'_>) -> Option<h2::Error> {
+        let mut opener = self.opener.lock().unwrap_or_else(PoisonError::into_inner);
+        match opener.as_mut()?.poll_ready(cx) {
+            Poll::Ready(Err(error)) => Some(error),
+            Poll::Ready(Ok(())) | Poll::Pending => None,
+        }
+    }
+
+    pub(super) fn take_opener(&self) {
+        let opener = self
+            .opener
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(opener);
+    }
+
+    fn opener(&self) -> Option<SendRequest<Bytes>> {
+        self.opener
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Opens an h2 stream on `path` whose first bytes are `first`.
+    pub(super) async fn request(
+        &self,
+        path: &'static str,
+        first: BytesMut,
+        gauge: Arc<crate::transport::Gauge>,
+    ) -> Result<Arc<Shared>, h2::Error> {
+        let Some(opener) = self.opener() else {
+            return Err(h2::Error::from(h2::Reason::REFUSED_STREAM));
+        };
+        let mut opener = opener.ready().await?;
+        let mut request = Request::new(());
+        *request.method_mut() = http::Method::POST;
+        *request.uri_mut() = http::Uri::from_static(path);
+        let (response, send) = opener.send_request(request, false)?;
+        let shared = Shared::new(first, gauge, self.finishing.clone());
+        let pump = Pump::new(
+            shared.clone(),
+            send,
+            Input::Response(response),
+            self.queued.clone(),
+        );
+        let mut pump = Some(pump);
+        self.post(|mail| mail.pumps.extend(pump.take()));
+        Ok(shared)
+    }
+}
+
+pub(super) struct H2Session {
+    pub(super) hub: Arc<Hub>,
+    pub(super) peer: PeerIdentity,
+    pub(super) remote: SocketAddr,
+    pub(super) traffic: Arc<Traffic>,
+    pub(super) flow: Arc<SessionFlow>,
+    pub(super) opening: AtomicBool,
+    pub(super) incoming: AsyncMutex<mpsc::Receiver<H2Stream>>,
+    pub(super) _driver: AbortOnDropHandle<()>,
+}
+
+impl std::fmt::Debug for H2Session {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("H2Session")
+            .field("peer", &self.peer)
+            .field("remote", &self.remote)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Path of the requests that are streams.
+pub(super) const STREAM: &str = "https://culvert/stream";
+/// Path of the one request that carries what ends the session.
+pub(super) const SESSION: &str = "https://culvert/session";
+
+#[async_trait]
+impl Session for H2Session {
+    async fn open(
+        &self,
+        header: &StreamHeader,
+        reply_within: Duration,
+    ) -> Result<Stream, SessionError> {
+        if !self.opening.load(Ordering::Relaxed) {
+            return Err(SessionError::NotOpening);
+        }
+        let mut first = BytesMut::new();
+        header
+            .encode(&mut first)
+            .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        if let Some(reason) = self.hub.closed.borrow().clone() {
+            return Err(reason.into());
+        }
+        let gauge = self.flow.gauge();
+        match self.hub.request(STREAM, first, gauge.clone()).await {
+            Ok(shared) => Ok(Stream::opened(
+                Box::new(H2Stream(shared)),
+                self.traffic.clone(),
+                gauge,
+                reply_within,
+            )),
+            Err(_ended) => Err(self.closed().await.into()),
+        }
+    }
+
+    async fn accept(&self) -> Result<IncomingStream, SessionError> {
+        let mut incoming = self.incoming.lock().await;
+        tokio::select! {
+            biased;
+            stream = incoming.recv() => match stream {
+                Some(stream) => {
+                    let gauge = stream.0.gauge();
+                    Ok(IncomingStream::new(Box::new(stream), self.traffic.clone(), gauge))
+                }
+                None => Err(self.closed().await.into()),
+            },
+            reason = self.closed() => Err(reason.into()),
+        }
+    }
+
+    fn probe(&self) {
+        self.hub.post(|mail| mail.probe = true);
+    }
+
+    fn health(&self) -> Health {
+        let (bytes_in, bytes_out, streams) = self.traffic.read();
+        Health {
+            heard: self.hub.line.received(),
+            acknowledged: self.hub.acknowledged.load(Ordering::Relaxed),
+            rtt: Duration::from_micros(self.hub.rtt_micros.load(Ordering::Relaxed)),
+            remote: self.remote,
+            streams,
+            bytes_in,
+            bytes_out,
+        }
+    }
+
+    fn stop_opening(&self) {
+        self.opening.store(false, Ordering::Relaxed);
+    }
+
+    /// A connection allows from the start what its settings say.
+    fn allow_streams(&self, _count: u32) {}
+
+    fn has_room(&self) -> bool {
+        self.flow.has_room()
+    }
+
+    async fn close(&self, code: CloseCode, reason: &str) {
+        self.stop_opening();
+        self.hub
+            .post(|mail| mail.close = Some((code, reason.to_owned())));
+        // Bounded by the driver: a second each for what was sent, the reason and the last bytes.
+        self.hub.over.cancelled().await;
+    }
+
+    async fn closed(&self) -> CloseReason {
+        let mut closed = self.hub.closed.subscribe();
+        let ended = closed
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|reason| reason.clone());
+        ended.unwrap_or_else(super::lost)
+    }
+
+    fn peer(&self) -> &PeerIdentity {
+        &self.peer
+    }
+
+    fn transport(&self) -> TransportKind {
+        TransportKind::H2
+    }
+}

@@ -1,0 +1,125 @@
+//! How sessions with odd peers end: GOAWAY, no farewell, no beginning.
+
+use tokio::io::AsyncWriteExt;
+
+use super::raw::{CANCEL, ENHANCE_YOUR_CALM, HEADERS, NO_ERROR};
+use super::*;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn goaway_cuts_open_streams_and_tells_why() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut reader, _) = opened(&session, &mut raw).await;
+    let (mut writer, _) = opened(&session, &mut raw).await;
+    raw.send(&raw::go_away(0, ENHANCE_YOUR_CALM)).await;
+    assert_eq!(cut(&mut reader).await, StreamCut::SessionLost);
+    let error = within(async {
+        loop {
+            if let Err(error) = writer.write_all(&[0; 4096]).await {
+                return error;
+            }
+        }
+    })
+    .await;
+    assert_eq!(cause_in::<StreamCut>(&error), Some(&StreamCut::SessionLost));
+    let reason = within(session.closed()).await;
+    assert_eq!(
+        (reason.by, reason.code),
+        (ClosedBy::Network, CloseCode::Protocol)
+    );
+    assert!(reason.reason.contains("excessive load"), "{reason}");
+    assert!(within(session.open(&header(), PATIENCE)).await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn goaway_that_keeps_streams_still_ends_the_session() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut stream, _) = opened(&session, &mut raw).await;
+    raw.send(&raw::go_away((1 << 31) - 1, NO_ERROR)).await;
+    let reason = within(session.closed()).await;
+    assert_eq!(reason.by, ClosedBy::Network, "{reason}");
+    assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
+    assert!(within(session.open(&header(), PATIENCE)).await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn goaway_of_the_server_ends_the_session_when_it_leaves() {
+    let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
+    open_raw(&mut raw, 3).await;
+    let mut stream = accepted(&session).await;
+    raw.send(&raw::go_away(0, CANCEL)).await;
+    drop(raw);
+    assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
+    let reason = within(session.closed()).await;
+    assert_eq!(reason.by, ClosedBy::Network, "{reason}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connection_that_ends_without_a_word_cuts_both_halves() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut stream, _) = opened(&session, &mut raw).await;
+    drop(raw);
+    assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
+    let reason = within(session.closed()).await;
+    assert_eq!(
+        (reason.by, reason.code),
+        (ClosedBy::Network, CloseCode::Dead)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn farewell_that_is_rubbish_or_endless_is_a_close() {
+    for rubbish in [vec![0xff; 64], vec![0x80; 64 << 10], vec![0x80, 0x10, 1]] {
+        let (session, mut raw) = with_raw_agent(WIDE).await;
+        let (mut stream, _) = opened(&session, &mut raw).await;
+        let complete = rubbish.len() != 3;
+        for piece in rubbish.chunks(raw::FRAME_MOST) {
+            raw.send(&raw::frame(DATA, 0, 1, piece)).await;
+        }
+        if !complete {
+            // Announced and never said: the connection's end is the end.
+            drop(raw);
+            let reason = within(session.closed()).await;
+            assert_eq!(reason.by, ClosedBy::Network, "{reason}");
+            continue;
+        }
+        let reason = within(session.closed()).await;
+        assert_eq!(
+            (reason.by, reason.code),
+            (ClosedBy::Peer, CloseCode::Protocol)
+        );
+        assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn second_session_stream_holds_no_memory() {
+    let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
+    let before = resident();
+    let count = 2 * GROWTH_MOST / u64::from(WINDOW);
+    let filled = async {
+        for index in 0..u32::try_from(count).unwrap() {
+            let stream = 3 + 2 * index;
+            raw.send(&raw::request(stream, "/session")).await;
+            raw.fill(stream, WINDOW.into(), 0).await;
+        }
+    };
+    assert!(
+        timeout(Duration::from_secs(3), filled).await.is_ok(),
+        "never read"
+    );
+    assert_bounded(before);
+    assert_serves_raw_server(&session, &mut raw, 100_001).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dial_to_a_server_that_opens_nothing_is_given_up_without_a_trace() {
+    let (mut dialled, mut raw) = joined_by_server(STREAMS).await;
+    raw.send(PREFACE).await;
+    greet(&mut raw, WIDE).await;
+    raw.send(&raw::request(1, "/stream")).await;
+    assert_eq!(within(raw.reader.next_of(HEADERS)).await.stream, 1);
+    assert!(dialled.try_join_next().is_none());
+    // As a timeout of the caller does.
+    dialled.abort_all();
+    assert!(within(raw.reader.watch()).await.closed);
+}

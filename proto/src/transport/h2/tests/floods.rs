@@ -1,0 +1,167 @@
+//! Floods of small frames: DATA (S33), SETTINGS and PING.
+
+use super::raw::{
+    ACK, DATA, ENHANCE_YOUR_CALM, PADDED, PING, PROTOCOL_ERROR, RST_STREAM, SETTINGS,
+};
+use super::*;
+
+/// h2's own PINGs: the one it asks the user's question with, and the one of its graceful shutdown.
+const KNOWN_PINGS: [[u8; 8]; 2] = [
+    [0x3b, 0x7c, 0xdb, 0x7a, 0x0b, 0x87, 0x16, 0xb4],
+    [0x0b, 0x7b, 0xa2, 0xf0, 0x8b, 0x9b, 0xfe, 0x54],
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn s33_empty_data_frames_end_the_session() {
+    let empty = |id| raw::frame(DATA, 0, id, b"");
+    let padding = |id| raw::frame(DATA, PADDED, id, &[9; 10]);
+    let frames: [&dyn Fn(u32) -> Vec<u8>; 2] = [&empty, &padding];
+    for empty in frames {
+        let (session, mut raw) = with_raw_agent(WIDE).await;
+        let (mut stream, id) = opened(&session, &mut raw).await;
+        let before = resident();
+        let seen = within(raw.flood(&empty(id).repeat(1000), 10_000)).await;
+        assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+        assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
+        assert_bounded(before);
+
+        let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
+        open_raw(&mut raw, 3).await;
+        let _stream = accepted(&session).await;
+        let seen = within(raw.flood(&empty(3).repeat(1000), 10_000)).await;
+        assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+        assert_bounded(before);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn s33_hundred_thousand_unread_frames_of_one_byte_wait_for_their_reader() {
+    const COUNT: usize = 100_000;
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut unread, id) = opened(&session, &mut raw).await;
+    let before = resident();
+    let bytes: Vec<u8> = (0..=250).cycle().take(COUNT).collect();
+    let frames: Vec<u8> = bytes
+        .iter()
+        .flat_map(|byte| raw::frame(DATA, 0, id, &[*byte]))
+        .collect();
+    let seen = within(raw.flood(&frames, 1)).await;
+    assert!(!seen.closed, "{seen:?}");
+    // Nobody has read, and others go on.
+    assert_serves_raw_agent(&session, &mut raw).await;
+    assert_bounded(before);
+    raw.send(&raw::frame(DATA, END_STREAM, id, b"")).await;
+    assert!(read_all(&mut unread).await.unwrap() == bytes);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn s33_frames_of_one_byte_beyond_the_window_cut_their_stream() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut unread, id) = opened(&session, &mut raw).await;
+    let before = resident();
+    let frames = raw::frame(DATA, 0, id, b"x").repeat(10_000);
+    // What is beyond goes nowhere.
+    let seen = within(raw.flood(&frames, WINDOW as usize / 10_000 + 3)).await;
+    assert!(!seen.closed, "{seen:?}");
+    assert_eq!(seen.counts[usize::from(RST_STREAM)], 1);
+    assert!(cut(&mut unread).await != StreamCut::SessionLost);
+    assert_bounded(before);
+    assert_serves_raw_agent(&session, &mut raw).await;
+    // h2 has a limit for that, too.
+    let seen = within(raw.flood(&frames, 1000)).await;
+    assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flood_of_streams_beyond_the_limit_is_refused_stream_by_stream() {
+    let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
+    // The stream of the farewell counts, too.
+    let allowed = usize::try_from(STREAMS).unwrap() - 1;
+    let flood: Vec<u8> = (0..STREAMS * 4)
+        .flat_map(|index| opening(3 + 2 * index))
+        .collect();
+    let before = resident();
+    let seen = within(raw.flood(&flood, 1)).await;
+    assert!(!seen.closed, "{seen:?}");
+    assert_bounded(before);
+    let refused = 4 * STREAMS as usize - allowed;
+    assert_eq!(seen.counts[usize::from(RST_STREAM)], refused);
+    for _ in 0..allowed {
+        drop(accepted(&session).await);
+        within(raw.reader.next_of(RST_STREAM)).await;
+    }
+    assert_serves_raw_server(&session, &mut raw, 100_001).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn settings_flood_is_answered_frame_by_frame() {
+    const COUNT: usize = 20_000;
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (_stream, _) = opened(&session, &mut raw).await;
+    let change = [
+        raw::settings(&[(INITIAL_WINDOW_SIZE, 0), (1, 0)]),
+        raw::settings(&[(INITIAL_WINDOW_SIZE, 1 << 30), (1, 4096)]),
+    ]
+    .concat();
+    let before = resident();
+    let seen = within(raw.flood(&change, COUNT / 2)).await;
+    assert!(!seen.closed, "{seen:?}");
+    assert_eq!(seen.counts[usize::from(SETTINGS)], COUNT);
+    assert_bounded(before);
+    assert_serves_raw_agent(&session, &mut raw).await;
+    // An answer to what was never said.
+    let seen = within(raw.flood(&raw::frame(SETTINGS, ACK, 0, &[]), 1)).await;
+    assert_thrown_out(&session, raw, &seen, PROTOCOL_ERROR).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ping_flood_is_answered_frame_by_frame() {
+    const COUNT: usize = 10_000;
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let before = resident();
+    let seen = within(raw.flood(&raw::frame(PING, 0, 0, b"question"), COUNT)).await;
+    assert!(!seen.closed, "{seen:?}");
+    assert_eq!(seen.counts[usize::from(PING)], COUNT + 1);
+    assert_bounded(before);
+    assert_serves_raw_agent(&session, &mut raw).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_to_pings_never_asked_say_nothing() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    for payload in KNOWN_PINGS {
+        let seen = within(raw.flood(&raw::frame(PING, ACK, 0, &payload), 1000)).await;
+        assert!(!seen.closed, "{seen:?}");
+    }
+    assert_eq!(session.health().acknowledged, 0);
+    session.probe();
+    let question = within(raw.reader.next_of(PING)).await;
+    within(raw.flood(&[], 1)).await;
+    assert_eq!(session.health().acknowledged, 0);
+    raw.send(&raw::frame(PING, ACK, 0, &question.payload)).await;
+    within(async {
+        while session.health().acknowledged == 0 {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    assert_serves_raw_agent(&session, &mut raw).await;
+    assert_eq!(session.health().acknowledged, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn peer_that_floods_and_reads_nothing_is_read_no_more() {
+    for flood in [raw::frame(PING, 0, 0, b"question"), raw::settings(&[])] {
+        let (session, mut raw) = with_raw_agent(WIDE).await;
+        let before = resident();
+        let piece = flood.repeat(1000);
+        let mut pieces = 0;
+        while let Ok(taken) = timeout(Duration::from_secs(1), raw.writer.send(&piece)).await {
+            assert!(taken && pieces < 20_000, "{pieces}");
+            pieces += 1;
+        }
+        assert_bounded(before);
+        drop(raw);
+        within(session.closed()).await;
+    }
+}

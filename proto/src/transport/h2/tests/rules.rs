@@ -1,0 +1,251 @@
+//! What the contract asks of h2 and only its frames show.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::io::AsyncWriteExt;
+
+use super::raw::{CANCEL, DATA, NO_ERROR, RST_STREAM};
+use super::*;
+use crate::wire::code::RefusalCode;
+use crate::wire::header::Refusal;
+
+/// A writer that never has enough; what it wrote.
+fn bulk(mut stream: Stream) -> (Arc<AtomicU64>, JoinSet<()>) {
+    let written = Arc::<AtomicU64>::default();
+    let count = written.clone();
+    let mut task = JoinSet::new();
+    task.spawn(async move {
+        while stream.write_all(&[0; 16 << 10]).await.is_ok() {
+            count.fetch_add(16 << 10, Ordering::Relaxed);
+        }
+    });
+    (written, task)
+}
+
+/// Waits until a writer makes no progress.
+async fn stalled(written: &AtomicU64) {
+    within(async {
+        let mut before = u64::MAX;
+        while written.load(Ordering::Relaxed) != before {
+            before = written.load(Ordering::Relaxed);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn finished_half_has_ended_only_when_it_is_written() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (filler, _) = opened(&session, &mut raw).await;
+    let mut streams = Vec::new();
+    for _ in 0..8 {
+        streams.push(opened(&session, &mut raw).await.0);
+    }
+    let (written, _task) = bulk(filler);
+    // Whether the line is full shows in no other way than by a shutdown that waits.
+    let mut waits = None;
+    for mut stream in streams {
+        stalled(&written).await;
+        stream.write_all(b"last words").await.unwrap();
+        let ended = timeout(Duration::from_millis(200), stream.shutdown()).await;
+        if ended.is_err() {
+            waits = Some(stream);
+            break;
+        }
+    }
+    let mut waits = waits.expect("every shutdown was ready before its end was written");
+    let mut reading = JoinSet::new();
+    reading.spawn(async move { raw.reader.watch().await });
+    within(waits.shutdown()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
+    // The own half cannot end: it has no window for its reply.
+    let windows = Windows {
+        stream: 0,
+        connection: 0,
+    };
+    let (session, mut raw) = with_raw_server(STREAMS, windows).await;
+    open_raw(&mut raw, 3).await;
+    let stream = accepted(&session).await;
+    let mut refusal = JoinSet::new();
+    refusal.spawn(async move { stream.refuse(RefusalCode::Policy, "no").await });
+    within(raw.fill(3, u64::from(WINDOW) * 40, 0)).await;
+    assert!(refusal.try_join_next().is_none());
+    raw.send(&raw::window_update(3, 1000)).await;
+    let reply = within(raw.reader.next_of(DATA)).await;
+    assert!(reply.ends());
+    let reply = reply.payload;
+    assert_eq!(
+        reply,
+        reply_bytes(&StreamReply::refused(RefusalCode::Policy, "no"))
+    );
+    // Its own half being whole, it can say that it reads no more.
+    let reset = within(raw.reader.next_of(RST_STREAM)).await;
+    assert_eq!((reset.stream, reset.code()), (3, NO_ERROR));
+    within(refusal.join_all()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unread_bytes_of_ended_streams_hold_no_window_of_the_connection() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let mut unread = Vec::new();
+    // The connection's window is that of eight streams. These are not counted as stalled, which would widen it: nobody
+    // has begun to read.
+    for _ in 0..32 {
+        unread.push(within(session.open(&header(), PATIENCE)).await.unwrap());
+        let id = within(raw.reader.next_of(HEADERS)).await.stream;
+        raw.send(&raw::response(id)).await;
+        raw.send_data(id, 0, &reply_bytes(&accepted_reply("")))
+            .await;
+        within(raw.fill(id, NEARLY_A_WINDOW, END_STREAM)).await;
+    }
+    for mut stream in unread {
+        let got = read_all(&mut stream).await.unwrap();
+        assert_eq!(got.len() as u64, NEARLY_A_WINDOW);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reset_behind_a_whole_answer_stops_the_writer_only() {
+    for (code, meaning) in [
+        (NO_ERROR, ResetCode::Dropped),
+        (CANCEL, ResetCode::Dropped),
+        (0x1003, ResetCode::Refused),
+    ] {
+        let (session, mut raw) = with_raw_agent(WIDE).await;
+        let (mut stream, id) = opened(&session, &mut raw).await;
+        let answer = raw::frame(DATA, END_STREAM, id, b"whole answer");
+        raw.send(&[answer, raw::reset(id, code)].concat()).await;
+        assert_eq!(read_all(&mut stream).await.unwrap(), b"whole answer");
+        let error = within(async {
+            loop {
+                if let Err(error) = stream.write_all(b"more").await {
+                    return error;
+                }
+            }
+        })
+        .await;
+        let cut = cause_in::<StreamCut>(&error);
+        assert_eq!(cut, Some(&StreamCut::Stopped(meaning)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refusal_is_read_although_a_reset_follows_it() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
+    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let reply = reply_bytes(&StreamReply::refused(RefusalCode::Policy, "no"));
+    let reply = [
+        raw::response(id),
+        raw::frame(DATA, END_STREAM, id, &reply),
+        raw::reset(id, NO_ERROR),
+    ];
+    raw.send(&reply.concat()).await;
+    let error = within(async {
+        loop {
+            if let Err(error) = stream.write_all(&[0; 4096]).await {
+                return error;
+            }
+        }
+    })
+    .await;
+    assert_eq!(
+        cause_in::<Refusal>(&error).unwrap().code,
+        RefusalCode::Policy
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reset_without_an_end_is_a_cut_whatever_its_code() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    for (code, meaning) in [
+        (NO_ERROR, ResetCode::Dropped),
+        (CANCEL, ResetCode::Dropped),
+        (0xfff, ResetCode::Dropped),
+        (0x1000, ResetCode::Dropped),
+        (0x1001, ResetCode::PeerCut),
+        (0x1002, ResetCode::Protocol),
+        (0x1003, ResetCode::Refused),
+        (0x1000 + 77, ResetCode::Unknown(77)),
+        (u32::MAX, ResetCode::Unknown(u32::MAX - 0x1000)),
+    ] {
+        let (mut stream, id) = opened(&session, &mut raw).await;
+        let part = raw::frame(DATA, 0, id, b"part");
+        raw.send(&[part, raw::reset(id, code)].concat()).await;
+        assert_eq!(cut(&mut stream).await, StreamCut::Reset(meaning), "{code}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn codes_of_resets_are_ours_and_4096() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    for (code, number) in [
+        (ResetCode::Dropped, 0x1000),
+        (ResetCode::PeerCut, 0x1001),
+        (ResetCode::Protocol, 0x1002),
+        (ResetCode::Refused, 0x1003),
+        (ResetCode::Unknown(77), 0x1000 + 77),
+        (ResetCode::Unknown(u32::MAX), u32::MAX),
+    ] {
+        let (mut stream, id) = opened(&session, &mut raw).await;
+        stream.reset(code);
+        let reset = within(raw.reader.next_of(RST_STREAM)).await;
+        assert_eq!((reset.stream, reset.code()), (id, number));
+    }
+    let (stream, id) = opened(&session, &mut raw).await;
+    drop(stream);
+    let reset = within(raw.reader.next_of(RST_STREAM)).await;
+    assert_eq!((reset.stream, reset.code()), (id, 0x1000));
+}
+
+#[tokio::test]
+async fn small_writes_leave_together() {
+    const WRITES: usize = 1000;
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut stream, id) = opened(&session, &mut raw).await;
+    for _ in 0..WRITES {
+        stream.write_all(b"x").await.unwrap();
+        stream.flush().await.unwrap();
+    }
+    let (mut frames, mut bytes) = (0, 0);
+    while bytes < WRITES {
+        let frame = within(raw.reader.next_of(DATA)).await;
+        assert_eq!(frame.stream, id);
+        (frames, bytes) = (frames + 1, bytes + frame.payload.len());
+    }
+    assert!(bytes == WRITES && frames < 10, "{frames} frames");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn small_answer_does_not_wait_behind_bulk() {
+    // The line is what is short, or the connection's window.
+    for connection in [1 << 30, 0] {
+        let stream = 1 << 30;
+        let (session, mut raw) = with_raw_agent(Windows { stream, connection }).await;
+        let (first, _) = opened(&session, &mut raw).await;
+        let (second, _) = opened(&session, &mut raw).await;
+        let (mut small, id) = opened(&session, &mut raw).await;
+        let tasks = [bulk(first), bulk(second)];
+        // Nothing is read until both are full.
+        for (written, _) in &tasks {
+            stalled(written).await;
+        }
+        small.write_all(&[1; 1024]).await.unwrap();
+        let mut before = 0;
+        loop {
+            let frame = within(raw.reader.next_of(DATA)).await;
+            if frame.stream == id {
+                break;
+            }
+            let count = frame.payload.len();
+            before += count;
+            let count = u32::try_from(count).unwrap();
+            raw.send(&raw::window_update(0, count)).await;
+        }
+        assert!(before < MIB, "{before} bytes came first");
+    }
+}

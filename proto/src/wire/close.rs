@@ -1,0 +1,77 @@
+//! What ends a session on a transport that has no frame for it (h2; QUIC's CONNECTION_CLOSE carries code and reason).
+
+use bytes::BytesMut;
+use prost::Message;
+
+use super::code::CloseCode;
+use super::frame::{self, STREAM_MESSAGE_MAX};
+use super::header::one_line;
+use super::pb;
+
+/// Code and reason of a close.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionClose {
+    /// The code.
+    pub code: CloseCode,
+    /// One line for people.
+    pub reason: String,
+}
+
+impl SessionClose {
+    /// Appends the framed message; the reason is cut to one line that fits.
+    pub fn encode(&self, out: &mut BytesMut) {
+        let message = pb::SessionClose {
+            code: self.code.number(),
+            reason: one_line(&self.reason),
+        };
+        // Cannot be too large: `one_line` bounds the reason far below the cap.
+        let _fits = frame::encode(&message, STREAM_MESSAGE_MAX, out);
+    }
+
+    /// Takes the message out of what has been received; `None` when it is not complete. Bytes that are no such message
+    /// are a close as well: for breaking the protocol.
+    pub fn take(buffer: &mut BytesMut) -> Option<Self> {
+        let broken = || Self {
+            code: CloseCode::Protocol,
+            reason: "the reason of the close is malformed".to_owned(),
+        };
+        match frame::take(buffer, STREAM_MESSAGE_MAX) {
+            Ok(None) => None,
+            Ok(Some(frame)) => Some(pb::SessionClose::decode(frame).map_or_else(
+                |_malformed| broken(),
+                |message| Self {
+                    code: CloseCode::from_number(message.code),
+                    reason: one_line(&message.reason),
+                },
+            )),
+            Err(_malformed) => Some(broken()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn close_round_trips_in_pieces_and_rubbish_is_a_close_too() {
+        let close = SessionClose {
+            code: CloseCode::Draining,
+            reason: "going away".into(),
+        };
+        let mut whole = BytesMut::new();
+        close.encode(&mut whole);
+        let mut got = BytesMut::new();
+        for (index, byte) in whole.iter().enumerate() {
+            got.extend_from_slice(&[*byte]);
+            let taken = SessionClose::take(&mut got);
+            assert_eq!(taken.is_some(), index + 1 == whole.len());
+            assert!(taken.is_none_or(|taken| taken == close));
+        }
+        let mut rubbish = BytesMut::from(&[0xff; 16][..]);
+        assert_eq!(
+            SessionClose::take(&mut rubbish).map(|close| close.code),
+            Some(CloseCode::Protocol)
+        );
+    }
+}

@@ -1,0 +1,390 @@
+//! Captures of wire version 1 as its first release sends it. A change that turns these red breaks released peers.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use bytes::BytesMut;
+
+use super::close::SessionClose;
+use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
+use super::control::{ControlMessage, Hello, Welcome};
+use super::enroll::{EnrollReply, EnrollRequest, hex, unhex};
+use super::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX};
+use super::header::{StreamHeader, StreamKind, StreamReply, Target};
+use super::name::{InstanceId, Port, SessionId};
+use super::{
+    ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP, PORT_AGENTS, VERSION_MAX, VERSION_MIN,
+    negotiate_version,
+};
+
+const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+/// Fields that no message has: a varint, 64 bits, bytes and 32 bits (numbers 100 to 103).
+const UNKNOWN_FIELDS: &str = "a0062a a9060102030405060708 b206026869 bd0601020304";
+
+#[test]
+fn stream_headers_are_as_captured() {
+    let control = StreamKind::Control {
+        version_min: 1,
+        version_max: 1,
+    };
+    let port = |number| Port::new(number).unwrap();
+    let node = StreamKind::Target(Target::Node(port(10250)));
+    let loopback = StreamKind::Target(Target::Loopback(port(9100)));
+    let host = StreamKind::Target(Target::Host("db.local".into(), port(5432)));
+    let traced = |kind: &StreamKind| StreamHeader {
+        kind: kind.clone(),
+        trace_parent: TRACE.to_owned(),
+    };
+    check(
+        &[
+            ("060a0408011001", StreamHeader::new(control.clone())),
+            (
+                "3f0a0408011001 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
+                traced(&control),
+            ),
+            ("0712050801188a50", StreamHeader::new(node.clone())),
+            (
+                "4012050801188a50 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
+                traced(&node),
+            ),
+            ("0712050802188c47", StreamHeader::new(loopback.clone())),
+            (
+                "4012050802188c47 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
+                traced(&loopback),
+            ),
+            (
+                "11120f0803120864622e6c6f63616c18b82a",
+                StreamHeader::new(host.clone()),
+            ),
+            (
+                "4a120f0803120864622e6c6f63616c18b82a 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
+                traced(&host),
+            ),
+        ],
+        (STREAM_MESSAGE_MAX, Inside::Message),
+        |header, out| header.encode(out).unwrap(),
+        StreamHeader::decode,
+    );
+}
+
+#[test]
+fn stream_replies_are_as_captured() {
+    let accepted = |dialled: &str| StreamReply::Accepted {
+        dialled: dialled.to_owned(),
+    };
+    check(
+        &[
+            ("00", accepted("")),
+            (
+                "101a0e3132372e302e302e313a39313030",
+                accepted("127.0.0.1:9100"),
+            ),
+            (
+                "06080212026e6f",
+                StreamReply::refused(RefusalCode::Policy, "no"),
+            ),
+            (
+                "0308ac02",
+                StreamReply::refused(RefusalCode::Unknown(300), ""),
+            ),
+        ],
+        (STREAM_MESSAGE_MAX, Inside::Value),
+        |reply, out| reply.encode(out).unwrap(),
+        StreamReply::decode,
+    );
+}
+
+#[test]
+fn control_messages_are_as_captured() {
+    check(
+        &[
+            (
+                "3f0a3d 08011001 1a0178 1a0179 2208776f726b65722d31 2a1007070707070707070707070707070707 3205302e312e30 3a0e3139322e3136382e33332e323231",
+                hello((1, 1)),
+            ),
+            (
+                "271225 0801 10bcb5e2b3c5c604 1a0178 20d00f 2a07613a3130323632 2a07623a3130323632 308827",
+                ControlMessage::Welcome(Welcome {
+                    version: 1,
+                    session: SessionId(0x1234_5678_9abc),
+                    capabilities: vec!["x".to_owned()],
+                    streams_per_agent: 2000,
+                    replicas: vec!["a:10262".to_owned(), "b:10262".to_owned()],
+                    target_dial_timeout: Duration::from_secs(5),
+                }),
+            ),
+            (
+                "0a3208080512046c697665",
+                ControlMessage::NotAdmitted(CloseCode::NameInUse, "live".to_owned()),
+            ),
+            (
+                "061a0408b0ea01",
+                ControlMessage::Drain(Duration::from_secs(30)),
+            ),
+            ("022200", ControlMessage::Withdraw),
+            (
+                "0c2a0a0a0873746f7070696e67",
+                ControlMessage::Bye("stopping".to_owned()),
+            ),
+            ("043a020801", ControlMessage::Doubt(true)),
+            ("023a00", ControlMessage::Doubt(false)),
+        ],
+        (CONTROL_MESSAGE_MAX, Inside::Message),
+        |message, out| message.encode(out).unwrap(),
+        ControlMessage::decode,
+    );
+}
+
+#[test]
+fn close_of_a_session_is_as_captured() {
+    let close = |code, reason: &str| SessionClose {
+        code,
+        reason: reason.to_owned(),
+    };
+    check(
+        &[
+            ("00", close(CloseCode::Normal, "")),
+            (
+                "0e0801120a676f696e672061776179",
+                close(CloseCode::Draining, "going away"),
+            ),
+            (
+                "0a08a01f12056c61746572",
+                close(CloseCode::Unknown(4000), "later"),
+            ),
+        ],
+        (STREAM_MESSAGE_MAX, Inside::Value),
+        |close, out| close.encode(out),
+        |content| {
+            let mut framed = BytesMut::new();
+            frame::put_prefix(content.len() as u64, &mut framed);
+            framed.extend_from_slice(content);
+            Ok(SessionClose::take(&mut framed).unwrap())
+        },
+    );
+}
+
+#[test]
+fn enrolment_is_as_captured() {
+    let request = EnrollRequest {
+        token: "abcdef012345.a5a5.1111".to_owned(),
+        csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
+        node_name: "worker-1".parse().unwrap(),
+    };
+    check(
+        &[(
+            "290a166162636465663031323334352e613561352e31313131 12053003020100 1a08776f726b65722d31",
+            request,
+        )],
+        (ENROLL_MESSAGE_MAX, Inside::Value),
+        |request, out| request.encode(out).unwrap(),
+        EnrollRequest::decode,
+    );
+    let issued = EnrollReply::Issued {
+        chain: vec![vec![0x30, 1], vec![0x30, 2]],
+        roots: vec![vec![0x30, 3]],
+    };
+    let refused = EnrollReply::Refused(EnrollCode::TokenUsed, "used".to_owned());
+    check(
+        &[
+            ("0c1a0230011a02300222023003", issued),
+            ("080804120475736564", refused),
+        ],
+        (ENROLL_MESSAGE_MAX, Inside::Value),
+        |reply, out| reply.encode(out).unwrap(),
+        EnrollReply::decode,
+    );
+}
+
+#[test]
+fn numbers_are_as_released() {
+    let refusals: Vec<_> = (0..=8).map(RefusalCode::from_number).collect();
+    assert_eq!(
+        refusals,
+        [
+            RefusalCode::Unknown(0),
+            RefusalCode::BadHeader,
+            RefusalCode::Policy,
+            RefusalCode::TargetRefused,
+            RefusalCode::TargetTimeout,
+            RefusalCode::TooManyStreams,
+            RefusalCode::Draining,
+            RefusalCode::Internal,
+            RefusalCode::Unknown(8),
+        ]
+    );
+    let resets: Vec<_> = (0..=4).map(ResetCode::from_number).collect();
+    assert_eq!(
+        resets,
+        [
+            ResetCode::Dropped,
+            ResetCode::PeerCut,
+            ResetCode::Protocol,
+            ResetCode::Refused,
+            ResetCode::Unknown(4),
+        ]
+    );
+    let closes: Vec<_> = (0..=11).map(CloseCode::from_number).collect();
+    assert_eq!(
+        closes,
+        [
+            CloseCode::Normal,
+            CloseCode::Draining,
+            CloseCode::Protocol,
+            CloseCode::Version,
+            CloseCode::NameNotInCredential,
+            CloseCode::NameInUse,
+            CloseCode::Superseded,
+            CloseCode::HandshakeTimeout,
+            CloseCode::Dead,
+            CloseCode::CredentialRevoked,
+            CloseCode::Overloaded,
+            CloseCode::Unknown(11),
+        ]
+    );
+    let enrolments: Vec<_> = (0..=8).map(EnrollCode::from_number).collect();
+    assert_eq!(
+        enrolments,
+        [
+            EnrollCode::Unknown(0),
+            EnrollCode::BadRequest,
+            EnrollCode::BadToken,
+            EnrollCode::TokenExpired,
+            EnrollCode::TokenUsed,
+            EnrollCode::WrongNode,
+            EnrollCode::RateLimited,
+            EnrollCode::Unavailable,
+            EnrollCode::Unknown(8),
+        ]
+    );
+}
+
+#[test]
+fn names_of_the_protocols_are_as_released() {
+    assert_eq!((VERSION_MIN, VERSION_MAX), (1, 1));
+    assert_eq!(ALPN_SESSION, b"culvert/1");
+    assert_eq!(ALPN_SESSION_TCP, b"h2");
+    assert_eq!(ALPN_ENROLL, b"culvert-enroll/1");
+    assert_eq!(PORT_AGENTS, 10262);
+}
+
+#[test]
+fn control_message_of_a_later_version_is_unknown_and_no_error() {
+    // Number 15 with a message in it, alone and behind fields without a number here; and nothing at all.
+    for later in ["7a020801", "a0062a7a020801", "a0062a", ""] {
+        assert_eq!(
+            ControlMessage::decode(&bytes(later)),
+            Ok(ControlMessage::Unknown),
+            "{later}"
+        );
+    }
+}
+
+#[test]
+fn stream_of_a_later_kind_or_class_is_refused() {
+    let kind = FrameError::Invalid("stream without a kind");
+    let class = FrameError::Invalid("target class");
+    for (later, error) in [
+        ("7a020801", kind),
+        // Class 4 and class 0, port 80.
+        ("120408041850", class),
+        ("12021850", FrameError::Invalid("target class")),
+    ] {
+        assert_eq!(StreamHeader::decode(&bytes(later)), Err(error), "{later}");
+    }
+}
+
+#[test]
+fn versions_are_agreed_on_both_ways_as_the_messages_carry_them() {
+    for (range, agreed) in [
+        ((1, 1), Some(1)),
+        ((1, 9), Some(1)),
+        ((2, 9), None),
+        ((0, 0), None),
+        ((0, 1), Some(1)),
+        ((9, 1), None),
+    ] {
+        // The server's header of the control stream, and the agent's answer to it.
+        let header = StreamHeader::new(StreamKind::Control {
+            version_min: range.0,
+            version_max: range.1,
+        });
+        let mut framed = BytesMut::new();
+        header.encode(&mut framed).unwrap();
+        let StreamKind::Control {
+            version_min,
+            version_max,
+        } = StreamHeader::decode(&framed[1..]).unwrap().kind
+        else {
+            panic!("not a control stream")
+        };
+        assert_eq!(
+            negotiate_version(version_min, version_max),
+            agreed,
+            "{range:?}"
+        );
+
+        let mut framed = BytesMut::new();
+        hello(range).encode(&mut framed).unwrap();
+        let ControlMessage::Hello(hello) = ControlMessage::decode(&framed[1..]).unwrap() else {
+            panic!("not a hello")
+        };
+        let (min, max) = hello.versions;
+        assert_eq!(negotiate_version(min, max), agreed, "{range:?}");
+    }
+}
+
+fn hello(versions: (u32, u32)) -> ControlMessage {
+    ControlMessage::Hello(Hello {
+        versions,
+        capabilities: vec!["x".to_owned(), "y".to_owned()],
+        node_name: "worker-1".parse().unwrap(),
+        instance: InstanceId::new([7; 16]),
+        software: "0.1.0".to_owned(),
+        node_ip: "192.168.33.221".to_owned(),
+    })
+}
+
+/// What the first field of a message is.
+#[derive(Clone, Copy)]
+enum Inside {
+    /// A message of its own, below 128 bytes.
+    Message,
+    Value,
+}
+
+/// Each value is sent as its capture (with its length in front), and the capture is read as the value; so it is with
+/// fields of a later version in the message and in the message inside it.
+fn check<T: PartialEq + Debug>(
+    captures: &[(&str, T)],
+    (limit, inside): (usize, Inside),
+    encode: impl Fn(&T, &mut BytesMut),
+    decode: impl Fn(&[u8]) -> Result<T, FrameError>,
+) {
+    for (capture, value) in captures {
+        let mut sent = BytesMut::new();
+        encode(value, &mut sent);
+        assert_eq!(hex(&sent), capture.replace(' ', ""), "{value:?}");
+        let mut framed = BytesMut::from(&bytes(capture)[..]);
+        let content = frame::take(&mut framed, limit).unwrap().unwrap();
+        assert!(framed.is_empty());
+        assert_eq!(decode(&content).as_ref(), Ok(value));
+        let unknown = bytes(UNKNOWN_FIELDS);
+        let later = [&content[..], &unknown].concat();
+        assert_eq!(decode(&later).as_ref(), Ok(value));
+        let later = [&unknown, &content[..]].concat();
+        assert_eq!(decode(&later).as_ref(), Ok(value));
+        if let Inside::Message = inside {
+            let (length, rest) = (usize::from(content[1]), &content[2..]);
+            let (message, rest) = rest.split_at(length);
+            let mut later = BytesMut::from(&content[..1]);
+            frame::put_prefix((length + unknown.len()) as u64, &mut later);
+            later.extend_from_slice(&[message, &unknown, rest].concat());
+            assert_eq!(decode(&later).as_ref(), Ok(value));
+        }
+    }
+}
+
+fn bytes(text: &str) -> Vec<u8> {
+    unhex(&text.replace(' ', "")).unwrap()
+}

@@ -1,0 +1,354 @@
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+use tunnel_proto::transport::{Stream, TransportKind};
+use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::name::Port;
+
+use super::*;
+use crate::config::{Limits, Secret, ServerAddress};
+use crate::proxy::ProxyChoice;
+use crate::testing::net::{AGES, Net, Path, Peer};
+use crate::testing::shared;
+
+mod changes;
+
+const AUTO: TransportChoice = TransportChoice::Auto;
+
+/// A connector between scripted transports; the test is the server.
+struct World {
+    net: Net,
+    shared: Arc<Shared>,
+    readiness: Readiness,
+    agent: JoinSet<()>,
+    start: Instant,
+}
+
+impl World {
+    fn start(choice: TransportChoice) -> Self {
+        Self::with(choice, &["192.0.2.1:10262"], ProxyChoice::default())
+    }
+
+    /// UDP is blocked from the start.
+    fn behind_a_firewall() -> Self {
+        let world = Self::start(AUTO);
+        world.net.quic.set(Path::Silent);
+        world
+    }
+
+    fn with(choice: TransportChoice, servers: &[&str], proxy: ProxyChoice) -> Self {
+        let (net, readiness) = (Net::new(), Readiness::default());
+        let shared = Arc::new(shared(Limits {
+            // Targets are real sockets, and a paused clock may jump while they connect.
+            target_dial_timeout: AGES,
+            ..Limits::default()
+        }));
+        let paths = Arc::new(Paths {
+            servers: servers.iter().map(|name| name.parse().unwrap()).collect(),
+            proxy,
+            quic: net.quic.clone(),
+            h2: net.h2.clone(),
+        });
+        let waiting = Some(readiness.block(SESSION));
+        let connector = Connector::new(paths, choice, shared.clone(), readiness.clone(), waiting);
+        let mut agent = JoinSet::new();
+        agent.spawn(connector.run());
+        Self {
+            net,
+            shared,
+            readiness,
+            agent,
+            start: Instant::now(),
+        }
+    }
+
+    async fn peer(&mut self, transport: TransportKind) -> Peer {
+        let peer = self.net.peer().await;
+        assert_eq!(
+            peer.transport,
+            transport,
+            "after {:?}",
+            self.start.elapsed()
+        );
+        self.until(|world| world.is_ready()).await;
+        peer
+    }
+
+    /// Seconds since the start or the last call.
+    fn lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let lap = now - std::mem::replace(&mut self.start, now);
+        lap.as_secs_f64()
+    }
+
+    fn is_ready(&self) -> bool {
+        self.readiness.read().0.is_empty()
+    }
+
+    async fn until(&self, is: impl Fn(&Self) -> bool) {
+        let becomes = async {
+            while !is(self) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(AGES, becomes).await.unwrap();
+    }
+
+    async fn rest(&self, seconds: u64) {
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+    }
+
+    fn count(&self, transport: TransportKind, result: ConnectResult) -> u64 {
+        self.shared.metrics.connect_attempts(transport, result)
+    }
+}
+
+/// A stream that the agent serves, and the target's end of it.
+struct Busy {
+    stream: Stream,
+    socket: TcpStream,
+}
+
+impl Busy {
+    async fn on(peer: &Peer) -> Self {
+        let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+        let mut stream = peer.open(port).await;
+        let (socket, _) = target.accept().await.unwrap();
+        stream.accepted().await.unwrap();
+        Self { stream, socket }
+    }
+
+    /// The target ends its answer, which arrives whole.
+    async fn finish(mut self) {
+        self.socket.write_all(&[7; 100_000]).await.unwrap();
+        self.socket.shutdown().await.unwrap();
+        let mut answer = Vec::new();
+        self.stream.read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer.len(), 100_000);
+        self.stream.shutdown().await.unwrap();
+    }
+}
+
+/// The session was retired and has nothing left to do.
+async fn leaves(peer: &mut Peer) {
+    assert_eq!(peer.hears().await, Some(ControlMessage::Withdraw));
+    says_goodbye(peer).await;
+}
+
+async fn says_goodbye(peer: &mut Peer) {
+    let bye = peer.hears().await;
+    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
+    assert_eq!(peer.hears().await, None);
+    assert_eq!(peer.closed().await.code, CloseCode::Normal);
+}
+
+#[tokio::test(start_paused = true)]
+async fn quic_that_answers_is_alone() {
+    let mut world = World::start(AUTO);
+    let _peer = world.peer(TransportKind::Quic).await;
+    assert!(world.lap() < 0.1);
+    world.rest(3600).await;
+    assert_eq!(world.net.h2.dials(), []);
+    assert_eq!(world.net.quic.dials().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_quic_gives_way_to_h2_after_three_seconds() {
+    let mut world = World::behind_a_firewall();
+    let _peer = world.peer(TransportKind::H2).await;
+    let waited = world.lap();
+    assert!((3.0..3.1).contains(&waited), "{waited}");
+    assert_eq!(world.count(TransportKind::H2, ConnectResult::Ready), 1);
+    world.rest(1).await;
+    assert_eq!(
+        world.count(TransportKind::Quic, ConnectResult::Abandoned),
+        1
+    );
+    assert_eq!(world.shared.metrics.moves(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn quic_that_cannot_be_dialled_gives_way_at_once() {
+    let mut world = World::start(AUTO);
+    world.net.quic.set(Path::Refused);
+    let _peer = world.peer(TransportKind::H2).await;
+    assert!(world.lap() < 0.1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn alert_of_quic_is_no_reason_to_try_h2() {
+    let mut world = World::start(AUTO);
+    world.net.quic.set(Path::Alert);
+    world.rest(600).await;
+    assert_eq!(world.net.h2.dials(), []);
+    assert!(world.count(TransportKind::Quic, ConnectResult::Failed) > 60);
+    world.net.quic.set(Path::Open);
+    let _peer = world.peer(TransportKind::Quic).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn word_of_the_server_ends_the_attempt_and_sets_the_wait() {
+    let mut world = World::start(AUTO);
+    let arrival = world.net.arrival().await;
+    arrival.turn_away(CloseCode::NameInUse).await;
+    world.lap();
+    let _peer = world.peer(TransportKind::Quic).await;
+    let waited = world.lap();
+    assert!((60.0..67.0).contains(&waited), "{waited}");
+    assert_eq!(world.net.h2.dials(), []);
+    assert_eq!(
+        world.count(TransportKind::Quic, ConnectResult::NotAdmitted),
+        1
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn remembered_h2_is_dialled_first_and_quic_still_raced() {
+    let mut world = World::behind_a_firewall();
+    let peer = world.peer(TransportKind::H2).await;
+    world.net.quic.dials();
+    peer.session.close(CloseCode::Draining, "restarting").await;
+    world.lap();
+    let peer = world.peer(TransportKind::H2).await;
+    assert!(world.lap() < 0.1);
+    assert_eq!(world.net.quic.dials(), []);
+
+    world.rest(10).await;
+    world.net.h2.set(Path::Silent);
+    world.net.quic.set(Path::Open);
+    peer.session.close(CloseCode::Draining, "restarting").await;
+    world.lap();
+    let _peer = world.peer(TransportKind::Quic).await;
+    let waited = world.lap();
+    assert!((3.0..3.1).contains(&waited), "{waited}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
+    let mut world = World::behind_a_firewall();
+    let peer = world.peer(TransportKind::H2).await;
+    world.net.h2.set(Path::Alert);
+    world.net.quic.set(Path::Open);
+    peer.session.close(CloseCode::Draining, "restarting").await;
+    world.lap();
+    let _peer = world.peer(TransportKind::Quic).await;
+    assert!(world.lap() < 0.1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
+    for (remembered, healed) in [
+        (TransportKind::H2, TransportKind::Quic),
+        (TransportKind::H2, TransportKind::H2),
+        (TransportKind::Quic, TransportKind::H2),
+        (TransportKind::Quic, TransportKind::Quic),
+    ] {
+        for offset in 0..20 {
+            let mut world = World::start(AUTO);
+            if remembered == TransportKind::H2 {
+                world.net.quic.set(Path::Silent);
+            }
+            let peer = world.peer(remembered).await;
+            world.net.quic.set(Path::Silent);
+            world.net.h2.set(Path::Silent);
+            peer.session.close(CloseCode::Draining, "gone").await;
+            world.rest(400 + 2 * offset).await;
+            match healed {
+                TransportKind::Quic => world.net.quic.set(Path::Open),
+                TransportKind::H2 | TransportKind::Memory => world.net.h2.set(Path::Open),
+            }
+            world.lap();
+            world.peer(healed).await;
+            let waited = world.lap();
+            assert!(waited <= 35.0, "{remembered}, then {healed}: {waited}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn short_outage_ends_three_seconds_after_the_partition() {
+    for remembered in [TransportKind::Quic, TransportKind::H2] {
+        for offset in 0..40 {
+            let mut world = World::start(AUTO);
+            if remembered == TransportKind::H2 {
+                world.net.quic.set(Path::Silent);
+            }
+            let peer = world.peer(remembered).await;
+            world.net.quic.set(Path::Silent);
+            world.net.h2.set(Path::Silent);
+            peer.session.close(CloseCode::Draining, "gone").await;
+            tokio::time::sleep(Duration::from_millis(30_000 + 370 * offset)).await;
+            world.net.quic.set(Path::Open);
+            world.net.h2.set(Path::Open);
+            world.lap();
+            world.net.peer().await;
+            let waited = world.lap();
+            assert!(waited <= 3.0, "{remembered}: {waited}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn answer_within_the_head_start_keeps_h2_out() {
+    let mut world = World::start(AUTO);
+    world.net.quic.set(Path::Slow(Duration::from_secs(2)));
+    let quic = world.net.arrival().await;
+    world.rest(4).await;
+    let _peer = quic.welcome().await;
+    world.until(World::is_ready).await;
+    assert_eq!(world.net.h2.dials(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn explicit_transport_is_the_only_one() {
+    let mut world = World::start(TransportChoice::H2);
+    let peer = world.peer(TransportKind::H2).await;
+    world.net.h2.set(Path::Silent);
+    peer.session.close(CloseCode::Draining, "restarting").await;
+    world.rest(3600).await;
+    world.net.h2.set(Path::Open);
+    let _peer = world.peer(TransportKind::H2).await;
+    world.rest(3600).await;
+    assert_eq!(world.net.quic.dials(), []);
+
+    let world = World::start(TransportChoice::Quic);
+    world.net.quic.set(Path::Silent);
+    world.rest(3600).await;
+    assert_eq!(world.net.h2.dials(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn servers_and_their_addresses_take_turns() {
+    let servers = ["192.0.2.1:1", "192.0.2.2:2"];
+    let mut world = World::with(TransportChoice::Quic, &servers, ProxyChoice::default());
+    for _ in 0..2 {
+        for name in servers {
+            let arrival = world.net.arrival().await;
+            assert_eq!(arrival.name, name);
+            arrival.turn_away(CloseCode::Overloaded).await;
+        }
+    }
+    // It stays where it worked.
+    for _ in 0..2 {
+        let arrival = world.net.arrival().await;
+        assert_eq!(arrival.name, servers[0]);
+        let peer = arrival.welcome().await;
+        world.until(World::is_ready).await;
+        peer.session.close(CloseCode::Draining, "restarting").await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn name_behind_a_proxy_is_not_resolved_here() {
+    let servers = ["cloud.invalid:1", "cloud.invalid:2"];
+    let addresses: Vec<ServerAddress> = servers.iter().map(|name| name.parse().unwrap()).collect();
+    let url = Secret("http://192.0.2.9:3128".into());
+    let proxy = ProxyChoice::decide(Some(&url), None, &addresses).unwrap();
+    let mut world = World::with(TransportChoice::H2, &servers, proxy);
+    for name in servers {
+        let arrival = world.net.arrival().await;
+        assert_eq!(arrival.name, name);
+        arrival.turn_away(CloseCode::Overloaded).await;
+    }
+}

@@ -1,0 +1,274 @@
+//! TCP connections to servers through an HTTP proxy: CONNECT (RFC 9110, section 9.3.6).
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tracing::debug;
+use tunnel_proto::tcp::{Connect, Remote};
+use tunnel_proto::wire::name::Port;
+
+use crate::config::Secret;
+
+mod bypass;
+mod choice;
+#[cfg(test)]
+pub(crate) mod testing;
+mod url;
+
+pub use choice::{EnvironmentProxy, ProxyChoice};
+
+/// An HTTP proxy that is spoken to without TLS. `Display` is its place, without user and password.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HttpProxy {
+    /// A name or an address without brackets.
+    host: String,
+    port: Port,
+    /// Value of `Proxy-Authorization`.
+    authorization: Option<Secret>,
+}
+
+impl fmt::Display for HttpProxy {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(formatter, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(formatter, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+#[async_trait]
+impl Connect for HttpProxy {
+    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream> {
+        let (proxy, target) = (self, remote.name.as_str());
+        debug!(%proxy, target, "connecting through the proxy");
+        self.tunnel(target).await.map_err(|problem| {
+            let kind = problem.kind();
+            // One line, since most callers keep no more of an error than its text.
+            io::Error::new(kind, format!("proxy {self}: {problem}"))
+        })
+    }
+}
+
+/// Why the proxy gave no connection. Nothing of user and password is in here.
+#[derive(Debug, thiserror::Error)]
+enum Problem {
+    #[error("its name cannot be resolved: {0}")]
+    Resolve(io::Error),
+    #[error("cannot connect: {0}")]
+    Connect(io::Error),
+    #[error("{0:?} cannot be asked for")]
+    Target(String),
+    #[error("connection broke before its answer: {0}")]
+    Broken(io::Error),
+    #[error("closed the connection before the end of its answer")]
+    Closed,
+    #[error("does not answer in HTTP/1.x; is this the port of an HTTP proxy?")]
+    NotHttp,
+    #[error("head of its answer is longer than {HEAD_MAX} bytes")]
+    Oversize,
+    #[error("refuses {target}: {answer}{}", advice(.answer.code, *.authorized))]
+    Refused {
+        target: String,
+        answer: Answer,
+        authorized: bool,
+    },
+}
+
+impl Problem {
+    fn kind(&self) -> io::ErrorKind {
+        match self {
+            Self::Resolve(error) | Self::Connect(error) | Self::Broken(error) => error.kind(),
+            Self::Target(_) => io::ErrorKind::InvalidInput,
+            Self::Closed => io::ErrorKind::UnexpectedEof,
+            Self::NotHttp | Self::Oversize => io::ErrorKind::InvalidData,
+            Self::Refused { .. } => io::ErrorKind::ConnectionRefused,
+        }
+    }
+}
+
+/// What a person does about an answer.
+fn advice(code: u16, authorized: bool) -> &'static str {
+    match code {
+        407 if authorized => {
+            "; it does not take the user and password of the proxy URL (or wants more than Basic)"
+        }
+        407 => {
+            "; proxy wants authentication: put user:password in the proxy URL, as in http://user:password@proxy:3128"
+        }
+        403 => "; its rules forbid this host or port: ask its operator to allow CONNECT to it",
+        400 | 404 | 405 | 501 => "; is this the port of an HTTP proxy that allows CONNECT?",
+        502..=504 => {
+            "; it does not reach the server: is --server right, and may the proxy resolve and dial it?"
+        }
+        _ => "",
+    }
+}
+
+/// A status line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Answer {
+    code: u16,
+    reason: String,
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{} {}", self.code, self.reason)?;
+        Ok(())
+    }
+}
+
+impl HttpProxy {
+    async fn tunnel(&self, target: &str) -> Result<TcpStream, Problem> {
+        if target.is_empty() || !target.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(Problem::Target(target.to_owned()));
+        }
+        let addresses = lookup_host((self.host.as_str(), self.port.get()))
+            .await
+            .map_err(Problem::Resolve)?;
+        let attempts = addresses.map(TcpStream::connect);
+        let mut socket = race(attempts).await.map_err(Problem::Connect)?;
+        socket.set_nodelay(true).map_err(Problem::Broken)?;
+        let request = self.request(target);
+        socket
+            .write_all(request.as_bytes())
+            .await
+            .map_err(Problem::Broken)?;
+        let answer = answer(&mut socket).await?;
+        // What a head says of the length of a body has no meaning after 2xx: the tunnel begins behind the head.
+        if !(200..300).contains(&answer.code) {
+            return Err(Problem::Refused {
+                target: target.to_owned(),
+                answer,
+                authorized: self.authorization.is_some(),
+            });
+        }
+        Ok(socket)
+    }
+
+    fn request(&self, target: &str) -> String {
+        let authorization = match &self.authorization {
+            Some(Secret(value)) => format!("Proxy-Authorization: {value}\r\n"),
+            None => String::new(),
+        };
+        format!(
+            "CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{authorization}User-Agent: {USER_AGENT}\r\n\r\n"
+        )
+    }
+}
+
+/// The first attempt that succeeds. The next one begins when one failed, or beside those that are silent for a while.
+async fn race<T, F>(attempts: impl Iterator<Item = F>) -> io::Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = io::Result<T>> + Send + 'static,
+{
+    let mut attempts = attempts.peekable();
+    let mut running = JoinSet::new();
+    let mut failure = io::Error::new(io::ErrorKind::NotFound, "its name has no address");
+    loop {
+        if let Some(attempt) = attempts.next() {
+            running.spawn(attempt);
+        }
+        tokio::select! {
+            ended = running.join_next() => match ended {
+                Some(Ok(Ok(connected))) => return Ok(connected),
+                Some(Ok(Err(error))) => failure = error,
+                Some(Err(panicked)) => failure = panicked.into(),
+                None => return Err(failure),
+            },
+            () = sleep(STAGGER), if attempts.peek().is_some() => {}
+        }
+    }
+}
+
+/// The final answer, read without a byte behind its head: those are the server's.
+async fn answer(socket: &mut TcpStream) -> Result<Answer, Problem> {
+    let mut room = HEAD_MAX;
+    loop {
+        let head = head(socket, room).await?;
+        let answer = status(&head).ok_or(Problem::NotHttp)?;
+        // Interim answers may come unasked (RFC 9110, section 15.2). After 101 this would not be HTTP any more.
+        if !(100..200).contains(&answer.code) || answer.code == 101 {
+            return Ok(answer);
+        }
+        room -= head.len();
+    }
+}
+
+async fn head(socket: &mut TcpStream, room: usize) -> Result<Vec<u8>, Problem> {
+    let mut head = Vec::new();
+    let mut seen = [0; 1024];
+    loop {
+        let count = socket.peek(&mut seen).await.map_err(Problem::Broken)?;
+        if count == 0 {
+            return Err(Problem::Closed);
+        }
+        let looked_at = head.len();
+        head.extend_from_slice(&seen[..count]);
+        let end = end_of_head(&head, looked_at);
+        head.truncate(end.unwrap_or(head.len()));
+        let taken = head.len() - looked_at;
+        socket
+            .read_exact(&mut seen[..taken])
+            .await
+            .map_err(Problem::Broken)?;
+        // At once, since something that is no proxy may wait for us as we would for the end of a head.
+        if !head.iter().zip(HTTP_1).all(|(is, should)| is == should) {
+            return Err(Problem::NotHttp);
+        }
+        if head.len() > room {
+            return Err(Problem::Oversize);
+        }
+        if end.is_some() {
+            return Ok(head);
+        }
+    }
+}
+
+/// Where the empty line ends; `..from` is known to hold no end. Lines may end without CR (RFC 9112, section 2.2).
+fn end_of_head(head: &[u8], from: usize) -> Option<usize> {
+    (from..head.len())
+        .find(|index| {
+            let before = &head[..*index];
+            head[*index] == b'\n' && (before.ends_with(b"\n") || before.ends_with(b"\n\r"))
+        })
+        .map(|index| index + 1)
+}
+
+fn status(head: &[u8]) -> Option<Answer> {
+    let line = head.split(|byte| *byte == b'\n').next()?;
+    let line = String::from_utf8_lossy(line.strip_prefix(HTTP_1)?);
+    let (minor, rest) = line.split_once(' ')?;
+    let rest = rest.trim();
+    let (code, reason) = rest.split_once(' ').unwrap_or((rest, ""));
+    let digits =
+        |text: &str, count| text.len() == count && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !digits(minor, 1) || !digits(code, 3) {
+        return None;
+    }
+    let shown = reason.chars().filter(|character| !character.is_control());
+    Some(Answer {
+        code: code.parse().ok().filter(|code| *code >= 100)?,
+        reason: shown.take(REASON_SHOWN).collect(),
+    })
+}
+
+/// Heads of answers are a few hundred bytes; some proxies add cookies and long explanations.
+const HEAD_MAX: usize = 16 << 10;
+/// Characters of a reason in an error: enough for any sentence, too little to flood a log.
+const REASON_SHOWN: usize = 120;
+const HTTP_1: &[u8] = b"HTTP/1.";
+const USER_AGENT: &str = concat!("tunnel-agent/", env!("CARGO_PKG_VERSION"));
+/// Between two attempts, as RFC 8305, section 5 recommends: an address that drops packets must not use up all the time.
+const STAGGER: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests;

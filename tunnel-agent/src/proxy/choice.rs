@@ -1,0 +1,260 @@
+//! Which servers are reached through a proxy: what --proxy, HTTPS_PROXY and NO_PROXY say together.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use tokio::net::TcpStream;
+use tunnel_proto::tcp::{Connect, Direct, Remote};
+
+use super::HttpProxy;
+use super::bypass::NoProxy;
+use crate::config::{Secret, ServerAddress};
+
+/// Which way TCP connections to servers take. As a [`Connect`] it decides by the name of the remote.
+///
+/// Names of servers behind a proxy are for the proxy to resolve: their [`Remote`] needs no address.
+#[derive(Debug, Clone, Default)]
+pub struct ProxyChoice(Way);
+
+#[derive(Debug, Clone, Default)]
+enum Way {
+    #[default]
+    Direct,
+    /// --proxy: every server.
+    Explicit(Arc<HttpProxy>),
+    /// HTTPS_PROXY: all but those of NO_PROXY.
+    Environment {
+        proxy: Arc<HttpProxy>,
+        variable: &'static str,
+        direct: Arc<NoProxy>,
+    },
+}
+
+/// The variables that many programs share, as found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EnvironmentProxy {
+    /// Which variable named the proxy, for messages.
+    pub variable: &'static str,
+    /// Its value.
+    pub url: Secret,
+    /// The value of NO_PROXY.
+    pub no_proxy: String,
+}
+
+impl EnvironmentProxy {
+    /// Asks `variable` for HTTPS_PROXY and NO_PROXY and, when they are absent or empty, for their names in lower case.
+    #[must_use]
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let first = |names: [&'static str; 2]| {
+            names.into_iter().find_map(|name| {
+                let value = variable(name).filter(|value| !value.trim().is_empty());
+                value.map(|value| (name, value))
+            })
+        };
+        let (variable, url) = first(["HTTPS_PROXY", "https_proxy"])?;
+        let no_proxy = first(["NO_PROXY", "no_proxy"]).map(|(_, list)| list);
+        Some(Self {
+            variable,
+            url: Secret(url),
+            no_proxy: no_proxy.unwrap_or_default(),
+        })
+    }
+}
+
+impl ProxyChoice {
+    /// Decides for `servers`: `explicit`, the value of --proxy, goes before the environment; off and nothing mean none.
+    ///
+    /// # Errors
+    /// The setting and a line for people. A proxy of the environment is looked at only when a server would need it.
+    pub(crate) fn decide(
+        explicit: Option<&Secret>,
+        environment: Option<&EnvironmentProxy>,
+        servers: &[ServerAddress],
+    ) -> Result<Self, (&'static str, String)> {
+        if let Some(Secret(url)) = explicit {
+            return match url.trim() {
+                "" | OFF => Ok(Self(Way::Direct)),
+                url => match url.parse() {
+                    Ok(proxy) => Ok(Self(Way::Explicit(Arc::new(proxy)))),
+                    Err(problem) => Err(("--proxy", problem)),
+                },
+            };
+        }
+        let Some(environment) = environment else {
+            return Ok(Self(Way::Direct));
+        };
+        let direct = NoProxy::new(&environment.no_proxy);
+        if servers.iter().all(|server| direct.covers(server)) {
+            return Ok(Self(Way::Direct));
+        }
+        let variable = environment.variable;
+        match environment.url.0.parse() {
+            Ok(proxy) => Ok(Self(Way::Environment {
+                proxy: Arc::new(proxy),
+                variable,
+                direct: Arc::new(direct),
+            })),
+            Err(problem) => Err((variable, format!("{problem}; --proxy {OFF} ignores it"))),
+        }
+    }
+
+    /// Whether --proxy names a proxy; one of the environment is not asked for by this agent's operator.
+    #[must_use]
+    pub fn is_explicit(&self) -> bool {
+        match self.0 {
+            Way::Explicit(_) => true,
+            Way::Direct | Way::Environment { .. } => false,
+        }
+    }
+
+    /// The proxy on the way to `server`, if there is one.
+    #[must_use]
+    pub fn proxy_for(&self, server: &ServerAddress) -> Option<&Arc<HttpProxy>> {
+        match &self.0 {
+            Way::Direct => None,
+            Way::Explicit(proxy) => Some(proxy),
+            Way::Environment { proxy, direct, .. } => (!direct.covers(server)).then_some(proxy),
+        }
+    }
+
+    /// Whether TCP connections to `server` go through a proxy, so that its name need not be resolved here.
+    #[must_use]
+    pub fn is_proxied(&self, server: &ServerAddress) -> bool {
+        self.proxy_for(server).is_some()
+    }
+}
+
+impl fmt::Display for ProxyChoice {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Way::Direct => formatter.write_str("none"),
+            Way::Explicit(proxy) => write!(formatter, "{proxy} (--proxy)"),
+            Way::Environment {
+                proxy, variable, ..
+            } => write!(formatter, "{proxy} ({variable})"),
+        }
+    }
+}
+
+// By hand what `#[async_trait]` writes, as for HttpProxy.
+#[async_trait]
+impl Connect for ProxyChoice {
+    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream> {
+        let server: ServerAddress = remote
+            .name
+            .parse()
+            .map_err(|problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem))?;
+        match self.proxy_for(&server) {
+            Some(proxy) => proxy.connect(remote).await,
+            None => Direct.connect(remote).await,
+        }
+    }
+}
+
+/// Stands for no proxy in --proxy.
+const OFF: &str = "off";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn environment(variables: &[(&str, &str)]) -> Option<EnvironmentProxy> {
+        EnvironmentProxy::from_variables(|wanted| {
+            let found = variables.iter().find(|(name, _)| *name == wanted);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    fn servers(texts: &[&str]) -> Vec<ServerAddress> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn explicit_goes_before_environment_and_upper_case_before_lower() {
+        let servers = servers(&["cloud.example.com:10262"]);
+        let up = ("HTTPS_PROXY", "http://up:1");
+        let low = ("https_proxy", "http://low:2");
+        for (explicit, variables, expected) in [
+            (None, &[][..], "none"),
+            (None, &[up], "up:1 (HTTPS_PROXY)"),
+            (None, &[low], "low:2 (https_proxy)"),
+            (None, &[low, up], "up:1 (HTTPS_PROXY)"),
+            (None, &[low, ("HTTPS_PROXY", " ")], "low:2 (https_proxy)"),
+            (None, &[("HTTP_PROXY", "http://p:1")], "none"),
+            (None, &[up, ("NO_PROXY", "example.com")], "none"),
+            (None, &[up, ("no_proxy", "example.com")], "none"),
+            (
+                None,
+                &[up, ("NO_PROXY", "x"), ("no_proxy", "example.com")],
+                "up:1 (HTTPS_PROXY)",
+            ),
+            (
+                None,
+                &[up, ("NO_PROXY", ""), ("no_proxy", "example.com")],
+                "none",
+            ),
+            (Some("http://given:3"), &[], "given:3 (--proxy)"),
+            (Some("given:3"), &[up], "given:3 (--proxy)"),
+            (
+                Some("given:3"),
+                &[up, ("NO_PROXY", "*")],
+                "given:3 (--proxy)",
+            ),
+            (Some("off"), &[up], "none"),
+            (Some(" off "), &[up], "none"),
+            (Some(""), &[up], "none"),
+            (Some("off"), &[("HTTPS_PROXY", "socks5://x:1")], "none"),
+            (
+                None,
+                &[("HTTPS_PROXY", "socks5://x:1"), ("NO_PROXY", "*")],
+                "none",
+            ),
+        ] {
+            let explicit = explicit.map(Secret::from);
+            let choice =
+                ProxyChoice::decide(explicit.as_ref(), environment(variables).as_ref(), &servers);
+            let choice = choice.unwrap();
+            assert_eq!(choice.to_string(), expected, "{explicit:?} {variables:?}");
+            assert_eq!(choice.is_explicit(), expected.ends_with("(--proxy)"));
+            assert_eq!(choice.is_proxied(&servers[0]), expected != "none");
+        }
+    }
+
+    #[test]
+    fn no_proxy_is_asked_per_server_and_only_for_the_environment() {
+        let servers = servers(&["near.example.com:1", "far.example.org:1", "localhost:1"]);
+        let variables = [
+            ("HTTPS_PROXY", "http://u:hunter2@p:1"),
+            ("NO_PROXY", "example.com"),
+        ];
+        let environment = environment(&variables);
+        let proxied = |explicit: Option<&str>| {
+            let explicit = explicit.map(Secret::from);
+            let choice =
+                ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), &servers).unwrap();
+            assert!(!format!("{choice:?}{environment:?}").contains("hunter2"));
+            let each = servers.iter().map(|server| choice.is_proxied(server));
+            each.collect::<Vec<_>>()
+        };
+        assert_eq!(proxied(None), [false, true, false]);
+        assert_eq!(proxied(Some("http://p:1")), [true, true, true]);
+        assert_eq!(proxied(Some("off")), [false, false, false]);
+    }
+
+    #[test]
+    fn mistakes_name_their_setting() {
+        let servers = servers(&["cloud.example.com:10262"]);
+        let explicit = Secret::from("https://u:hunter2@p:1");
+        let (setting, problem) = ProxyChoice::decide(Some(&explicit), None, &servers).unwrap_err();
+        assert_eq!(setting, "--proxy");
+        assert!(problem.contains("only http://"), "{problem}");
+        let environment = environment(&[("https_proxy", "socks5://u:hunter2@p:1")]);
+        let (setting, problem) =
+            ProxyChoice::decide(None, environment.as_ref(), &servers).unwrap_err();
+        assert_eq!(setting, "https_proxy");
+        assert!(problem.contains("--proxy off"), "{problem}");
+        assert!(!problem.contains("hunter2"), "{problem}");
+    }
+}

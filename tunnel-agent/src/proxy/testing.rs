@@ -1,0 +1,44 @@
+//! A proxy for tests: it does what the test says, one connection at a time.
+
+use std::net::SocketAddr;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+
+pub(crate) struct StandIn(TcpListener);
+
+impl StandIn {
+    pub(crate) async fn start() -> Self {
+        Self(TcpListener::bind("127.0.0.1:0").await.unwrap())
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.0.local_addr().unwrap()
+    }
+
+    /// The head of a request, and the connection right behind it.
+    pub(crate) async fn request(&self) -> (String, TcpStream) {
+        let (mut socket, _) = self.0.accept().await.unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(socket.read_u8().await.unwrap());
+        }
+        (String::from_utf8(head).unwrap(), socket)
+    }
+
+    /// Gives one client `answer` to its request, whatever that is.
+    pub(crate) async fn answer(&self, answer: &[u8]) -> (String, TcpStream) {
+        let (request, mut socket) = self.request().await;
+        socket.write_all(answer).await.unwrap();
+        (request, socket)
+    }
+
+    /// Connects one client with `server`, whatever it asked for, until both ends have ended; says what it asked for.
+    pub(crate) async fn relay(&self, server: SocketAddr) -> String {
+        let (request, mut client) = self.answer(b"HTTP/1.1 200 OK\r\n\r\n").await;
+        let mut server = TcpStream::connect(server).await.unwrap();
+        // An abort of either end is for the test to notice at the other.
+        let _ended = copy_bidirectional(&mut client, &mut server).await;
+        request
+    }
+}

@@ -1,0 +1,352 @@
+use std::future::{pending, ready};
+
+use tokio::net::TcpListener;
+use tokio::time::timeout;
+use tunnel_proto::transport::TransportKind;
+
+use super::testing::StandIn;
+use super::*;
+use crate::app::App;
+use crate::config::{Config, Settings};
+use crate::testing::Scratch;
+use crate::testing::server::Server;
+
+const LONG: Duration = Duration::from_secs(10);
+const OK: &[u8] = b"HTTP/1.1 200 Connection established\r\n\r\n";
+
+fn remote(name: &str) -> Remote {
+    Remote {
+        name: name.to_owned(),
+        address: None,
+    }
+}
+
+fn proxy(stand_in: &StandIn, user: &str) -> HttpProxy {
+    let url = format!("http://{user}{}", stand_in.address());
+    url.parse().unwrap()
+}
+
+/// What the client gets out of `answer`, and what it asked for.
+async fn answered(
+    proxy: &HttpProxy,
+    by: &StandIn,
+    answer: &[u8],
+) -> (io::Result<TcpStream>, String) {
+    let server = remote("cloud.example.com:10262");
+    let both = async { tokio::join!(proxy.connect(&server), by.answer(answer)) };
+    let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+    (connected, request)
+}
+
+#[tokio::test]
+async fn servers_first_bytes_right_behind_the_head_are_not_lost() {
+    let stand_in = StandIn::start().await;
+    let proxy = proxy(&stand_in, "");
+    for head in [
+        "HTTP/1.1 200 Connection established\r\n\r\n",
+        "HTTP/1.0 200 OK\r\nProxy-Agent: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "HTTP/1.1 299\r\n\r\n",
+        "HTTP/1.1 200 OK\nVia: x\n\n",
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nA: b\r\n\r\nHTTP/1.1 204 Fine\r\n\r\n",
+        &format!(
+            "HTTP/1.1 200 OK\r\nA: {}\r\n\r\n",
+            "a".repeat(HEAD_MAX - 24)
+        ),
+    ] {
+        let bytes = format!("{head}\r\n\r\nserver speaks first\n\n");
+        let (connected, _) = answered(&proxy, &stand_in, bytes.as_bytes()).await;
+        let mut socket = connected.unwrap_or_else(|error| panic!("{head:?}: {error}"));
+        assert!(socket.nodelay().unwrap());
+        let mut received = String::new();
+        timeout(LONG, socket.read_to_string(&mut received))
+            .await
+            .unwrap()
+            .unwrap();
+        assert_eq!(received, "\r\n\r\nserver speaks first\n\n", "{head:?}");
+    }
+}
+
+#[tokio::test]
+async fn head_may_arrive_in_pieces() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let head = "HTTP/1.1 200 OK\r\nA: b\r\n\r\n";
+    for cut in 1..head.len() {
+        let mut client = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (mut server, _) = listener.accept().await.unwrap();
+        server.write_all(&head.as_bytes()[..cut]).await.unwrap();
+        client.readable().await.unwrap();
+        let mut reading = Box::pin(answer(&mut client));
+        tokio::select! {
+            biased;
+            early = &mut reading => panic!("after {cut} bytes: {early:?}"),
+            () = ready(()) => {}
+        }
+        let rest = format!("{}x", &head[cut..]);
+        server.write_all(rest.as_bytes()).await.unwrap();
+        let answer = timeout(LONG, reading).await.unwrap().unwrap();
+        assert_eq!(answer.to_string(), "200 OK", "{cut}");
+        let behind = timeout(LONG, client.read_u8()).await.unwrap();
+        assert_eq!(behind.unwrap(), b'x', "{cut}");
+    }
+}
+
+#[tokio::test]
+async fn request_names_the_server_and_authenticates() {
+    let stand_in = StandIn::start().await;
+    for (user, name, authorization) in [
+        ("", "cloud.example.com:10262", ""),
+        ("", "[2001:db8::1]:443", ""),
+        (
+            "Aladdin:open%20sesame@",
+            "10.0.0.1:1",
+            "Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n",
+        ),
+    ] {
+        let (proxy, server) = (proxy(&stand_in, user), remote(name));
+        let both = async { tokio::join!(proxy.connect(&server), stand_in.answer(OK)) };
+        let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+        connected.unwrap();
+        let version = env!("CARGO_PKG_VERSION");
+        let expected = format!(
+            "CONNECT {name} HTTP/1.1\r\nHost: {name}\r\n{authorization}User-Agent: tunnel-agent/{version}\r\n\r\n"
+        );
+        assert_eq!(request, expected);
+    }
+}
+
+#[tokio::test]
+async fn refusals_say_what_to_do_and_keep_the_secret() {
+    let stand_in = StandIn::start().await;
+    for (user, line, words) in [
+        ("", "407 Proxy Authentication Required", "user:password"),
+        (
+            "me:hunter2@",
+            "407 No",
+            "does not take the user and password",
+        ),
+        ("me:hunter2@", "403 Forbidden", "allow CONNECT"),
+        ("", "502 Bad Gateway", "does not reach the server"),
+        ("", "503 Service Unavailable", "does not reach the server"),
+        ("", "504 Gateway Timeout", "does not reach the server"),
+        ("", "405 Method Not Allowed", "port of an HTTP proxy"),
+        ("", "302 Found", "302 Found"),
+        ("", "101 Switching Protocols", "101 Switching"),
+        ("", "500", "500"),
+        ("", "599 b\u{1b}[31mell\u{7}", "599 b[31mell"),
+    ] {
+        let proxy = proxy(&stand_in, user);
+        let head = format!("HTTP/1.1 {line}\r\nContent-Length: 2\r\n\r\nno");
+        let (connected, request) = answered(&proxy, &stand_in, head.as_bytes()).await;
+        assert_eq!(request.contains("Basic"), !user.is_empty());
+        let error = connected.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let begin = format!(
+            "proxy {}: refuses cloud.example.com:10262: ",
+            stand_in.address()
+        );
+        let text = error.to_string();
+        let shown = format!("{text} {error:?}");
+        assert!(text.starts_with(&begin), "{text}");
+        assert!(text.contains(words) && !text.contains('\n'), "{text}");
+        for secret in ["hunter2", "bWU6aHVudGVyMg", "Basic bW"] {
+            assert!(!shown.contains(secret), "{shown}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_answer_is_told_at_once() {
+    let stand_in = StandIn::start().await;
+    let proxy = proxy(&stand_in, "me:hunter2@");
+    let long = format!("HTTP/1.1 200 OK\r\nA: {}", "a".repeat(HEAD_MAX));
+    let interim = "HTTP/1.1 100 Continue\r\n\r\n".repeat(HEAD_MAX / 25 + 1);
+    // The stand-in keeps its connection open meanwhile.
+    for (answer, words) in [
+        ("SSH-2.0-OpenSSH_9.6\r\n", "HTTP proxy?"),
+        ("\u{15}\u{3}", "HTTP proxy?"),
+        ("HTTP/2 200\r\n", "HTTP proxy?"),
+        ("HTTP/1.1 OK\r\n\r\n", "HTTP proxy?"),
+        ("HTTP/1.1 20\r\n\r\n", "HTTP proxy?"),
+        ("HTTP/1.1 2000 OK\r\n\r\n", "HTTP proxy?"),
+        ("HTTP/1.1 099 OK\r\n\r\n", "HTTP proxy?"),
+        ("HTTP/1.x 200 OK\r\n\r\n", "HTTP proxy?"),
+        ("HTTP/1.1\r\n\r\n", "HTTP proxy?"),
+        (&long, "longer than 16384"),
+        (&interim, "longer than 16384"),
+    ] {
+        let (connected, _) = answered(&proxy, &stand_in, answer.as_bytes()).await;
+        let error = connected.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}");
+        assert!(error.to_string().contains(words), "{answer:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn proxy_that_echoes_or_closes_is_told_from_one_that_refuses() {
+    let stand_in = StandIn::start().await;
+    let (proxy, server) = (proxy(&stand_in, "me:hunter2@"), remote("cloud:1"));
+    for (answer, kind) in [
+        (&b""[..], io::ErrorKind::UnexpectedEof),
+        (b"HTTP/1.1 200 OK\r\nA: b\r\n", io::ErrorKind::UnexpectedEof),
+    ] {
+        let serve = async { drop(stand_in.answer(answer).await) };
+        let both = async { tokio::join!(proxy.connect(&server), serve) };
+        let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(
+            error.to_string().contains("closed the connection"),
+            "{error}"
+        );
+    }
+    let echo = async {
+        let (request, mut socket) = stand_in.request().await;
+        socket.write_all(request.as_bytes()).await.unwrap();
+    };
+    let both = async { tokio::join!(proxy.connect(&server), echo) };
+    let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
+    let shown = format!("{error} {error:?}");
+    assert!(!shown.contains("bWU6aHVudGVyMg"), "{shown}");
+}
+
+#[tokio::test]
+async fn proxy_that_is_not_there_is_named() {
+    let stand_in = StandIn::start().await;
+    let gone = proxy(&stand_in, "me:hunter2@");
+    drop(stand_in);
+    let error = gone.connect(&remote("cloud:1")).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    assert!(
+        error
+            .to_string()
+            .starts_with(&format!("proxy {gone}: cannot connect: ")),
+        "{error}"
+    );
+
+    let unknown: HttpProxy = "http://me:hunter2@does-not-exist.invalid:1"
+        .parse()
+        .unwrap();
+    let error = unknown
+        .connect(&remote("cloud:1"))
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("does-not-exist.invalid:1: its name cannot be resolved"),
+        "{error}"
+    );
+    assert!(!error.contains("hunter2"), "{error}");
+}
+
+#[tokio::test]
+async fn names_that_would_break_the_request_are_not_sent() {
+    let stand_in = StandIn::start().await;
+    let proxy = proxy(&stand_in, "");
+    for name in ["", "cloud:1 HTTP/1.1\r\nX: y", "a b:1", "cl\u{f6}ud:1"] {
+        let server = remote(name);
+        let connected = timeout(LONG, proxy.connect(&server)).await.unwrap();
+        let error = connected.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
+    }
+}
+
+#[tokio::test]
+async fn dropped_attempt_closes_its_connection() {
+    let stand_in = StandIn::start().await;
+    let (proxy, server) = (proxy(&stand_in, ""), remote("cloud:1"));
+    let mut attempt = proxy.connect(&server);
+    let (_, mut socket) = tokio::select! {
+        _ = &mut attempt => panic!("nobody answered"),
+        asked = timeout(LONG, stand_in.request()) => asked.unwrap(),
+    };
+    drop(attempt);
+    let end = timeout(LONG, socket.read(&mut [0; 16])).await.unwrap();
+    assert_eq!(end.unwrap(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
+    type Attempt = std::pin::Pin<Box<dyn Future<Output = io::Result<u8>> + Send>>;
+    let silent = || -> Attempt { Box::pin(pending()) };
+    let refused =
+        || -> Attempt { Box::pin(async { Err(io::ErrorKind::ConnectionRefused.into()) }) };
+    let fine = |which| -> Attempt { Box::pin(async move { Ok(which) }) };
+    let began = tokio::time::Instant::now();
+    let found = race([refused(), refused(), fine(3)].into_iter()).await;
+    assert_eq!(found.unwrap(), 3);
+    assert_eq!(began.elapsed(), Duration::ZERO);
+    let found = race([silent(), silent(), fine(3), fine(4)].into_iter()).await;
+    assert_eq!(found.unwrap(), 3);
+    assert!((STAGGER * 2..STAGGER * 3).contains(&began.elapsed()));
+    let error = race([refused()].into_iter()).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    let error = race(std::iter::empty::<Attempt>()).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn choice_as_a_connect_takes_the_way_of_each_server() {
+    let stand_in = StandIn::start().await;
+    let direct = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let near = direct.local_addr().unwrap();
+    let environment = EnvironmentProxy {
+        variable: "HTTPS_PROXY",
+        url: Secret(format!("http://{}", stand_in.address())),
+        no_proxy: "near.example.com".to_owned(),
+    };
+    let names = ["near.example.com:1", "far.example.com:1"];
+    let servers = names.map(|name| name.parse().unwrap());
+    let choice = ProxyChoice::decide(None, Some(&environment), &servers).unwrap();
+    let far = remote(names[1]);
+    let both = async { tokio::join!(choice.connect(&far), stand_in.answer(OK)) };
+    let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+    connected.unwrap();
+    assert!(
+        request.starts_with("CONNECT far.example.com:1 "),
+        "{request}"
+    );
+    let near = Remote {
+        name: names[0].to_owned(),
+        address: Some(near),
+    };
+    let connected = timeout(LONG, choice.connect(&near)).await.unwrap();
+    let socket = connected.unwrap();
+    assert_eq!(socket.peer_addr().unwrap(), direct.local_addr().unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_behind_a_proxy_enrols_and_holds_its_session_through_it() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let stand_in = StandIn::start().await;
+    let settings = Settings {
+        server: vec!["cloud.invalid:10262".into()],
+        proxy: Some(Secret(format!("http://me:hunter2@{}", stand_in.address()))),
+        node_name: Some("worker-1".into()),
+        token: Some(Secret(server.token().reveal())),
+        data_dir: Some(scratch.path().to_owned()),
+        meta_listen: Some("off".into()),
+        ..Settings::default()
+    };
+    let app = App::start(Config::check(settings).unwrap()).await.unwrap();
+    let mut running = JoinSet::new();
+    running.spawn(async { app.run().await.unwrap() });
+    let address = server.address();
+    running.spawn(async move {
+        loop {
+            let asked = stand_in.relay(address).await;
+            assert!(asked.contains("CONNECT cloud.invalid:10262 "), "{asked}");
+            assert!(asked.contains("Basic bWU6aHVudGVyMg=="), "{asked}");
+        }
+    });
+    let issue = |_| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
+    let session = timeout(LONG, async {
+        server.enrolment(issue).await.unwrap();
+        server.session_over_tcp().await
+    });
+    let session = session.await.unwrap();
+    assert_eq!(session.transport(), TransportKind::H2);
+    let node = session.peer().node().unwrap();
+    assert_eq!(node.as_str(), "worker-1");
+    assert!(running.try_join_next().is_none());
+}

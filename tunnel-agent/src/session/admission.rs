@@ -1,0 +1,174 @@
+//! From the control stream's header to Welcome.
+
+use std::io;
+use std::sync::Arc;
+
+use tokio::time::{Instant, timeout};
+use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::header::StreamKind;
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
+
+use super::{REASON_WITHIN, STOPPING, Shared};
+use crate::egress::NodeIp;
+
+/// Why a connection did not become a ready session.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdmitError {
+    /// The server said so.
+    #[error("server did not admit this agent ({code}): {detail}")]
+    NotAdmitted { code: CloseCode, detail: String },
+    /// The session ended meanwhile.
+    #[error(transparent)]
+    Closed(#[from] CloseReason),
+    /// Welcome did not come.
+    #[error("server did not welcome this agent in time")]
+    Timeout,
+    /// No version in common.
+    #[error(
+        "server speaks protocol versions {0} to {1}, this agent {VERSION_MIN} to {VERSION_MAX}; update the older one"
+    )]
+    Version(u32, u32),
+    /// The server said something that has no place here.
+    #[error("server broke the protocol: {0}")]
+    Protocol(&'static str),
+    /// The control stream failed.
+    #[error("control stream failed")]
+    Control(#[from] io::Error),
+}
+
+impl AdmitError {
+    /// What the server, or this end, gave as the reason.
+    pub(crate) fn code(&self) -> Option<CloseCode> {
+        match self {
+            Self::NotAdmitted { code, .. } => Some(*code),
+            Self::Closed(reason) => Some(reason.code),
+            Self::Version(..) => Some(CloseCode::Version),
+            Self::Timeout => Some(CloseCode::HandshakeTimeout),
+            Self::Protocol(_) | Self::Control(_) => Some(CloseCode::Protocol),
+        }
+    }
+}
+
+/// What an admitted session begins with.
+pub(super) struct Admitted {
+    pub(super) reader: ControlReader,
+    pub(super) writer: ControlWriter,
+    pub(super) welcome: Welcome,
+}
+
+/// Waits for Welcome, within the limit and unless a drain begins; otherwise the session is closed.
+pub(super) async fn admit(
+    session: &Arc<dyn Session>,
+    shared: &Shared,
+    node_ip: Option<NodeIp>,
+) -> Result<Admitted, AdmitError> {
+    let within = shared.limits.handshake_timeout;
+    let admitted = tokio::select! {
+        biased;
+        () = shared.shutdown.drain().cancelled() => Err(AdmitError::Closed(CloseReason {
+            by: ClosedBy::Local,
+            code: CloseCode::Draining,
+            reason: STOPPING.to_owned(),
+        })),
+        admitted = timeout(within, converse(&**session, shared, node_ip)) => {
+            admitted.unwrap_or(Err(AdmitError::Timeout))
+        }
+    };
+    if let Err(error) = &admitted {
+        let code = match error.code() {
+            Some(
+                code @ (CloseCode::Version | CloseCode::HandshakeTimeout | CloseCode::Protocol),
+            ) => code,
+            Some(_) | None => CloseCode::Normal,
+        };
+        session.close(code, &error.to_string()).await;
+    }
+    admitted
+}
+
+async fn converse(
+    session: &dyn Session,
+    shared: &Shared,
+    node_ip: Option<NodeIp>,
+) -> Result<Admitted, AdmitError> {
+    let incoming = match session.accept().await {
+        Ok(incoming) => incoming,
+        Err(SessionError::Closed(reason)) => return Err(reason.into()),
+        Err(SessionError::NotOpening | SessionError::Header(_)) => {
+            return Err(AdmitError::Protocol("session accepts no streams"));
+        }
+    };
+    let converse = async {
+        let deadline = Instant::now() + shared.limits.handshake_timeout;
+        let (header, mut stream) = incoming.header(deadline).await?;
+        let StreamKind::Control {
+            version_min,
+            version_max,
+        } = header.kind
+        else {
+            return Err(AdmitError::Protocol(
+                "first stream is not the control stream",
+            ));
+        };
+        negotiate_version(version_min, version_max)
+            .ok_or(AdmitError::Version(version_min, version_max))?;
+        stream.accept("").await?;
+        let (mut reader, mut writer) = control::split(stream);
+        writer
+            .send(&ControlMessage::Hello(hello(shared, node_ip)))
+            .await?;
+        loop {
+            match reader.receive().await? {
+                Some(ControlMessage::Welcome(welcome)) => {
+                    return Ok(Admitted {
+                        reader,
+                        writer,
+                        welcome,
+                    });
+                }
+                Some(ControlMessage::NotAdmitted(code, detail)) => {
+                    return Err(AdmitError::NotAdmitted { code, detail });
+                }
+                Some(ControlMessage::Unknown) => {}
+                Some(
+                    ControlMessage::Hello(_)
+                    | ControlMessage::Drain(_)
+                    | ControlMessage::Withdraw
+                    | ControlMessage::Bye(_)
+                    | ControlMessage::Doubt(_),
+                ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
+                None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
+            }
+        }
+    };
+    let outcome = tokio::select! {
+        biased;
+        // First, since what the server said before it closed is more than the code of the close.
+        outcome = converse => outcome,
+        reason = session.closed() => Err(reason.into()),
+    };
+    match outcome {
+        Err(error @ (AdmitError::Control(_) | AdmitError::Protocol(_))) => {
+            // The reason of a closed session says more than the failure of its streams.
+            match timeout(REASON_WITHIN, session.closed()).await {
+                Ok(reason) => Err(reason.into()),
+                Err(_still_open) => Err(error),
+            }
+        }
+        outcome => outcome,
+    }
+}
+
+fn hello(shared: &Shared, node_ip: Option<NodeIp>) -> Hello {
+    Hello {
+        versions: (VERSION_MIN, VERSION_MAX),
+        capabilities: Vec::new(),
+        node_name: shared.node.clone(),
+        instance: shared.instance,
+        software: env!("CARGO_PKG_VERSION").to_owned(),
+        node_ip: node_ip.map_or_else(String::new, |node| node.ip.to_string()),
+    }
+}

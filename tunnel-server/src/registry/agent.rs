@@ -1,0 +1,163 @@
+//! One connected session as the registry sees it: who it is, and whether it takes new streams.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::SystemTime;
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
+
+/// What is known of a connected agent.
+#[derive(Debug)]
+pub struct AgentSession {
+    /// The session at this server.
+    pub id: SessionId,
+    /// The node it serves.
+    pub node: NodeName,
+    /// The agent's process.
+    pub instance: InstanceId,
+    /// Version of the agent's software.
+    pub software: String,
+    /// The address that the agent claims; shown, never used for routing.
+    pub claimed_address: String,
+    /// When it was admitted.
+    pub since: SystemTime,
+    /// The transport's session.
+    pub session: Arc<dyn Session>,
+    withdrawn: AtomicBool,
+    suspicion: Mutex<Option<Suspicion>>,
+    streams: Arc<AtomicUsize>,
+    busy: Notify,
+    closing: OnceLock<CloseReason>,
+}
+
+/// Why a session takes no new streams until it answers again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Suspicion {
+    /// No sign of life since then.
+    Silent(Instant),
+    /// The agent says that it hears nothing from this end.
+    Unheard,
+}
+
+impl std::fmt::Display for Suspicion {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Silent(since) => {
+                write!(
+                    formatter,
+                    "it has been silent for {} s",
+                    since.elapsed().as_secs()
+                )
+            }
+            Self::Unheard => formatter.write_str("it hears nothing from this server"),
+        }
+    }
+}
+
+impl AgentSession {
+    /// A session that is about to be registered.
+    #[must_use]
+    pub fn new(
+        id: SessionId,
+        node: NodeName,
+        instance: InstanceId,
+        session: Arc<dyn Session>,
+    ) -> Self {
+        Self {
+            id,
+            node,
+            instance,
+            software: String::new(),
+            claimed_address: String::new(),
+            since: SystemTime::now(),
+            session,
+            withdrawn: AtomicBool::new(false),
+            suspicion: Mutex::default(),
+            streams: Arc::default(),
+            busy: Notify::new(),
+            closing: OnceLock::new(),
+        }
+    }
+
+    /// Takes the session out of routing for good; its open streams go on.
+    pub fn withdraw(&self) {
+        self.withdrawn.store(true, Ordering::Relaxed);
+        self.session.stop_opening();
+    }
+
+    /// Whether the agent said that it is leaving.
+    #[must_use]
+    pub fn is_withdrawn(&self) -> bool {
+        self.withdrawn.load(Ordering::Relaxed)
+    }
+
+    /// Takes the session out of routing, or with `None` back in; its open streams go on.
+    pub fn set_suspicion(&self, suspicion: Option<Suspicion>) {
+        *self.lock_suspicion() = suspicion;
+    }
+
+    /// Why the session takes no new streams for now.
+    #[must_use]
+    pub fn suspicion(&self) -> Option<Suspicion> {
+        *self.lock_suspicion()
+    }
+
+    /// Whether new streams may go over the session.
+    #[must_use]
+    pub fn is_routable(&self) -> bool {
+        !self.is_withdrawn() && self.suspicion().is_none()
+    }
+
+    /// Counts a stream until the value goes, and wakes [`AgentSession::busy`] when it is the only one.
+    #[must_use]
+    pub(super) fn count_stream(&self) -> CountedStream {
+        if self.streams.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.busy.notify_one();
+        }
+        CountedStream(self.streams.clone())
+    }
+
+    /// Waits until a stream opens on the session that had none. Cancel-safe; for one waiter.
+    pub async fn busy(&self) {
+        self.busy.notified().await;
+    }
+
+    /// Closes the session and remembers why: a transport may only say that it was closed here.
+    pub async fn close(&self, code: CloseCode, reason: &str) {
+        self.closing.get_or_init(|| CloseReason {
+            by: ClosedBy::Local,
+            code,
+            reason: reason.to_owned(),
+        });
+        self.session.close(code, reason).await;
+    }
+
+    /// Why the session ended, given what its transport says.
+    #[must_use]
+    pub fn end(&self, told: CloseReason) -> CloseReason {
+        match told.by {
+            ClosedBy::Local => self.closing.get().cloned().unwrap_or(told),
+            ClosedBy::Peer | ClosedBy::Network => told,
+        }
+    }
+
+    fn lock_suspicion(&self) -> MutexGuard<'_, Option<Suspicion>> {
+        self.suspicion
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Holds a session's count of streams one higher.
+#[derive(Debug)]
+pub(super) struct CountedStream(Arc<AtomicUsize>);
+
+impl Drop for CountedStream {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,224 @@
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::Instant;
+use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::InstanceId;
+
+use super::*;
+use crate::testing::{Fake, PATIENCE, POOL, header, node, session};
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+fn registry() -> Arc<Registry> {
+    Arc::new(Registry::new(RegistryLimits {
+        streams_per_agent: 2,
+        buffer_pool: POOL,
+    }))
+}
+
+/// A registered session, the server's end of it and the agent's.
+struct Member {
+    registration: Registration,
+    near: Arc<Fake>,
+    far: Arc<dyn Session>,
+}
+
+impl Member {
+    fn session(&self) -> &Arc<AgentSession> {
+        self.registration.session()
+    }
+
+    fn id(&self) -> SessionId {
+        self.session().id
+    }
+}
+
+fn try_join(
+    registry: &Arc<Registry>,
+    node: NodeName,
+    instance: u8,
+    yielded: &[SessionId],
+) -> Result<Member, Arc<AgentSession>> {
+    let (near, far) = session();
+    let instance = InstanceId::new([instance; 16]);
+    let entry = AgentSession::new(registry.next_id(), node, instance, near.clone());
+    let registration = registry.register(entry, yielded)?;
+    Ok(Member {
+        registration,
+        near,
+        far,
+    })
+}
+
+fn join(registry: &Arc<Registry>) -> Member {
+    try_join(registry, node(), 1, &[]).unwrap()
+}
+
+async fn open(registry: &Registry) -> Result<Opened, OpenError> {
+    registry.open(&node(), &header(), LIMIT, None).await
+}
+
+#[tokio::test]
+async fn late_goodbye_of_old_session_keeps_new_one() {
+    let registry = registry();
+    let (old, new) = (join(&registry), join(&registry));
+    drop(old);
+    let left = registry.of_node(&node());
+    assert_eq!(
+        left.iter().map(|session| session.id).collect::<Vec<_>>(),
+        [new.id()]
+    );
+}
+
+#[tokio::test]
+async fn other_instance_is_let_in_only_after_the_live_one_yielded() {
+    let registry = registry();
+    let first = join(&registry);
+    let in_the_way = try_join(&registry, node(), 2, &[]).err().unwrap();
+    assert_eq!(in_the_way.id, first.id());
+    assert!(try_join(&registry, node(), 3, &[in_the_way.id]).is_ok());
+    first.session().withdraw();
+    assert!(
+        try_join(&registry, node(), 4, &[]).is_ok(),
+        "a session that withdrew yields at once"
+    );
+}
+
+#[tokio::test]
+async fn lost_session_gives_way_to_the_spare() {
+    let registry = registry();
+    assert!(matches!(open(&registry).await, Err(OpenError::NoAgent)));
+    let (spare, active) = (join(&registry), join(&registry));
+    active.far.close(CloseCode::Normal, "gone").await;
+    assert_eq!(open(&registry).await.unwrap().session, spare.id());
+}
+
+#[tokio::test]
+async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_its_own() {
+    let registry = registry();
+    let old = join(&registry);
+    let mut before = open(&registry).await.unwrap().stream;
+    let new = join(&registry);
+    assert_eq!(open(&registry).await.unwrap().session, new.id());
+    let incoming = old.far.accept().await.unwrap();
+    let (_, mut accepted) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    accepted.accept("").await.unwrap();
+    accepted.write_all(b"goes on").await.unwrap();
+    let mut got = [0; 7];
+    before.read_exact(&mut got).await.unwrap();
+    assert_eq!(&got, b"goes on");
+}
+
+#[tokio::test]
+async fn suspect_session_is_left_out_until_it_is_trusted_again() {
+    let registry = registry();
+    let (spare, active) = (join(&registry), join(&registry));
+    active.session().set_suspicion(Some(Suspicion::Unheard));
+    assert_eq!(open(&registry).await.unwrap().session, spare.id());
+    active.session().set_suspicion(None);
+    assert_eq!(open(&registry).await.unwrap().session, active.id());
+}
+
+#[tokio::test(start_paused = true)]
+async fn node_with_suspect_sessions_alone_is_refused_at_once() {
+    let registry = registry();
+    let member = join(&registry);
+    let since = Instant::now();
+    tokio::time::advance(Duration::from_secs(7)).await;
+    let silent = Suspicion::Silent(since);
+    member.session().set_suspicion(Some(silent));
+    let began = Instant::now();
+    let error = open(&registry).await.unwrap_err();
+    assert_eq!(began, Instant::now(), "it waited");
+    assert!(matches!(error, OpenError::Suspect(doubt) if doubt == silent));
+    assert!(error.to_string().contains("silent for 7 s"), "{error}");
+    member.session().withdraw();
+    assert!(matches!(open(&registry).await, Err(OpenError::Draining)));
+}
+
+#[tokio::test]
+async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
+    let registry = registry();
+    let _old = join(&registry);
+    let first = open(&registry).await.unwrap();
+    let new = join(&registry);
+    let _second = open(&registry).await.unwrap();
+    assert!(matches!(
+        open(&registry).await,
+        Err(OpenError::TooManyStreams(2))
+    ));
+    // Another agent has places of its own.
+    let other: NodeName = "worker-2".parse().unwrap();
+    let _other = try_join(&registry, other.clone(), 2, &[]).unwrap();
+    assert!(registry.open(&other, &header(), LIMIT, None).await.is_ok());
+    drop(first);
+    assert_eq!(open(&registry).await.unwrap().session, new.id());
+}
+
+#[tokio::test]
+async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_session() {
+    let registry = registry();
+    let (old, _new) = (join(&registry), join(&registry));
+    old.near.set_full(true);
+    let error = open(&registry).await.unwrap_err();
+    assert!(matches!(error, OpenError::NoRoom(POOL)), "{error}");
+    assert!(
+        error.to_string().contains("limits.bufferPool, 64MiB"),
+        "{error}"
+    );
+    old.near.set_full(false);
+    assert!(open(&registry).await.is_ok());
+}
+
+#[tokio::test]
+async fn session_that_refused_is_left_out() {
+    let registry = registry();
+    let only = join(&registry);
+    let again = async || {
+        registry
+            .open(&node(), &header(), LIMIT, Some(only.id()))
+            .await
+    };
+    assert!(matches!(again().await, Err(OpenError::Draining)));
+    let new = join(&registry);
+    assert_eq!(again().await.unwrap().session, new.id());
+}
+
+#[tokio::test]
+async fn busy_is_told_for_the_first_stream_only() {
+    let registry = registry();
+    let member = join(&registry);
+    let told = async || {
+        let busy = tokio::time::timeout(Duration::from_millis(20), member.session().busy());
+        busy.await.is_ok()
+    };
+    let first = open(&registry).await.unwrap();
+    assert!(told().await);
+    let second = open(&registry).await.unwrap();
+    assert!(!told().await);
+    drop((first, second));
+    let _third = open(&registry).await.unwrap();
+    assert!(told().await);
+}
+
+#[tokio::test]
+async fn end_is_told_with_the_reason_that_closed_it_first_unless_the_agent_or_network_did() {
+    let registry = registry();
+    let member = join(&registry);
+    let told = |by| CloseReason {
+        by,
+        code: CloseCode::Normal,
+        reason: "closed".into(),
+    };
+    let end = |by| member.session().end(told(by)).code;
+    assert_eq!(end(ClosedBy::Local), CloseCode::Normal);
+    member.session().close(CloseCode::Dead, "silent").await;
+    member
+        .session()
+        .close(CloseCode::Draining, "stopping")
+        .await;
+    assert_eq!(member.far.closed().await.code, CloseCode::Dead);
+    assert_eq!(end(ClosedBy::Local), CloseCode::Dead);
+    assert_eq!(end(ClosedBy::Peer), CloseCode::Normal);
+    assert_eq!(end(ClosedBy::Network), CloseCode::Normal);
+}

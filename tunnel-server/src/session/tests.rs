@@ -1,0 +1,73 @@
+use tokio::time::sleep;
+
+use super::*;
+use crate::testing::{Bench, node};
+
+fn closed_with(bench: &Bench, code: &str) -> Option<u64> {
+    bench.metric(&format!(
+        "tunnel_server_session_ends_total{{code=\"{code}\"}}"
+    ))
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_instance_is_refused_while_the_first_answers() {
+    let bench = Bench::new();
+    let first = bench.agent(1).await;
+    let (second, answer) = bench.greet(2, 4096).await;
+    let ControlMessage::NotAdmitted(CloseCode::NameInUse, detail) = answer else {
+        panic!("{answer:?}");
+    };
+    assert!(detail.contains("worker-1"), "{detail}");
+    drop((second.reader, second.writer));
+    assert_eq!(second.far.closed().await.code, CloseCode::NameInUse);
+    assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);
+    drop(first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_session_gives_way_to_another_instance_after_a_second() {
+    let bench = Bench::new();
+    let first = bench.agent(1).await;
+    first.near.set_silent(true);
+    let began = Instant::now();
+    let _second = bench.agent(2).await;
+    let probed = began.elapsed();
+    assert!(
+        (PROBE_AT_LEAST..PROBE_AT_LEAST * 2).contains(&probed),
+        "{probed:?}"
+    );
+    assert_eq!(first.far.closed().await.code, CloseCode::Superseded);
+    sleep(Duration::from_secs(1)).await;
+    let left = bench.sessions.registry.of_node(&node());
+    assert_eq!(left[0].instance.as_bytes(), &[2; 16]);
+    assert_eq!(left.len(), 1);
+    assert_eq!(closed_with(&bench, "superseded"), Some(1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn instance_that_withdrew_yields_without_a_probe() {
+    let bench = Bench::new();
+    let mut first = bench.agent(1).await;
+    first.says(ControlMessage::Withdraw).await;
+    let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
+    crate::testing::eventually("withdrawn", withdrawn).await;
+    let began = Instant::now();
+    let _second = bench.agent(2).await;
+    assert!(began.elapsed() < PROBE_LOOK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_that_does_not_take_its_welcome_is_not_kept() {
+    let bench = Bench::new();
+    // Too narrow for Welcome, which the agent does not read.
+    let agent = bench.hello(1, 2).await;
+    let began = Instant::now();
+    let reason = crate::testing::within(agent.far.closed()).await;
+    assert_eq!(reason.code, CloseCode::HandshakeTimeout);
+    assert_eq!(began.elapsed(), bench.sessions.limits.handshake);
+    crate::testing::eventually("gone", || bench.sessions.registry.all().is_empty()).await;
+    assert_eq!(
+        bench.metric("tunnel_server_agents{transport=\"quic\"}"),
+        Some(0)
+    );
+}

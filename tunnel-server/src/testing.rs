@@ -1,0 +1,349 @@
+//! For tests: sessions in memory whose agent the test plays, and whose signs of life it can switch off.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use bytes::BytesMut;
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
+use tokio::time::{Instant, sleep, timeout};
+use tunnel_proto::identity::{PeerIdentity, Role};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::transport::{
+    BufferPool, CloseReason, Health, IncomingStream, RawStream, Session, SessionError, Stream,
+    TransportKind, memory,
+};
+use tunnel_proto::wire::code::{CloseCode, ResetCode};
+use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
+
+use crate::data::testing::Scratch;
+use crate::metrics::Metrics;
+use crate::nodes::KnownNodes;
+use crate::registry::{OpenError, Opened, Registry, RegistryLimits};
+use crate::session::{SessionLimits, Sessions};
+
+/// Beyond every limit of the code under test.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
+/// Streams that an agent of a [`Bench`] may have.
+pub(crate) const STREAMS: usize = 4;
+/// Size of the pool that texts name.
+pub(crate) const POOL: u64 = 64 << 20;
+
+pub(crate) fn node() -> NodeName {
+    "worker-1".parse().unwrap()
+}
+
+pub(crate) fn header() -> StreamHeader {
+    StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
+}
+
+/// The server's end of a session in memory, and the agent's.
+pub(crate) fn session() -> (Arc<Fake>, Arc<dyn Session>) {
+    let identity = |role| PeerIdentity {
+        role,
+        not_after: SystemTime::UNIX_EPOCH,
+    };
+    let (server, agent) = memory::pair(identity(Role::Server), identity(Role::Agent(node())));
+    let fake = Fake {
+        inner: server,
+        silent: AtomicBool::new(false),
+        full: AtomicBool::new(false),
+        slow_to_close: AtomicBool::new(false),
+        control: Mutex::default(),
+    };
+    (Arc::new(fake), agent)
+}
+
+/// Waits for what comes by itself.
+pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let waiting = async {
+        while !holds() {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    if timeout(Duration::from_secs(10), waiting).await.is_err() {
+        panic!("not seen: {what}");
+    }
+}
+
+/// A session that gives no sign of life when told so.
+#[derive(Debug)]
+pub(crate) struct Fake {
+    inner: Arc<dyn Session>,
+    silent: AtomicBool,
+    full: AtomicBool,
+    slow_to_close: AtomicBool,
+    /// The server's end of the control stream, when it is not to go through the session.
+    control: Mutex<Option<DuplexStream>>,
+}
+
+impl Fake {
+    /// Whether probes are left unanswered.
+    pub(crate) fn set_silent(&self, silent: bool) {
+        self.silent.store(silent, Ordering::Relaxed);
+    }
+
+    /// Whether stalled readers hold too much.
+    pub(crate) fn set_full(&self, full: bool) {
+        self.full.store(full, Ordering::Relaxed);
+    }
+
+    /// Makes closing wait for a second, as transports may for what was sent last.
+    pub(crate) fn set_slow_to_close(&self) {
+        self.slow_to_close.store(true, Ordering::Relaxed);
+    }
+}
+
+#[async_trait]
+impl Session for Fake {
+    async fn open(
+        &self,
+        header: &StreamHeader,
+        reply_within: Duration,
+    ) -> Result<Stream, SessionError> {
+        let control = self.control.lock().unwrap().take();
+        let Some(mut pipe) = control else {
+            return self.inner.open(header, reply_within).await;
+        };
+        let mut buffer = BytesMut::new();
+        header.encode(&mut buffer).unwrap();
+        pipe.write_all(&buffer).await.unwrap();
+        let raw = Box::new(Pipe(pipe));
+        Ok(Stream::opened(
+            raw,
+            Arc::default(),
+            Arc::default(),
+            reply_within,
+        ))
+    }
+
+    async fn accept(&self) -> Result<IncomingStream, SessionError> {
+        self.inner.accept().await
+    }
+
+    fn probe(&self) {
+        if !self.silent.load(Ordering::Relaxed) {
+            self.inner.probe();
+        }
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn stop_opening(&self) {
+        self.inner.stop_opening();
+    }
+
+    fn allow_streams(&self, count: u32) {
+        self.inner.allow_streams(count);
+    }
+
+    fn has_room(&self) -> bool {
+        !self.full.load(Ordering::Relaxed)
+    }
+
+    async fn close(&self, code: CloseCode, reason: &str) {
+        if self.slow_to_close.load(Ordering::Relaxed) {
+            sleep(Duration::from_secs(1)).await;
+        }
+        self.inner.close(code, reason).await;
+    }
+
+    async fn closed(&self) -> CloseReason {
+        self.inner.closed().await
+    }
+
+    fn peer(&self) -> &PeerIdentity {
+        self.inner.peer()
+    }
+
+    fn transport(&self) -> TransportKind {
+        self.inner.transport()
+    }
+}
+
+/// A control stream that holds as little as the test wants.
+#[derive(Debug)]
+struct Pipe(DuplexStream);
+
+impl RawStream for Pipe {
+    fn reset(&mut self, _code: ResetCode) {}
+    fn stop(&mut self, _code: ResetCode) {}
+}
+
+impl AsyncRead for Pipe {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, out)
+    }
+}
+
+impl AsyncWrite for Pipe {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, data)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+/// What a server has for sessions.
+pub(crate) struct Bench {
+    pub(crate) sessions: Sessions,
+    counters: MetricsRegistry,
+    _scratch: Scratch,
+}
+
+impl Bench {
+    pub(crate) fn new() -> Self {
+        let scratch = Scratch::new();
+        let mut counters = MetricsRegistry::default();
+        let limits = RegistryLimits {
+            streams_per_agent: STREAMS,
+            buffer_pool: POOL,
+        };
+        let sessions = Sessions {
+            registry: Arc::new(Registry::new(limits)),
+            nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+            metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+            shutdown: Shutdown::new(),
+            advertised: vec!["192.0.2.1:10262".into()],
+            limits: SessionLimits {
+                handshake: Duration::from_secs(5),
+                streams: 4,
+                target_dial: Duration::from_secs(5),
+                drain: Duration::from_secs(30),
+                liveness: LivenessLimits {
+                    probes_idle: true,
+                    ..LivenessLimits::default()
+                },
+            },
+        };
+        Self {
+            sessions,
+            counters,
+            _scratch: scratch,
+        }
+    }
+
+    /// The value of a metric, with its labels as they are shown.
+    pub(crate) fn metric(&self, name: &str) -> Option<u64> {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.map(|value| value.trim().parse().unwrap())
+    }
+
+    pub(crate) async fn open(&self) -> Result<Opened, OpenError> {
+        let registry = &self.sessions.registry;
+        registry.open(&node(), &header(), PATIENCE, None).await
+    }
+
+    /// An agent process that was admitted.
+    pub(crate) async fn agent(&self, instance: u8) -> Agent {
+        let (agent, answer) = self.greet(instance, 4096).await;
+        assert!(matches!(answer, ControlMessage::Welcome(_)), "{answer:?}");
+        agent
+    }
+
+    /// An agent process that said Hello, and the answer.
+    pub(crate) async fn greet(
+        &self,
+        instance: u8,
+        control_bytes: usize,
+    ) -> (Agent, ControlMessage) {
+        let mut agent = self.hello(instance, control_bytes).await;
+        let answer = agent.hears().await;
+        (agent, answer)
+    }
+
+    /// An agent process that said Hello. Its control stream holds `control_bytes` each way.
+    pub(crate) async fn hello(&self, instance: u8, control_bytes: usize) -> Agent {
+        let (near, far) = session();
+        let (server_end, agent_end) = tokio::io::duplex(control_bytes);
+        *near.control.lock().unwrap() = Some(server_end);
+        let (sessions, serving) = (self.sessions.clone(), near.clone());
+        let serve = async move { sessions.serve(serving).await };
+        self.sessions.shutdown.spawn_service(serve);
+        let incoming =
+            IncomingStream::new(Box::new(Pipe(agent_end)), Arc::default(), Arc::default());
+        let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+        stream.accept("").await.unwrap();
+        let (reader, mut writer) = control::split(stream);
+        let hello = Hello {
+            versions: (1, 1),
+            capabilities: vec![],
+            node_name: node(),
+            instance: InstanceId::new([instance; 16]),
+            software: "played".into(),
+            node_ip: String::new(),
+        };
+        writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+        Agent {
+            near,
+            far,
+            reader,
+            writer,
+        }
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.sessions.shutdown.stop().cancel();
+    }
+}
+
+/// An agent that the test plays.
+pub(crate) struct Agent {
+    /// The server's end.
+    pub(crate) near: Arc<Fake>,
+    /// The agent's end.
+    pub(crate) far: Arc<dyn Session>,
+    pub(crate) reader: ControlReader,
+    pub(crate) writer: ControlWriter,
+}
+
+impl Agent {
+    /// The next stream of the server, its header read.
+    pub(crate) async fn stream(&self) -> Stream {
+        let incoming = within(self.far.accept()).await.unwrap();
+        incoming.header(Instant::now() + PATIENCE).await.unwrap().1
+    }
+
+    /// The next message of the server.
+    pub(crate) async fn hears(&mut self) -> ControlMessage {
+        within(self.reader.receive()).await.unwrap().unwrap()
+    }
+
+    pub(crate) async fn says(&mut self, message: ControlMessage) {
+        self.writer.send(&message).await.unwrap();
+    }
+}
+
+pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
+    timeout(PATIENCE, future).await.expect("out of patience")
+}
