@@ -3,7 +3,7 @@
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint audit docs tools
+.PHONY: help demo test faults lint audit docs tools
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -15,6 +15,10 @@ demo: ## the guided tour; ARGS=--once checks each answer and exits
 
 test: tools ## all tests; those that need what this machine lacks are listed at the end
 	@tests/run.sh
+
+faults: ## the fault matrix with full clocks, about 11 minutes; ONLY=F06,F14 SEEDS=1 ARGS=--quick (ARGS=--help tells all)
+	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin faults
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/faults $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 lint: ## formatting, clippy, documentation, and what each crate may depend on
 	cargo fmt --all --check

@@ -5,6 +5,8 @@
 pub mod client;
 pub mod demo;
 pub mod eventually;
+pub mod faults;
+pub mod link;
 pub mod netns;
 pub mod process;
 pub mod reference;

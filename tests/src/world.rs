@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustls::RootCertStore;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_agent::config::{Config as AgentConfig, ServerAddress, Settings, TokenSource};
+use tunnel_agent::config::{
+    Config as AgentConfig, RawLimits as AgentRawLimits, ServerAddress, Settings, TokenSource,
+};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::JoinToken;
@@ -53,6 +55,7 @@ struct Server {
 #[derive(Debug)]
 pub struct Agent {
     shutdown: Shutdown,
+    meta: Option<SocketAddr>,
     running: AbortOnDropHandle<Result<()>>,
 }
 
@@ -101,6 +104,16 @@ impl World {
     /// When the text is no limits.
     #[must_use]
     pub fn limits(yaml: &str) -> Option<RawLimits> {
+        #[expect(clippy::expect_used, reason = "a literal of the test")]
+        Some(serde_saphyr::from_str(yaml).expect("limits"))
+    }
+
+    /// An agent's limits from YAML, for [`World::agent_config_with`].
+    ///
+    /// # Panics
+    /// When the text is no limits.
+    #[must_use]
+    pub fn agent_limits(yaml: &str) -> Option<AgentRawLimits> {
         #[expect(clippy::expect_used, reason = "a literal of the test")]
         Some(serde_saphyr::from_str(yaml).expect("limits"))
     }
@@ -212,7 +225,19 @@ impl World {
     /// # Errors
     /// The token cannot be made.
     pub fn agent_config(&self, node: &str) -> Result<AgentConfig> {
-        let settings = Settings {
+        self.agent_config_with(node, |_| {})
+    }
+
+    /// As [`World::agent_config`], with changed settings.
+    ///
+    /// # Errors
+    /// The settings contradict each other, or the token cannot be made.
+    pub fn agent_config_with(
+        &self,
+        node: &str,
+        change: impl FnOnce(&mut Settings),
+    ) -> Result<AgentConfig> {
+        let mut settings = Settings {
             server: vec![self.bound().agents.to_string()],
             node_name: Some(node.into()),
             node_ip: Some(Ipv4Addr::LOCALHOST.to_string()),
@@ -221,6 +246,7 @@ impl World {
             log_format: Some("text".into()),
             ..Settings::default()
         };
+        change(&mut settings);
         let mut config = AgentConfig::check(settings)?;
         config.token = Some(TokenSource::Given(self.token(node, &[])?));
         Ok(config)
@@ -327,8 +353,15 @@ impl Agent {
         let app = tunnel_agent::app::App::start(config).await?;
         Ok(Self {
             shutdown: app.shutdown().clone(),
+            meta: app.meta_addr(),
             running: spawn(app.run()),
         })
+    }
+
+    /// Its meta port, unless that is off.
+    #[must_use]
+    pub fn meta(&self) -> Option<SocketAddr> {
+        self.meta
     }
 
     /// Begins the drain without waiting for its end.

@@ -1,0 +1,114 @@
+//! A restart of the server under 200 agents: all of them are back soon, whichever transport they use.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tokio::task::JoinSet;
+use tunnel_agent::config::{Config, Settings, TransportChoice};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup, Signal};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::Agent;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hundred_agents_are_back_after_a_restart_over_quic() -> Result<()> {
+    // An idle agent finds out at its next keep-alive (5 s +- 20 %), by a stateless reset.
+    restarts(TransportChoice::Quic, Duration::from_secs(11)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hundred_agents_are_back_after_a_restart_over_h2() -> Result<()> {
+    restarts(TransportChoice::H2, Duration::from_secs(5)).await
+}
+
+async fn restarts(transport: TransportChoice, bound: Duration) -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let exporter = Exporter::start("all").await?;
+    let port = exporter.addr().port().to_string();
+    let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
+    let mut server = setup
+        .args(&ports)
+        .args(&["--drain-timeout", "1s"])
+        .start()
+        .await?;
+    let agents = start_agents(&server, scratch.path(), transport).await?;
+    eventually("all agents serve", Duration::from_secs(60), async || {
+        all_serve(&server, &port).await
+    })
+    .await;
+    for signal in [Signal::Term, Signal::Kill] {
+        let again = server.setup_for_restart();
+        server.process().signal(signal)?;
+        server.process().end(Duration::from_secs(10)).await?;
+        server = again.start().await?;
+        let back = Instant::now();
+        eventually("all agents serve again", bound, async || {
+            all_serve(&server, &port).await
+        })
+        .await;
+        let took = back.elapsed();
+        ensure!(took <= scaled(bound), "{signal:?}: {took:?}");
+        println!(
+            "{COUNT} agents over {transport:?}, {signal:?}: all serving {took:?} after the listener's return"
+        );
+    }
+    drop(agents);
+    Ok(())
+}
+
+async fn start_agents(
+    server: &Server,
+    dir: &Path,
+    transport: TransportChoice,
+) -> Result<Vec<Agent>> {
+    let mut agents = Vec::new();
+    for index in 0..COUNT {
+        let node = node(index);
+        let token = server.token(&node, None).await?;
+        let settings = Settings {
+            server: vec![server.address(Listener::Agents).to_string()],
+            node_ip: Some("127.0.0.1".into()),
+            data_dir: Some(dir.join(&node)),
+            node_name: Some(node),
+            token: Some(token.as_str().into()),
+            meta_listen: Some("off".into()),
+            ..Settings::default()
+        };
+        let mut config = Config::check(settings)?;
+        config.transport = transport;
+        agents.push(Agent::start(config).await?);
+    }
+    Ok(agents)
+}
+
+/// One request to each node, some at a time; an error names the first that fails.
+async fn all_serve(server: &Server, port: &str) -> Result<()> {
+    let door = server.address(Listener::Http);
+    let mut asked = JoinSet::new();
+    for worker in 0..AT_ONCE {
+        let port = port.to_owned();
+        asked.spawn(async move {
+            for index in (worker..COUNT).step_by(AT_ONCE) {
+                let node = node(index);
+                let get = RawRequest::get(&format!("{node}:{port}"), "/metrics");
+                let reply = request(door, &get).await.context(node.clone())?;
+                ensure!(reply.status == 200, "{node}: {}", reply.text());
+            }
+            Ok(())
+        });
+    }
+    while let Some(worker) = asked.join_next().await {
+        worker??;
+    }
+    Ok(())
+}
+
+fn node(index: usize) -> String {
+    format!("worker-{index}")
+}
+
+const COUNT: usize = 200;
+const AT_ONCE: usize = 8;

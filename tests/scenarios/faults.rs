@@ -1,0 +1,91 @@
+//! The fault matrix with short clocks: every row, on each transport it concerns, with three seeds. `make faults` runs the
+//! same cases with the clocks of the contract.
+
+use tokio_util::sync::CancellationToken;
+use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
+
+/// Runs at once, by case and seed: most wait, but the machine has other tests to run.
+const JOBS: usize = 4;
+
+/// Runs all cases of a row.
+async fn row(id: &str) {
+    let plan = Plan {
+        cases: CASES.iter().filter(|case| case.id == id).collect(),
+        seeds: vec![1, 2, 3],
+        clocks: Clocks::Short,
+        jobs: JOBS,
+    };
+    let done = run(&plan, &CancellationToken::new(), |_| {}).await;
+    assert!(
+        plan.runs() > 0 && done.len() == plan.runs(),
+        "runs are missing"
+    );
+    let table = Table::new(&plan, &done);
+    let misses = table.misses().join("\n");
+    assert!(misses.is_empty(), "{misses}\n\n{}", table.text());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f05_partition_of_a_second_is_only_a_pause() {
+    row("F05").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f06_partition_of_half_a_minute_is_told_to_new_requests_and_outlived_by_streams() {
+    row("F06").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f08_partition_one_way_is_noticed_at_both_ends() {
+    row("F08").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f09_half_open_tcp_is_noticed_at_both_ends() {
+    row("F09").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f10_without_udp_from_the_start_h2_serves() {
+    row("F10").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f11_h2_takes_over_from_quic_and_gives_back() {
+    row("F11").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f12_agent_finds_back_when_only_udp_is_healed() {
+    row("F12").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f13_transfers_survive_a_smaller_path() {
+    row("F13").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f14_bytes_are_right_whatever_the_path_does_to_packets() {
+    row("F14").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f15_another_port_of_a_nat_is_a_short_stall() {
+    row("F15").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f16_another_address_of_the_agent_is_followed() {
+    row("F16").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f32_flapping_link_leaves_nothing_behind() {
+    row("F32").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f35_stopped_process_goes_on_where_it_was() {
+    row("F35").await;
+}

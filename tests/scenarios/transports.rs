@@ -1,0 +1,179 @@
+//! Two transports, one behaviour: stopping and climbing lose no byte, also where packets are lost.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::task::JoinSet;
+use tunnel_agent::config::{Config, TransportChoice};
+use tunnel_proto::transport::TransportKind;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::link::{Impairment, Link, Way};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::{Agent, PATIENCE, World, server_address};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_that_stops_under_loss_loses_no_byte_100_times_over_quic() -> Result<()> {
+    in_parallel(|rounds| agent_stops(TransportChoice::Quic, rounds)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_that_stops_under_loss_loses_no_byte_100_times_over_h2() -> Result<()> {
+    in_parallel(|rounds| agent_stops(TransportChoice::H2, rounds)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_stops_under_loss_loses_no_byte_100_times_over_quic() -> Result<()> {
+    in_parallel(|rounds| server_stops(TransportChoice::Quic, rounds)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_stops_under_loss_loses_no_byte_100_times_over_h2() -> Result<()> {
+    in_parallel(|rounds| server_stops(TransportChoice::H2, rounds)).await
+}
+
+/// The climb from h2 to QUIC: answers that run over the old session end there, whole.
+#[tokio::test(flavor = "multi_thread")]
+async fn promotion_under_loss_loses_no_byte_100_times() -> Result<()> {
+    in_parallel(promotions).await
+}
+
+async fn agent_stops(transport: TransportChoice, rounds: Range<usize>) -> Result<()> {
+    let site = Site::start(rounds.start).await?;
+    for round in rounds {
+        let agent = site.agent(transport, |_| {}).await?;
+        let served = site.exporter.traffic().requests();
+        let (whole, ()) = tokio::join!(site.whole_answer(round), async {
+            // The target has taken the request; its answer is on its way.
+            while site.exporter.traffic().requests() == served {
+                tokio::task::yield_now().await;
+            }
+            agent.drain();
+        });
+        whole?;
+        agent.ended().await?;
+    }
+    Ok(())
+}
+
+async fn server_stops(transport: TransportChoice, rounds: Range<usize>) -> Result<()> {
+    let mut site = Site::start(rounds.start).await?;
+    let _agent = site.agent(transport, |_| {}).await?;
+    for round in rounds {
+        site.world.connected(NODE).await;
+        let served = site.exporter.traffic().requests();
+        let (whole, ()) = tokio::join!(site.whole_answer(round), async {
+            while site.exporter.traffic().requests() == served {
+                tokio::task::yield_now().await;
+            }
+            site.world.drain_server();
+        });
+        whole?;
+        site.world.restart_server().await?;
+    }
+    Ok(())
+}
+
+async fn promotions(rounds: Range<usize>) -> Result<()> {
+    let site = Site::start(rounds.start).await?;
+    for round in rounds {
+        site.link.set(Way::UDP, Impairment::black_hole());
+        let agent = site
+            .agent(TransportChoice::Auto, |config| {
+                config.limits.quic_head_start = Duration::from_millis(50);
+                config.limits.quic_probe_every = Duration::from_millis(200);
+                config.limits.handshake_timeout = Duration::from_secs(2);
+            })
+            .await?;
+        ensure!(site.transport()? == TransportKind::H2, "UDP is blocked");
+        site.link.set(Way::UDP, Impairment::lossy(LOSS));
+        // Answers without a pause, so that one is on its way when the agent climbs.
+        let climbed = eventually("the agent climbs to QUIC", PATIENCE, async || {
+            site.whole_answer(round).await?;
+            ensure!(site.transport()? == TransportKind::Quic, "still on h2");
+            Ok(())
+        });
+        climbed.await;
+        agent.stop().await?;
+    }
+    Ok(())
+}
+
+/// A server, a lossy way to it, and a target.
+struct Site {
+    world: World,
+    link: Link,
+    exporter: Exporter,
+}
+
+impl Site {
+    async fn start(seed: usize) -> Result<Self> {
+        let world = World::start().await?;
+        let link = Link::start(world.bound().agents, seed as u64)?;
+        link.set(Way::ALL, Impairment::lossy(LOSS));
+        let exporter = Exporter::start(NODE).await?;
+        Ok(Self {
+            world,
+            link,
+            exporter,
+        })
+    }
+
+    async fn agent(
+        &self,
+        transport: TransportChoice,
+        change: impl FnOnce(&mut Config),
+    ) -> Result<Agent> {
+        self.world
+            .agent_with(NODE, |config| {
+                config.servers = vec![server_address(self.link.addr())];
+                config.transport = transport;
+                change(config);
+            })
+            .await
+    }
+
+    /// The transport of the session that takes new streams.
+    fn transport(&self) -> Result<TransportKind> {
+        let sessions = self.world.registry().of_node(&NODE.parse()?);
+        let taking = sessions.iter().find(|session| !session.is_withdrawn());
+        Ok(taking.context("no session")?.session.transport())
+    }
+
+    async fn whole_answer(&self, round: usize) -> Result<()> {
+        let host = format!("{NODE}:{}", self.exporter.addr().port());
+        let get = RawRequest::get(&host, &format!("/size/{BYTES}?seed={round}"));
+        let reply = request(self.world.http(), &get).await?;
+        ensure!(reply.status == 200, "round {round}: {}", reply.text());
+        let told = reply.header("x-sha256").context("no digest")?;
+        ensure!(
+            told == reply.sha256(),
+            "round {round}: {} bytes",
+            reply.body.len()
+        );
+        Ok(())
+    }
+}
+
+/// All rounds, on a few sites at the same time.
+async fn in_parallel<Fut>(rounds: impl Fn(Range<usize>) -> Fut) -> Result<()>
+where
+    Fut: Future<Output = Result<()>> + Send + 'static,
+{
+    let share = ROUNDS / SITES;
+    let mut runs = JoinSet::new();
+    for site in 0..SITES {
+        runs.spawn(rounds(site * share..(site + 1) * share));
+    }
+    while let Some(run) = runs.join_next().await {
+        run??;
+    }
+    Ok(())
+}
+
+const NODE: &str = "worker-1";
+const LOSS: f64 = 0.01;
+const BYTES: usize = 256 * 1024;
+const ROUNDS: usize = 100;
+const SITES: usize = 10;

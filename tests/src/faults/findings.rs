@@ -1,0 +1,266 @@
+//! What a run found: measures, each against its bound.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::flow::FlowEnd;
+use crate::eventually::scaled;
+
+/// Everything that one run measured.
+#[derive(Debug, Clone, Default)]
+pub struct Findings {
+    /// In the order of the story.
+    pub measures: Vec<Measure>,
+    /// Bytes that were hashed at both ends.
+    pub hashed: u64,
+}
+
+/// One figure and what it may be.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measure {
+    /// What was measured.
+    pub what: String,
+    /// What it may be.
+    pub bound: Bound,
+    /// What it was.
+    pub value: Value,
+}
+
+/// What a figure may be. Times are for the reference machine.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Bound {
+    /// Not longer than that, times the machine's factor.
+    Within(Duration),
+    /// Not less than that share.
+    AtLeast(f64),
+    /// Not more than that.
+    AtMost(u64),
+    /// The last not more than that many times the first.
+    Growth(f64),
+    /// It has to be so.
+    Holds,
+    /// Told for information only.
+    Nothing,
+}
+
+/// A figure.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// It took that long.
+    Took(Duration),
+    /// It had not happened after that long.
+    NotAfter(Duration),
+    /// One figure as a share of another.
+    Share(f64),
+    /// A number of things.
+    Count(u64),
+    /// A number of things at the beginning and at the end.
+    Change(u64, u64),
+    /// It is so.
+    Yes,
+    /// It is not so; why.
+    No(String),
+}
+
+/// What a figure means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verdict {
+    /// There was no bound.
+    Told,
+    /// Within the bound.
+    Pass,
+    /// Within the bound as it is on this machine, and not within that of the reference machine.
+    Stretched,
+    /// Not.
+    Miss,
+}
+
+impl Findings {
+    /// Adds what took until something happened, or for how long it was waited for in vain.
+    pub(super) fn within(
+        &mut self,
+        what: impl Into<String>,
+        bound: Duration,
+        measured: Result<Duration, Duration>,
+    ) {
+        self.push(what, Bound::Within(bound), took(measured));
+    }
+
+    /// Adds a time that has no bound.
+    pub(super) fn told(&mut self, what: impl Into<String>, measured: Result<Duration, Duration>) {
+        self.push(what, Bound::Nothing, took(measured));
+    }
+
+    /// Adds a share that may not be less than `least`.
+    pub(super) fn at_least(&mut self, what: impl Into<String>, least: f64, share: f64) {
+        self.push(what, Bound::AtLeast(least), Value::Share(share));
+    }
+
+    /// Adds a number that may not be more than `most`.
+    pub(super) fn at_most(&mut self, what: impl Into<String>, most: u64, count: u64) {
+        self.push(what, Bound::AtMost(most), Value::Count(count));
+    }
+
+    /// Adds a number that has no bound.
+    pub(super) fn told_count(&mut self, what: impl Into<String>, count: u64) {
+        self.push(what, Bound::Nothing, Value::Count(count));
+    }
+
+    /// Adds a number at the beginning and at the end, which may be `factor` times as much.
+    pub(super) fn growth(&mut self, what: impl Into<String>, factor: f64, change: (u64, u64)) {
+        let value = Value::Change(change.0, change.1);
+        self.push(what, Bound::Growth(factor), value);
+    }
+
+    /// Adds something that has to be so; `or` says what it was otherwise.
+    pub(super) fn holds(
+        &mut self,
+        what: impl Into<String>,
+        is_so: bool,
+        or: impl FnOnce() -> String,
+    ) {
+        let value = if is_so { Value::Yes } else { Value::No(or()) };
+        self.push(what, Bound::Holds, value);
+    }
+
+    /// Adds streams that have to have arrived whole and equal.
+    pub(super) fn equal<'a>(
+        &mut self,
+        what: impl Into<String>,
+        ends: impl IntoIterator<Item = &'a FlowEnd>,
+    ) {
+        self.streams(what, ends, FlowEnd::unequal);
+    }
+
+    /// Adds streams that have to have arrived whole and equal, or to have been cut for both ends to see.
+    pub(super) fn equal_or_told<'a>(
+        &mut self,
+        what: impl Into<String>,
+        ends: impl IntoIterator<Item = &'a FlowEnd>,
+    ) {
+        self.streams(what, ends, FlowEnd::untold);
+    }
+
+    fn streams<'a>(
+        &mut self,
+        what: impl Into<String>,
+        ends: impl IntoIterator<Item = &'a FlowEnd>,
+        wrong: impl Fn(&FlowEnd) -> Option<String>,
+    ) {
+        let mut wrongs = Vec::new();
+        for end in ends {
+            self.hashed += end.hashed();
+            wrongs.extend(wrong(end));
+        }
+        self.holds(what, wrongs.is_empty(), || wrongs.join("; "));
+    }
+
+    fn push(&mut self, what: impl Into<String>, bound: Bound, value: Value) {
+        let what = what.into();
+        self.measures.push(Measure { what, bound, value });
+    }
+}
+
+impl Measure {
+    /// Whether the figure is within its bound, on this machine.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        let is_good = match (self.bound, &self.value) {
+            (Bound::Nothing, _) => return Verdict::Told,
+            (Bound::Within(bound), Value::Took(took)) if *took > bound => {
+                return if *took <= scaled(bound) {
+                    Verdict::Stretched
+                } else {
+                    Verdict::Miss
+                };
+            }
+            (Bound::Within(_), Value::Took(_)) => true,
+            (Bound::AtLeast(least), Value::Share(share)) => *share >= least,
+            (Bound::AtMost(most), Value::Count(count)) => *count <= most,
+            #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+            (Bound::Growth(factor), Value::Change(first, last)) => {
+                *last as f64 <= *first as f64 * factor
+            }
+            (Bound::Holds, value) => *value == Value::Yes,
+            (Bound::Within(_) | Bound::AtLeast(_) | Bound::AtMost(_) | Bound::Growth(_), _) => {
+                false
+            }
+        };
+        if is_good {
+            Verdict::Pass
+        } else {
+            Verdict::Miss
+        }
+    }
+}
+
+impl Bound {
+    /// The bound as it is on this machine; empty where the machine does not matter.
+    #[must_use]
+    pub fn scaled_text(&self) -> String {
+        match self {
+            Self::Within(bound) => format!("<= {}", seconds(scaled(*bound))),
+            Self::AtLeast(_) | Self::AtMost(_) | Self::Growth(_) | Self::Holds | Self::Nothing => {
+                String::new()
+            }
+        }
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Within(bound) => write!(f, "<= {}", seconds(*bound)),
+            Self::AtLeast(least) => write!(f, ">= {:.0} %", least * 100.0),
+            Self::AtMost(most) => write!(f, "<= {most}"),
+            Self::Growth(factor) if *factor <= 1.0 => f.write_str("no growth"),
+            Self::Growth(factor) => write!(f, "<= +{:.0} %", (factor - 1.0) * 100.0),
+            Self::Holds => f.write_str("yes"),
+            Self::Nothing => f.write_str("-"),
+        }
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Took(took) => f.write_str(&seconds(*took)),
+            Self::NotAfter(waited) => write!(f, "not in {}", seconds(*waited)),
+            Self::Share(share) => write!(f, "{:.0} %", share * 100.0),
+            Self::Count(count) => count.fmt(f),
+            Self::Change(first, last) => write!(f, "{first} -> {last}"),
+            Self::Yes => f.write_str("yes"),
+            Self::No(_) => f.write_str("NO"),
+        }
+    }
+}
+
+fn took(measured: Result<Duration, Duration>) -> Value {
+    measured.map_or_else(Value::NotAfter, Value::Took)
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.2} s", time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_never_happened_is_a_miss_and_information_never_is() {
+        let mut found = Findings::default();
+        let second = Duration::from_secs(1);
+        found.within("served", second, Err(second / 2));
+        found.within("served", second, Ok(second / 2));
+        found.at_least("share", 0.5, 0.49);
+        found.at_most("failed", 0, 0);
+        found.holds("same", false, || "1 -> 2".into());
+        found.told("quiet", Err(second));
+        let verdicts: Vec<_> = found.measures.iter().map(Measure::verdict).collect();
+        use Verdict::{Miss, Pass, Told};
+        assert_eq!(verdicts, [Miss, Pass, Miss, Pass, Miss, Told]);
+        assert_eq!(found.measures[0].value.to_string(), "not in 0.50 s");
+        assert_eq!(found.measures[2].bound.to_string(), ">= 50 %");
+    }
+}

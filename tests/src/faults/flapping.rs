@@ -1,0 +1,250 @@
+//! F32: a link that is up for 3 s and down for 3 s, for 10 minutes. With the two binaries as processes, so that what each
+//! holds can be counted.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result};
+use tokio::time::{Instant, interval, sleep, sleep_until};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::findings::Findings;
+use super::reach::{Asked, Asker, Fate};
+use super::stack::{Holds, Stack};
+use super::{Run, spawn};
+use crate::eventually::scaled;
+use crate::link::{Script, Way};
+
+/// Up and down, with requests while it is up and a stream through it all.
+pub(super) async fn flapping(run: Run) -> Result<Findings> {
+    let clocks = run.clocks;
+    let mut found = Findings::default();
+    let mut stack = Stack::up(run).await?;
+    let half = clocks.time(HALF);
+    // Not divided by ten: a tenth of the times would show little of what grows.
+    let length = clocks.pick(LENGTH, LENGTH_SHORT);
+    let pipe = stack.reach.talk().await?;
+    let rewrites = Rewrites::watch(stack.known_nodes());
+    let logged = lines(&mut stack);
+    let mut samples = Vec::new();
+    let mut ups = Ups::default();
+    let times = u32::try_from(length.as_millis() / (half * 2).as_millis())?;
+    let began = Instant::now();
+    stack
+        .link
+        .run(Script::flapping(Way::ALL, half, half, times));
+    for round in 0..times {
+        let up = began + half * 2 * round;
+        sleep_until(up).await;
+        ups.spend(&stack.reach.asker, up, up + half).await;
+        samples.push((began.elapsed(), Sample::take(&mut stack).await?));
+    }
+    sleep_until(began + half * 2 * times).await;
+    let now = lines(&mut stack);
+    ups.conclude(&mut found);
+    grown(&samples, length, &mut found);
+    let most = length.as_secs().div_ceil(10);
+    found.at_most("rewrites of the known nodes", most, rewrites.count());
+    found.at_most(
+        "server's log lines, but access records",
+        most,
+        now[0] - logged[0],
+    );
+    found.at_most("agent's log lines", most, now[1] - logged[1]);
+    let made = stack
+        .server_metric("tunnel_server_handshakes_total")
+        .await?;
+    found.told_count("sessions made, all in all", whole(made));
+    let ends = pipe.finish(scaled(FINISH)).await;
+    found.equal_or_told("stream through it all: bytes equal, or the cut told", &ends);
+    stack.reach.asker.ready().await?;
+    stack.reach.conclude(&mut found);
+    Ok(found)
+}
+
+/// The times in which the link was up.
+#[derive(Default)]
+struct Ups {
+    all: u64,
+    served: u64,
+    slowest: Duration,
+    inside: u64,
+    failed: Vec<String>,
+    /// Requests that were not done when the link went down.
+    overtaken: u64,
+}
+
+impl Ups {
+    /// Waits until the node serves; from then on every request has to be.
+    async fn spend(&mut self, asker: &Asker, up: Instant, down: Instant) {
+        self.all += 1;
+        let last = down - (down - up) / 5;
+        let Ok(served) = asker.serving(up, last - up).await else {
+            return;
+        };
+        self.served += 1;
+        self.slowest = self.slowest.max(served);
+        let mut ticks = interval(ASK_EVERY);
+        loop {
+            ticks.tick().await;
+            if Instant::now() >= last {
+                return;
+            }
+            let Asked { fate, took } = asker.ask(down - up).await;
+            if Instant::now() >= down {
+                self.overtaken += 1;
+                return;
+            }
+            self.inside += 1;
+            if fate != Fate::Served {
+                self.failed.push(format!("{fate} after {took:?}"));
+            }
+        }
+    }
+
+    fn conclude(&self, found: &mut Findings) {
+        found.told_count("times the link was up", self.all);
+        found.told_count("of these with a request served", self.served);
+        found.told("slowest first answer in these", Ok(self.slowest));
+        found.told_count("requests after the first answer", self.inside);
+        found.holds(
+            "all of them served",
+            self.inside > 0 && self.failed.is_empty(),
+            || {
+                let shown: Vec<_> = self.failed.iter().take(SHOWN).cloned().collect();
+                let (failed, inside) = (self.failed.len(), self.inside);
+                format!("{failed} of {inside} not: {}", shown.join(", "))
+            },
+        );
+        found.told_count("further ones, overtaken by the next down", self.overtaken);
+    }
+}
+
+/// What both processes hold at one moment at which nobody asks for anything.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    sessions: u64,
+    streams: u64,
+    server: Holds,
+    agent: Holds,
+}
+
+impl Sample {
+    async fn take(stack: &mut Stack) -> Result<Self> {
+        let agent = stack.agent.id().context("the agent has ended")?;
+        let server = stack.server.process().id();
+        Ok(Self {
+            sessions: whole(stack.server_metric("tunnel_server_agents").await?),
+            streams: whole(stack.server_metric("tunnel_server_streams_open").await?),
+            server: Holds::of(server.context("the server has ended")?)?,
+            agent: Holds::of(agent)?,
+        })
+    }
+}
+
+/// Compares the most of the beginning with the most of the end.
+fn grown(samples: &[(Duration, Sample)], length: Duration, found: &mut Findings) {
+    let part = (length / PARTS).max(PART_LEAST);
+    let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
+        let most = |within: &dyn Fn(Duration) -> bool| {
+            let samples = samples.iter().filter(|(at, _)| within(*at));
+            samples.map(|(_, sample)| of(sample)).max().unwrap_or(0)
+        };
+        let first = most(&|at| at < part);
+        let last = most(&|at| at + part >= length);
+        found.growth(what, factor, (first, last));
+    };
+    compare("sessions, first and last minute", 1.0, |sample| {
+        sample.sessions
+    });
+    compare("streams", 1.0, |sample| sample.streams);
+    compare("server's descriptors", 1.0, |sample| {
+        sample.server.descriptors
+    });
+    compare("agent's descriptors", 1.0, |sample| {
+        sample.agent.descriptors
+    });
+    compare("server's threads", 1.0, |sample| sample.server.threads);
+    compare("agent's threads", 1.0, |sample| sample.agent.threads);
+    compare("server's memory, KiB", MEMORY_NOISE, |sample| {
+        sample.server.memory_kib
+    });
+    compare("agent's memory, KiB", MEMORY_NOISE, |sample| {
+        sample.agent.memory_kib
+    });
+}
+
+/// How often a file was replaced.
+struct Rewrites {
+    seen: Arc<AtomicU64>,
+    _watching: AbortOnDropHandle<()>,
+}
+
+impl Rewrites {
+    fn watch(file: PathBuf) -> Self {
+        let seen: Arc<AtomicU64> = Arc::default();
+        let counted = seen.clone();
+        let watching = spawn(async move {
+            let mut last = changed(&file);
+            loop {
+                sleep(LOOK_EVERY).await;
+                let now = changed(&file);
+                if now != last {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    last = now;
+                }
+            }
+        });
+        Self {
+            seen,
+            _watching: watching,
+        }
+    }
+
+    fn count(&self) -> u64 {
+        self.seen.load(Ordering::Relaxed)
+    }
+}
+
+fn changed(file: &Path) -> Option<SystemTime> {
+    fs::metadata(file).ok()?.modified().ok()
+}
+
+/// Lines of the server's log without access records, and of the agent's.
+fn lines(stack: &mut Stack) -> [u64; 2] {
+    let count = |lines: Vec<String>| {
+        let lines = lines.iter();
+        let others = lines.filter(|line| !line.contains(r#""message":"access""#));
+        others.count() as u64
+    };
+    let server = stack.server.process().log().lines();
+    [count(server), count(stack.agent.log().lines())]
+}
+
+/// A counter as metrics show it.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a count, far below 2^52"
+)]
+fn whole(count: f64) -> u64 {
+    count as u64
+}
+
+const HALF: Duration = Duration::from_secs(3);
+const LENGTH: Duration = Duration::from_secs(600);
+const LENGTH_SHORT: Duration = Duration::from_secs(20);
+/// The first and the last tenth are compared: minutes, with full clocks.
+const PARTS: u32 = 10;
+const PART_LEAST: Duration = Duration::from_secs(5);
+/// What an allocator keeps varies.
+const MEMORY_NOISE: f64 = 1.1;
+const ASK_EVERY: Duration = Duration::from_millis(50);
+/// Longer than a file system's grain of time.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+const SHOWN: usize = 5;
+/// For what is left of a stream after the last time the link was down.
+const FINISH: Duration = Duration::from_secs(60);

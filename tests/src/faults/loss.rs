@@ -1,0 +1,95 @@
+//! F14: packets are lost, overtaken, doubled or spoilt.
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::findings::Findings;
+use super::flow::Load;
+use super::pipe::Loads;
+use super::plain;
+use super::site::Site;
+use super::{Carrier, Run};
+use crate::eventually::scaled;
+use crate::link::Impairment;
+
+/// What the path does to packets.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Spoil {
+    /// Loses that share, each way.
+    Lose(f64),
+    /// Holds a quarter of them back.
+    Reorder,
+    /// Sends a tenth of them twice.
+    Duplicate,
+    /// Flips a bit in a hundredth of them.
+    Corrupt,
+}
+
+/// A transfer of the same size in both directions at once.
+pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
+    let mut found = Findings::default();
+    let amount = run.clocks.pick(AMOUNT_FULL, AMOUNT_SHORT);
+    let path = spoil.path();
+    let site = Site::up_over(run, path.clone()).await?;
+    let before = site.ids();
+    let pipe = site.reach.pipe(Loads::both(Load::Exactly(amount))).await?;
+    let ends = pipe.finish(scaled(FINISH)).await;
+    found.equal_or_told("bytes equal, or the cut told", &ends);
+    let after = site.ids();
+    found.holds("session survives", before == after, || {
+        format!("sessions {before:?}, then {after:?}")
+    });
+    site.reach.asker.served().await?;
+    site.reach.conclude(&mut found);
+    drop(site);
+    let whole = ends.iter().all(|end| end.hashed() == amount);
+    found.holds("transfer completes", whole, || {
+        let ends: Vec<_> = ends.iter().map(ToString::to_string).collect();
+        ends.join("; ")
+    });
+    let took = ends.map(|end| end.took);
+    found.told("transfer took", Ok(took[0].max(took[1])));
+    if spoil == Spoil::Lose(COMPARED) && run.carrier == Carrier::Quic {
+        let plain = plain::transfer(path, run.seed, amount, scaled(FINISH)).await?;
+        found.equal("plain quinn's bytes equal", &plain);
+        for (direction, ours, theirs) in [
+            ("edge", took[0], plain[0].took),
+            ("cloud", took[1], plain[1].took),
+        ] {
+            let share = theirs.as_secs_f64() / ours.as_secs_f64();
+            found.at_least(
+                format!("goodput to the {direction}, of plain quinn's"),
+                LEAST,
+                share,
+            );
+        }
+    }
+    Ok(found)
+}
+
+impl Spoil {
+    fn path(self) -> Impairment {
+        let path = Impairment::limited(RATE).with_delay(DELAY);
+        match self {
+            Self::Lose(share) => path.with_loss(share),
+            Self::Reorder => path.with_reorder(0.25, OVERTAKEN_BY),
+            Self::Duplicate => path.with_duplicate(0.1),
+            Self::Corrupt => path.with_corrupt(0.01),
+        }
+    }
+}
+
+/// The loss at which the contract compares with plain quinn.
+pub(super) const COMPARED: f64 = 0.05;
+/// The share of plain quinn's goodput that has to be there.
+const LEAST: f64 = 0.6;
+/// Slow enough that the machine is no part of the figure.
+const RATE: u64 = 4_000_000;
+const DELAY: Duration = Duration::from_millis(10);
+/// Longer than the gap between packets of a busy sender, shorter than the timeout of its loss detection.
+const OVERTAKEN_BY: Duration = Duration::from_millis(10);
+const AMOUNT_FULL: u64 = 16 << 20;
+const AMOUNT_SHORT: u64 = 2 << 20;
+/// At a hundredth of the rate.
+const FINISH: Duration = Duration::from_secs(120);

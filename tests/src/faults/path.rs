@@ -1,0 +1,175 @@
+//! F15, F16: the agent comes from another port, or from another address.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::time::{Instant, sleep};
+
+use super::findings::Findings;
+use super::flow::Load;
+use super::pipe::{Loads, Pipe};
+use super::reach::NODE;
+use super::site::Site;
+use super::watch::{node_status, until};
+use super::{Carrier, Run};
+use crate::eventually::scaled;
+
+/// What happens to the path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shift {
+    /// F15: a NAT forgets the agent's port.
+    Port,
+    /// F16: the agent has another address.
+    Address,
+}
+
+/// F15 and F16 on either transport.
+pub(super) async fn shifted(run: Run, shift: Shift) -> Result<Findings> {
+    let site = Site::up(run).await?;
+    match run.carrier {
+        Carrier::Quic | Carrier::Auto => over_quic(run, shift, &site).await,
+        Carrier::H2 => over_tcp(run, shift, &site).await,
+    }
+}
+
+/// The session goes on.
+async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
+    let mut found = Findings::default();
+    let pipe = site.reach.talk().await?;
+    let before = site.ids();
+    let mut worst = Duration::ZERO;
+    for round in 0..ROUNDS {
+        pipe.forget_stalls();
+        let address = shift.happen(site, run.seed, round);
+        settle(&pipe).await;
+        worst = worst.max(pipe.stall());
+        if let Some(address) = address {
+            shown(site, address, &mut found).await;
+        }
+    }
+    let bound = run.clocks.bound(STALL);
+    found.within(
+        "stall of a stream with data from the agent",
+        bound,
+        Ok(worst),
+    );
+    found.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+    let quiet = Loads {
+        to_edge: Load::Paced,
+        to_cloud: Load::Quiet,
+    };
+    let pipe = site.reach.pipe(quiet).await?;
+    until_received(&pipe).await?;
+    pipe.to_edge.mark();
+    shift.happen(site, run.seed, ROUNDS);
+    let resumed = until(Instant::now(), scaled(GIVE_UP), async || {
+        pipe.to_edge.resumed().is_some() || pipe.has_ended()
+    });
+    let resumed = resumed.await.and(pipe.to_edge.resumed().ok_or(GIVE_UP));
+    found.told("stall when the agent has nothing to say", resumed);
+    let ends = pipe.finish(scaled(FINISH)).await;
+    found.equal("that stream's bytes equal", &ends);
+    let after = site.ids();
+    found.holds("same session before and after", before == after, || {
+        format!("sessions {before:?}, then {after:?}")
+    });
+    site.reach.asker.served().await?;
+    site.reach.conclude(&mut found);
+    Ok(found)
+}
+
+/// The connection is lost, and another one made.
+async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
+    let mut found = Findings::default();
+    let pipe = site.reach.talk().await?;
+    let before = site.ids();
+    let address = shift.happen(site, run.seed, 0);
+    let began = Instant::now();
+    site.link.reset_tcp();
+    // The server may not have seen the reset when the first request comes: a new session is what is waited for.
+    let renewed = async || site.ids().iter().any(|id| !before.contains(id));
+    let served = match until(began, scaled(GIVE_UP), renewed).await {
+        Ok(_) => site.reach.asker.serving(began, scaled(GIVE_UP)).await,
+        Err(waited) => Err(waited),
+    };
+    let bound = run.clocks.connect_bound(Duration::from_secs(3));
+    found.within("reconnected and served", bound, served);
+    if let Some(address) = address {
+        shown(site, address, &mut found).await;
+    }
+    let ends = pipe.finish(scaled(FINISH)).await;
+    found.equal_or_told("stream's bytes equal, or the cut told", &ends);
+    let pipe = site.reach.talk().await.context("after the reset")?;
+    found.equal(
+        "next stream's bytes equal",
+        &pipe.finish(scaled(FINISH)).await,
+    );
+    site.reach.conclude(&mut found);
+    Ok(found)
+}
+
+impl Shift {
+    /// The new address, if it is another one.
+    fn happen(self, site: &Site, seed: u64, round: u8) -> Option<IpAddr> {
+        match self {
+            Self::Port => {
+                site.link.rebind();
+                None
+            }
+            Self::Address => {
+                let last = u8::try_from(seed % 50).unwrap_or(0) * 4 + round + 2;
+                let address = IpAddr::from(Ipv4Addr::new(127, 0, 0, last));
+                site.link.move_to(address);
+                Some(address)
+            }
+        }
+    }
+}
+
+/// `/nodes` tells the new address, of the same node.
+async fn shown(site: &Site, address: IpAddr, found: &mut Findings) {
+    let meta = site.world.bound().meta;
+    let told = async || match node_status(meta, NODE).await {
+        Ok(node) => node["address"].as_str().unwrap_or("nothing").to_owned(),
+        Err(error) => error.to_string(),
+    };
+    let shows = async || {
+        let shown: Option<SocketAddr> = told().await.parse().ok();
+        shown.is_some_and(|shown| shown.ip() == address)
+    };
+    let shown = until(Instant::now(), scaled(SHOWN), shows).await;
+    let last = told().await;
+    found.holds(
+        format!("nodes shows {NODE} at its new address"),
+        shown.is_ok(),
+        || format!("{last}, not {address}"),
+    );
+}
+
+/// Waits as long as it takes for what was lost to be sent again.
+async fn settle(pipe: &Pipe) {
+    pipe.mark();
+    let _resumed = pipe.resumed(scaled(GIVE_UP)).await;
+    sleep(BETWEEN).await;
+}
+
+async fn until_received(pipe: &Pipe) -> Result<()> {
+    let runs = until(Instant::now(), scaled(GIVE_UP), async || {
+        pipe.to_edge.received() > 0
+    });
+    runs.await
+        .map(drop)
+        .map_err(|waited| anyhow::anyhow!("nothing came in {waited:?}"))
+}
+
+const ROUNDS: u8 = 3;
+const STALL: Duration = Duration::from_secs(1);
+/// Longer than a stall that is within its bound.
+const BETWEEN: Duration = Duration::from_millis(1500);
+/// For `/nodes`, which reads the session as it is.
+const SHOWN: Duration = Duration::from_secs(2);
+/// When what is measured has missed any bound by far.
+const GIVE_UP: Duration = Duration::from_secs(30);
+/// For what is left of a stream that runs.
+const FINISH: Duration = Duration::from_secs(15);

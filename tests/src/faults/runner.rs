@@ -1,0 +1,192 @@
+//! Runs cases with several seeds, many at once: most of them wait.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::findings::{Findings, Measure, Verdict};
+use super::{Case, Clocks, Run, Weight};
+use crate::eventually::scaled;
+
+/// What is to be run.
+#[derive(Debug)]
+pub struct Plan {
+    /// The cases.
+    pub cases: Vec<&'static Case>,
+    /// Each case is run once with each of these.
+    pub seeds: Vec<u64>,
+    /// The clocks of all runs.
+    pub clocks: Clocks,
+    /// Runs at once, besides those that idle.
+    pub jobs: usize,
+}
+
+/// A run that has ended.
+#[derive(Debug)]
+pub struct Done {
+    /// What was run.
+    pub case: &'static Case,
+    /// With which seed.
+    pub seed: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// What it found, or why it could not be measured.
+    pub findings: Result<Findings, String>,
+}
+
+/// What happens during [`run`].
+#[derive(Debug)]
+pub enum News<'a> {
+    /// A run has begun.
+    Began(&'static Case, u64),
+    /// A run has ended.
+    Ended(&'a Done),
+}
+
+impl Plan {
+    /// Number of runs.
+    #[must_use]
+    pub fn runs(&self) -> usize {
+        self.cases.len() * self.seeds.len()
+    }
+
+    /// All runs, those first that take longest.
+    fn order(&self) -> Vec<(&'static Case, u64)> {
+        let seeds = self.seeds.iter();
+        let mut runs: Vec<_> = seeds
+            .flat_map(|seed| self.cases.iter().map(|case| (*case, *seed)))
+            .collect();
+        runs.sort_by_key(|(case, _)| (case.weight != Weight::Idles, std::cmp::Reverse(case.about)));
+        runs
+    }
+}
+
+impl Done {
+    /// The worst of its measures; a run without is a miss.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        let Ok(findings) = &self.findings else {
+            return Verdict::Miss;
+        };
+        let verdicts = findings.measures.iter().map(Measure::verdict);
+        verdicts.max().unwrap_or(Verdict::Miss)
+    }
+}
+
+/// Runs all of it and returns what was done; when `stop` is cancelled, what was done up to then.
+pub async fn run(
+    plan: &Plan,
+    stop: &CancellationToken,
+    mut tell: impl FnMut(News<'_>),
+) -> Vec<Done> {
+    let places = Arc::new(Places {
+        all: Semaphore::new(plan.jobs),
+        works: Semaphore::new(WORKERS.min(plan.jobs)),
+    });
+    let (begin, mut begun) = mpsc::channel(plan.runs().max(1));
+    let mut runs = JoinSet::new();
+    for (case, seed) in plan.order() {
+        let (places, begin, clocks) = (places.clone(), begin.clone(), plan.clocks);
+        runs.spawn(async move {
+            let _place = places.take(case.weight).await;
+            // The receiver is gone only when nobody listens any more.
+            let _nobody_listens = begin.send((case, seed)).await;
+            one(case, seed, clocks).await
+        });
+    }
+    drop(begin);
+    let mut done = Vec::new();
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => {
+                runs.shutdown().await;
+                return done;
+            }
+            Some((case, seed)) = begun.recv() => tell(News::Began(case, seed)),
+            joined = runs.join_next() => match joined {
+                None => return done,
+                Some(Ok(one)) => {
+                    tell(News::Ended(&one));
+                    done.push(one);
+                }
+                // `one` catches what its run does; this is the runner's own panic.
+                Some(Err(_)) => {}
+            },
+        }
+    }
+}
+
+async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> Done {
+    let began = Instant::now();
+    let limit = scaled(case.about * 3 + LIMIT_LEAST);
+    let mut running = JoinSet::new();
+    running.spawn((case.run)(Run {
+        seed,
+        clocks,
+        carrier: case.carrier,
+    }));
+    let findings = match timeout(limit, running.join_next()).await {
+        Ok(Some(Ok(Ok(findings)))) => Ok(findings),
+        Ok(Some(Ok(Err(error)))) => Err(format!("{error:#}")),
+        Ok(Some(Err(panicked))) => Err(panic_text(panicked)),
+        Ok(None) => Err("did not run".to_owned()),
+        Err(_elapsed) => Err(format!("not done after {limit:?}")),
+    };
+    // Dropping the set ends the run's tasks at their next step, which is not yet the end of its processes.
+    running.shutdown().await;
+    Done {
+        case,
+        seed,
+        took: began.elapsed(),
+        findings,
+    }
+}
+
+fn panic_text(panicked: tokio::task::JoinError) -> String {
+    match panicked.try_into_panic() {
+        Ok(payload) => {
+            let text = payload.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| {
+                payload
+                    .downcast_ref::<&str>()
+                    .map(|text| (*text).to_owned())
+            });
+            format!("panicked: {}", text.unwrap_or_default())
+        }
+        Err(error) => error.to_string(),
+    }
+}
+
+/// What runs share.
+struct Places {
+    all: Semaphore,
+    works: Semaphore,
+}
+
+impl Places {
+    /// Both are fair, so that runs begin in their order.
+    async fn take(&self, weight: Weight) -> Vec<tokio::sync::SemaphorePermit<'_>> {
+        let wanted = match weight {
+            Weight::Idles => &[][..],
+            Weight::Waits => &[&self.all],
+            Weight::Works => &[&self.works, &self.all],
+        };
+        let mut places = Vec::new();
+        for semaphore in wanted {
+            // They are never closed.
+            places.extend(semaphore.acquire().await.ok());
+        }
+        places
+    }
+}
+
+/// Transfers that measure how fast they are leave the machine to each other.
+const WORKERS: usize = 2;
+/// A run is not given up sooner.
+const LIMIT_LEAST: Duration = Duration::from_secs(120);

@@ -1,0 +1,220 @@
+//! A server and an agent in this process with a link between them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::time::Instant;
+use tunnel_proto::transport::TransportKind;
+use tunnel_proto::wire::name::SessionId;
+use tunnel_server::config::RawService;
+use tunnel_server::registry::AgentSession;
+
+use super::reach::{NODE, Reach, Targets};
+use super::watch::{metric, until};
+use super::{Carrier, Run};
+use crate::eventually::scaled;
+use crate::link::{Impairment, Link, Way};
+use crate::world::{Agent, World};
+
+/// A tunnel with a bad network in its middle.
+pub(super) struct Site {
+    pub(super) link: Link,
+    pub(super) reach: Reach,
+    /// Before the world in the order of drops: it ends before the server does.
+    agent: Option<Agent>,
+    pub(super) world: World,
+    run: Run,
+}
+
+impl Site {
+    /// All parts but the agent.
+    ///
+    /// # Errors
+    /// A part does not start.
+    pub(super) async fn prepare(run: Run) -> Result<Self> {
+        let targets = Targets::start().await?;
+        let port = targets.raw.local_addr()?.port();
+        let world = World::start_with(|settings| {
+            settings.services = vec![RawService {
+                name: "raw".into(),
+                listen: "127.0.0.1:0".into(),
+                node: NODE.into(),
+                target: port.to_string(),
+                protocol: None,
+            }];
+            settings.limits = World::limits(run.clocks.server_limits());
+        })
+        .await?;
+        let door = world.bound().http.context("no plain door")?;
+        let (_, service) = world.bound().services.first().context("no service")?;
+        let reach = Reach::new(door, *service, targets, run.seed);
+        Ok(Self {
+            link: Link::start(world.bound().agents, run.seed)?,
+            reach,
+            agent: None,
+            world,
+            run,
+        })
+    }
+
+    /// All parts, and requests are served.
+    ///
+    /// # Errors
+    /// They are not.
+    pub(super) async fn up(run: Run) -> Result<Self> {
+        Self::up_over(run, Impairment::default()).await
+    }
+
+    /// As [`Site::up`], over such a path from the start: BBR keeps the shortest round trip that it has seen for 10 s.
+    ///
+    /// # Errors
+    /// They are not.
+    pub(super) async fn up_over(run: Run, path: Impairment) -> Result<Self> {
+        let mut site = Self::prepare(run).await?;
+        site.link.set(Way::ALL, path);
+        site.start_agent().await?;
+        site.ready().await?;
+        Ok(site)
+    }
+
+    /// Waits until requests are served, and those that showed it are over at both ends.
+    ///
+    /// # Errors
+    /// That does not come.
+    pub(super) async fn ready(&self) -> Result<()> {
+        self.reach.asker.ready().await?;
+        let is_idle = async || {
+            let sessions = self.sessions();
+            let mut healths = sessions.iter().map(|session| session.session.health());
+            let agents = self.agent_metric("tunnel_agent_streams_open").await;
+            healths.all(|health| health.streams == 0) && agents.is_ok_and(|open| open == 0.0)
+        };
+        let idle = until(Instant::now(), scaled(IDLE), is_idle).await;
+        idle.map(drop)
+            .map_err(|waited| anyhow::anyhow!("streams are open after {waited:?}"))
+    }
+
+    /// Starts the agent, which dials the link.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub(super) async fn start_agent(&mut self) -> Result<()> {
+        self.start_agent_towards(self.link.addr()).await
+    }
+
+    /// Starts the agent with another way to the server.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub(super) async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
+        let Run {
+            clocks, carrier, ..
+        } = self.run;
+        let config = self.world.agent_config_with(NODE, |settings| {
+            settings.server = vec![server.to_string()];
+            settings.transport = Some(carrier.setting().into());
+            settings.limits = World::agent_limits(clocks.agent_limits());
+            settings.meta_listen = Some("127.0.0.1:0".into());
+        })?;
+        self.agent = Some(Agent::start(config).await?);
+        Ok(())
+    }
+
+    /// The server's sessions with the agent, newest first.
+    pub(super) fn sessions(&self) -> Vec<Arc<AgentSession>> {
+        NODE.parse()
+            .map(|node| self.world.registry().of_node(&node))
+            .unwrap_or_default()
+    }
+
+    pub(super) fn ids(&self) -> Vec<SessionId> {
+        self.sessions().iter().map(|session| session.id).collect()
+    }
+
+    /// The transport of the session that new streams take.
+    pub(super) fn transport(&self) -> Option<TransportKind> {
+        let sessions = self.sessions();
+        let active = sessions.iter().find(|session| session.is_routable())?;
+        Some(active.session.transport())
+    }
+
+    /// Waits until new streams take that transport.
+    pub(super) async fn moved_to(
+        &self,
+        transport: TransportKind,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        until(since, give_up, async || self.transport() == Some(transport)).await
+    }
+
+    /// Waits until the server has no session that it does not suspect.
+    pub(super) async fn server_suspects(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        let suspects = async || !self.sessions().iter().any(|session| session.is_routable());
+        until(since, give_up, suspects).await
+    }
+
+    /// Waits until the server has let go of a session.
+    pub(super) async fn server_lost(
+        &self,
+        id: SessionId,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        until(since, give_up, async || !self.ids().contains(&id)).await
+    }
+
+    /// Waits until the agent says that it suspects its server, or has no session.
+    pub(super) async fn agent_suspects(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        let suspects = async || {
+            let suspect = self.agent_metric("tunnel_agent_sessions_suspect").await;
+            suspect.is_ok_and(|count| count > 0.0) || self.agent_is_alone().await
+        };
+        until(since, give_up, suspects).await
+    }
+
+    /// Waits until the agent has no session.
+    pub(super) async fn agent_lost(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        until(since, give_up, async || self.agent_is_alone().await).await
+    }
+
+    async fn agent_is_alone(&self) -> bool {
+        let connected = self.agent_metric("tunnel_agent_session_connected").await;
+        connected.is_ok_and(|count| count == 0.0)
+    }
+
+    /// # Errors
+    /// The agent's meta port does not answer.
+    pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
+        let meta = self.agent.as_ref().and_then(Agent::meta);
+        metric(meta.context("no agent")?, name).await
+    }
+}
+
+impl Carrier {
+    /// The word of `--transport`.
+    pub(super) fn setting(self) -> &'static str {
+        match self {
+            Self::Quic => "quic",
+            Self::H2 => "h2",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+/// For the last goodbyes of a request.
+const IDLE: Duration = Duration::from_secs(5);

@@ -1,0 +1,173 @@
+//! The two binaries as processes, with a link between them.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::reach::{NODE, Reach, Targets};
+use super::watch::{metric, node_status};
+use super::{Clocks, Run};
+use crate::link::Link;
+use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+
+/// A tunnel of two processes.
+pub(super) struct Stack {
+    pub(super) reach: Reach,
+    pub(super) agent: Process,
+    agent_meta: SocketAddr,
+    pub(super) server: Server,
+    pub(super) link: Link,
+    scratch: ScratchDir,
+}
+
+/// What a process holds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Holds {
+    pub(super) descriptors: u64,
+    pub(super) threads: u64,
+    /// Resident memory in KiB.
+    pub(super) memory_kib: u64,
+}
+
+impl Stack {
+    /// Both processes, and requests are served.
+    ///
+    /// # Errors
+    /// They are not.
+    pub(super) async fn up(run: Run) -> Result<Self> {
+        let Run {
+            seed,
+            clocks,
+            carrier,
+        } = run;
+        let scratch = ScratchDir::new()?;
+        let targets = Targets::start().await?;
+        let exporter = targets.exporter.addr().port().to_string();
+        let server_file = scratch.file(
+            "server.yaml",
+            server_yaml(clocks, targets.raw.local_addr()?.port()),
+        )?;
+        let agent_file = scratch.file("agent.yaml", limits(clocks.agent_limits()))?;
+        let setup = ServerSetup::on_loopback(&scratch.path().join("server")).args(&[
+            "--http-proxy-ports",
+            &exporter,
+            "--proxy-port-listen",
+            "off",
+            "--config",
+            &server_file.to_string_lossy(),
+        ]);
+        let mut server = setup.in_own_group().start().await?;
+        let service = server.process();
+        let service = service
+            .wait_for_line("service", START, opened_service)
+            .await?;
+        let token = server.token(NODE, None).await?;
+        let link = Link::start(server.address(Listener::Agents), seed)?;
+        let setup = AgentSetup::on_loopback(NODE, link.addr(), &scratch.path().join("agent"));
+        let mut agent = setup
+            .args(&["--token", &token, "--transport", carrier.setting()])
+            .args(&["--config", &agent_file.to_string_lossy()])
+            .in_own_group()
+            .start()?;
+        let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));
+        let agent_meta = agent_meta.await?;
+        let reach = Reach::new(server.address(Listener::Http), service, targets, seed);
+        reach.asker.ready().await?;
+        Ok(Self {
+            reach,
+            agent,
+            agent_meta,
+            server,
+            link,
+            scratch,
+        })
+    }
+
+    /// The word for the node's state in `/nodes`; `absent` without a session.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub(super) async fn state(&self) -> Result<String> {
+        let node = self.node().await?;
+        Ok(node["state"].as_str().unwrap_or("absent").to_owned())
+    }
+
+    /// The node's entry in `/nodes`.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub(super) async fn node(&self) -> Result<Value> {
+        node_status(self.server.address(Listener::Meta), NODE).await
+    }
+
+    /// # Errors
+    /// The server does not answer.
+    pub(super) async fn server_metric(&self, name: &str) -> Result<f64> {
+        metric(self.server.address(Listener::Meta), name).await
+    }
+
+    /// # Errors
+    /// The agent does not answer.
+    pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
+        metric(self.agent_meta, name).await
+    }
+
+    /// The file of the known nodes.
+    pub(super) fn known_nodes(&self) -> PathBuf {
+        self.scratch.path().join("server/nodes.json")
+    }
+}
+
+impl Holds {
+    /// # Errors
+    /// The process has ended, or this system has no `/proc`.
+    pub(super) fn of(process: u32) -> Result<Self> {
+        let folder = PathBuf::from(format!("/proc/{process}"));
+        let status = fs::read_to_string(folder.join("status")).context("/proc/PID/status")?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let number = line.and_then(|line| line.split_whitespace().next());
+            number
+                .and_then(|number| number.parse().ok())
+                .with_context(|| format!("{name} in /proc/{process}/status"))
+        };
+        Ok(Self {
+            descriptors: fs::read_dir(folder.join("fd"))
+                .context("/proc/PID/fd")?
+                .count() as u64,
+            threads: field("Threads:")?,
+            memory_kib: field("VmRSS:")?,
+        })
+    }
+}
+
+fn server_yaml(clocks: Clocks, target: u16) -> String {
+    let mut yaml = limits(clocks.server_limits());
+    // Writing to a String cannot fail.
+    let _ = write!(
+        yaml,
+        "services:\n  - {{name: raw, listen: \"127.0.0.1:0\", node: {NODE}, target: \"{target}\"}}\n"
+    );
+    yaml
+}
+
+/// As the section of a file.
+fn limits(yaml: &str) -> String {
+    let indented: String = yaml.lines().map(|line| format!("  {line}\n")).collect();
+    format!("limits:\n{indented}")
+}
+
+fn opened_service(line: &str) -> Option<SocketAddr> {
+    let line: Value = serde_json::from_str(line).ok()?;
+    let fields = line.get("fields").unwrap_or(&line);
+    let is_it = fields["message"] == "listening" && fields["listener"] == "service";
+    fields["address"].as_str().filter(|_| is_it)?.parse().ok()
+}
+
+/// A server makes its keys at its first start.
+const START: Duration = Duration::from_secs(15);

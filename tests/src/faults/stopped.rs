@@ -1,0 +1,102 @@
+//! F35: one of the two processes stands still for 20 s, as a machine that hangs.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use tokio::time::{Instant, sleep_until};
+
+use super::Run;
+use super::findings::Findings;
+use super::stack::Stack;
+use super::watch::until;
+use crate::eventually::scaled;
+use crate::process::Signal;
+
+/// Who stands still.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Who {
+    Agent,
+    Server,
+}
+
+/// SIGSTOP under a stream, and SIGCONT.
+pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
+    let clocks = run.clocks;
+    let mut found = Findings::default();
+    let mut stack = Stack::up(run).await?;
+    let pipe = stack.reach.talk().await?;
+    let began = Instant::now();
+    signal(&mut stack, who, Signal::Stop)?;
+    let continues = began + clocks.time(STOPPED);
+    let suspected = match who {
+        Who::Agent => {
+            let suspected = server_suspects(&stack, began, continues).await;
+            let every = clocks.time(ASK_EVERY);
+            stack
+                .reach
+                .asker
+                .refused(continues, every, &mut found)
+                .await;
+            suspected
+        }
+        Who::Server => agent_suspects(&stack, began, continues).await,
+    };
+    found.within(
+        "the other end suspects it",
+        clocks.bound(Duration::from_secs(5)),
+        suspected,
+    );
+    sleep_until(continues).await;
+    signal(&mut stack, who, Signal::Cont)?;
+    let continued = Instant::now();
+    pipe.mark();
+    let (served, resumed) = tokio::join!(
+        stack.reach.asker.serving(continued, scaled(GIVE_UP)),
+        pipe.resumed(scaled(GIVE_UP))
+    );
+    let bound = clocks.connect_bound(Duration::from_secs(3));
+    found.within("new requests served after it goes on", bound, served);
+    let bound = clocks.bound(Duration::from_secs(35));
+    found.within("streams go on after it does", bound, resumed);
+    // More bytes than were sent, or others, would be a delivery that happened twice.
+    let ends = pipe.finish(scaled(FINISH)).await;
+    found.equal("stream's bytes equal, none twice", &ends);
+    stack.reach.asker.served().await?;
+    stack.reach.conclude(&mut found);
+    Ok(found)
+}
+
+fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {
+    match who {
+        Who::Agent => stack.agent.signal(signal),
+        Who::Server => stack.server.process().signal(signal),
+    }
+}
+
+async fn server_suspects(
+    stack: &Stack,
+    began: Instant,
+    until_when: Instant,
+) -> Result<Duration, Duration> {
+    let suspects = async || stack.state().await.is_ok_and(|state| state == "suspect");
+    until(began, until_when - began, suspects).await
+}
+
+async fn agent_suspects(
+    stack: &Stack,
+    began: Instant,
+    until_when: Instant,
+) -> Result<Duration, Duration> {
+    let suspects = async || {
+        let count = stack.agent_metric("tunnel_agent_sessions_suspect").await;
+        count.is_ok_and(|count| count > 0.0)
+    };
+    until(began, until_when - began, suspects).await
+}
+
+const STOPPED: Duration = Duration::from_secs(20);
+const ASK_EVERY: Duration = Duration::from_secs(2);
+/// When what is measured has missed any bound by far.
+const GIVE_UP: Duration = Duration::from_secs(45);
+/// For what is left of a stream, which may still wait for a retransmission.
+const FINISH: Duration = Duration::from_secs(40);

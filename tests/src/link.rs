@@ -1,0 +1,239 @@
+//! A relay between agents and a server on loopback that spoils what passes: a bad network that replays from its seed.
+//!
+//! A [`Link`] listens on one port number for UDP and TCP, so that an agent whose server is [`Link::addr`] reaches the
+//! real server through it with either. It needs no privileges. Each way ([`Way`]) has an [`Impairment`], which is
+//! replaced at once by [`Link::set`] or at the times of a [`Script`].
+//!
+//! What happens to the n-th datagram of a direction follows from the seed, the direction, n and the impairments up to
+//! then, and from nothing else. With several agents n counts the datagrams of all. TCP is decided by segments of 1460
+//! bytes, in pieces as the relay happens to read them, so a replay there is only alike.
+//!
+//! ```no_run
+//! # use std::net::SocketAddr;
+//! # use std::time::Duration;
+//! # use tunnel_tests::link::{Action, Impairment, Link, Script, Way};
+//! # async fn example(server: SocketAddr) -> std::io::Result<()> {
+//! let link = Link::start(server, 7)?;
+//! link.set(Way::UDP.up(), Impairment::lossy(0.05).with_delay(Duration::from_millis(20)));
+//! link.play(
+//!     Script::new()
+//!         .at(Duration::from_secs(1), Action::Rebind)
+//!         .at(Duration::from_secs(2), Action::Heal),
+//! )
+//! .await;
+//! # Ok(())
+//! # }
+//! ```
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::net::{TcpListener, UdpSocket};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+use tokio_util::task::AbortOnDropHandle;
+
+mod counters;
+mod decide;
+mod impairment;
+mod pump;
+mod script;
+mod tcp;
+mod udp;
+
+pub use counters::{Count, Counters, Tally, Ways};
+pub use impairment::{Burst, Direction, Impairment, Protocol, Way};
+pub use script::{Action, Script};
+
+use decide::Course;
+use tcp::Tcp;
+use udp::Udp;
+
+/// One relay, from one local address to one server. Dropping it closes its ports and resets its connections.
+pub struct Link {
+    addr: SocketAddr,
+    halves: Arc<Halves>,
+    scripts: Mutex<JoinSet<()>>,
+    _tasks: JoinSet<()>,
+}
+
+struct Halves {
+    udp: Udp,
+    tcp: Arc<Tcp>,
+}
+
+impl Link {
+    /// A clean link to the server's UDP and TCP port, from a free port of the loopback address. Must be called inside
+    /// a tokio runtime.
+    ///
+    /// # Errors
+    /// No port is free for both protocols, or the sockets are refused.
+    pub fn start(upstream: SocketAddr, seed: u64) -> io::Result<Self> {
+        let (loopback, any): (IpAddr, IpAddr) = match upstream {
+            SocketAddr::V4(_) => (Ipv4Addr::LOCALHOST.into(), Ipv4Addr::UNSPECIFIED.into()),
+            SocketAddr::V6(_) => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::UNSPECIFIED.into()),
+        };
+        let mut server = upstream;
+        if server.ip().is_unspecified() {
+            server.set_ip(loopback);
+        }
+        let (front, listener) = bind(loopback)?;
+        let addr = listener.local_addr()?;
+        let mut tasks = JoinSet::new();
+        let courses = (Course::new(seed, 0), Course::new(seed, 1));
+        let udp = Udp::start(front, server, any, courses, &mut tasks);
+        let courses = (Course::new(seed, 2), Course::new(seed, 3));
+        let tcp = Tcp::start(listener, server, any, courses, &mut tasks);
+        Ok(Self {
+            addr,
+            halves: Arc::new(Halves { udp, tcp }),
+            scripts: Mutex::default(),
+            _tasks: tasks,
+        })
+    }
+
+    /// Where agents reach the server, by UDP and by TCP.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Replaces the impairment of that way, from the next packet on. What is under way keeps its time, except that a
+    /// black hole also takes datagrams that are under way.
+    pub fn set(&self, way: Way, impairment: Impairment) {
+        self.halves.set(way, &impairment);
+    }
+
+    /// All ways are clean again. Ports and addresses stay as they are.
+    pub fn heal(&self) {
+        self.halves.act(Action::Heal);
+    }
+
+    /// Rebinds the NAT (UDP): the ports towards the server are closed, and with the next datagram of an agent it has a
+    /// new one. What the server sends to the old one is lost; what came in through it before still arrives.
+    pub fn rebind(&self) {
+        self.halves.act(Action::Rebind);
+    }
+
+    /// Moves to another source address towards the server, of its family and local (`127.0.0.x`): UDP as in
+    /// [`Link::rebind`], TCP with the next connections. With an address that the machine does not have, datagrams
+    /// are dropped and connections reset.
+    pub fn move_to(&self, source: IpAddr) {
+        self.halves.act(Action::MoveTo(source));
+    }
+
+    /// Resets all TCP connections towards both sides, also frozen ones.
+    pub fn reset_tcp(&self) {
+        self.halves.act(Action::ResetTcp);
+    }
+
+    /// Plays a script in the background, from now on. Several play at the same time; all end with the link.
+    pub fn run(&self, script: Script) {
+        let halves = self.halves.clone();
+        let mut scripts = lock(&self.scripts);
+        while scripts.try_join_next().is_some() {}
+        scripts.spawn(async move { halves.play(script).await });
+    }
+
+    /// Plays a script from now on and returns at its end. Cancelled, the link stays as the script has left it.
+    pub async fn play(&self, script: Script) {
+        self.halves.play(script).await;
+    }
+
+    /// What has happened so far. The counts of different ways are not taken at the same instant.
+    pub fn counters(&self) -> Counters {
+        let Halves { udp, tcp } = &*self.halves;
+        Counters {
+            udp: Ways {
+                up: udp.up.count(),
+                down: udp.down.count(),
+            },
+            tcp: Ways {
+                up: tcp.up.count(),
+                down: tcp.down.count(),
+            },
+            udp_flows: udp.flows(),
+            tcp_live: tcp.live(),
+            tcp_total: tcp.total(),
+        }
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Link")
+            .field("addr", &self.addr)
+            .field("counters", &self.counters())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Halves {
+    async fn play(&self, script: Script) {
+        let start = Instant::now();
+        for (after, action) in script.steps() {
+            sleep_until(start + *after).await;
+            self.act(action.clone());
+        }
+        sleep_until(start + script.length()).await;
+    }
+
+    fn act(&self, action: Action) {
+        match action {
+            Action::Set(way, impairment) => self.set(way, &impairment),
+            Action::Heal => self.set(Way::ALL, &Impairment::default()),
+            Action::Rebind => self.udp.rebind(),
+            Action::MoveTo(source) => {
+                self.udp.move_to(source);
+                self.tcp.move_to(source);
+            }
+            Action::ResetTcp => self.tcp.reset(),
+        }
+    }
+
+    fn set(&self, way: Way, impairment: &Impairment) {
+        let Self { udp, tcp } = self;
+        if way.covers(Protocol::Udp, Direction::Up) {
+            udp.up.set(impairment.clone());
+        }
+        if way.covers(Protocol::Udp, Direction::Down) {
+            udp.down.set(impairment.clone());
+        }
+        if way.covers(Protocol::Tcp, Direction::Up) {
+            tcp.up.set(impairment.clone());
+        }
+        if way.covers(Protocol::Tcp, Direction::Down) {
+            tcp.down.set(impairment.clone());
+        }
+    }
+}
+
+/// The same free port for both protocols.
+fn bind(address: IpAddr) -> io::Result<(UdpSocket, TcpListener)> {
+    let mut tries = 0;
+    loop {
+        let front = udp::bind(SocketAddr::new(address, 0))?;
+        match tcp::listen(front.local_addr()?) {
+            Ok(listener) => return Ok((front, listener)),
+            Err(error) if tries == BIND_TRIES => return Err(error),
+            Err(_) => tries += 1,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
+fn spawn(future: impl Future<Output = ()> + Send + 'static) -> AbortOnDropHandle<()> {
+    AbortOnDropHandle::new(tokio::spawn(future))
+}
+
+/// A port that is free for UDP is seldom taken for TCP.
+const BIND_TRIES: u32 = 64;
+
+#[cfg(test)]
+mod tests;

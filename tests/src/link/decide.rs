@@ -1,0 +1,282 @@
+//! Decides what happens to each packet of one way: pure, and the same for the same seed.
+
+use std::time::Duration;
+
+use rand::rngs::SmallRng;
+use rand::{Rng, RngExt, SeedableRng};
+use tokio::time::Instant;
+
+use super::counters::Count;
+use super::impairment::Impairment;
+
+/// One direction of one protocol: its impairment, what it did so far, and where its random numbers stand.
+#[derive(Debug)]
+pub(super) struct Course {
+    seed: u64,
+    /// Datagrams and TCP segments that were decided on; the next one's number.
+    decided: u64,
+    impairment: Impairment,
+    clean: bool,
+    /// In a burst of losses.
+    bad: bool,
+    /// When the last byte that was let in leaves the rate limit.
+    free_at: Option<Instant>,
+    /// When the last packet that keeps the order arrives.
+    last_due: Option<Instant>,
+    pub(super) count: Count,
+}
+
+/// What happens to a datagram that is not dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Passage {
+    /// When it leaves the link.
+    pub(super) due: Instant,
+    /// When its duplicate does.
+    pub(super) again: Option<Instant>,
+    /// The bit to flip.
+    pub(super) flip: Option<usize>,
+}
+
+/// How a TCP connection is carried at this moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Terms {
+    /// Nothing passes.
+    pub(super) frozen: bool,
+    /// How long an end or a reset is under way.
+    pub(super) delay: Duration,
+    /// Bytes held before no more are taken.
+    pub(super) hold: usize,
+    /// Bytes taken at a time.
+    pub(super) piece: usize,
+}
+
+/// The random numbers of one packet. All are drawn for each, so that changing one impairment does not change what
+/// another one does to the packets.
+struct Dice {
+    loss: f64,
+    burst: f64,
+    corrupt: f64,
+    bit: u64,
+    duplicate: f64,
+    jitter: f64,
+    reorder: f64,
+}
+
+impl Course {
+    /// `lane` tells the courses of one link apart.
+    pub(super) fn new(seed: u64, lane: u64) -> Self {
+        Self {
+            seed: SmallRng::seed_from_u64(seed ^ lane.wrapping_mul(LANE_STEP)).next_u64(),
+            decided: 0,
+            impairment: Impairment::default(),
+            clean: true,
+            bad: false,
+            free_at: None,
+            last_due: None,
+            count: Count::default(),
+        }
+    }
+
+    /// From the next packet on. Packets under the new terms may overtake those under way.
+    pub(super) fn set(&mut self, impairment: Impairment) {
+        self.clean = impairment.is_clean();
+        self.impairment = impairment;
+        self.bad = false;
+        self.free_at = None;
+        self.last_due = None;
+    }
+
+    pub(super) fn impairment(&self) -> &Impairment {
+        &self.impairment
+    }
+
+    /// `None` when it vanishes.
+    pub(super) fn datagram(&mut self, now: Instant, len: usize) -> Option<Passage> {
+        let number = self.next_number();
+        self.count.seen.add(len);
+        if self.clean {
+            return Some(Passage {
+                due: now,
+                again: None,
+                flip: None,
+            });
+        }
+        let passage = self.passage(now, len, number);
+        if passage.is_none() {
+            self.count.dropped.add(len);
+        }
+        passage
+    }
+
+    fn passage(&mut self, now: Instant, len: usize, number: u64) -> Option<Passage> {
+        if self.impairment.black_hole || self.impairment.refuse {
+            return None;
+        }
+        if self.impairment.size_cap.is_some_and(|cap| len > cap) {
+            self.count.too_big += 1;
+            return None;
+        }
+        let dice = Dice::roll(self.seed, number);
+        if self.loses(&dice) {
+            self.count.lost += 1;
+            return None;
+        }
+        let Some(sent) = self.transmit_or_overflow(now, len) else {
+            self.count.overflowed += 1;
+            return None;
+        };
+        let due = self.arrival(sent, &dice);
+        let flip = (dice.corrupt < self.impairment.corrupt && len > 0).then(|| {
+            self.count.corrupted += 1;
+            usize::try_from(dice.bit % (len as u64 * 8)).unwrap_or_default()
+        });
+        let again = (dice.duplicate < self.impairment.duplicate)
+            .then(|| self.transmit_or_overflow(now, len))
+            .flatten()
+            .map(|sent| {
+                self.count.duplicated += 1;
+                due.max(sent + self.impairment.delay)
+            });
+        Some(Passage { due, again, flip })
+    }
+
+    /// When a piece of a TCP connection may be passed on; those before it in its connection go first.
+    pub(super) fn piece(&mut self, now: Instant, len: usize) -> Instant {
+        self.count.seen.add(len);
+        let first = self.decided;
+        self.decided += len.div_ceil(SEGMENT_BYTES) as u64;
+        if self.clean {
+            return now;
+        }
+        let sent = self.transmit(now, len);
+        let mut lost = false;
+        for number in first..self.decided {
+            lost |= self.loses(&Dice::roll(self.seed, number));
+        }
+        let repair = if lost {
+            self.count.lost += 1;
+            Impairment::RETRANSMISSION
+        } else {
+            Duration::ZERO
+        };
+        let jitter = Dice::roll(self.seed, first).jitter;
+        sent + self.impairment.delay + self.impairment.jitter.mul_f64(jitter) + repair
+    }
+
+    /// How TCP connections are carried.
+    pub(super) fn terms(&self) -> Terms {
+        let Impairment { rate, delay, .. } = self.impairment;
+        let (under_way, piece) = match rate {
+            None => (0, LARGEST_PIECE),
+            Some(rate) => {
+                let rate = usize::try_from(rate).unwrap_or(usize::MAX);
+                let millis = usize::try_from(delay.as_millis()).unwrap_or(usize::MAX);
+                let under_way = (rate / 1000).saturating_mul(millis);
+                let piece = (rate / PIECES_PER_SECOND).clamp(SEGMENT_BYTES, LARGEST_PIECE);
+                (under_way, piece)
+            }
+        };
+        Terms {
+            frozen: self.impairment.black_hole,
+            delay,
+            hold: self.queue().saturating_add(under_way),
+            piece,
+        }
+    }
+
+    fn next_number(&mut self) -> u64 {
+        let number = self.decided;
+        self.decided += 1;
+        number
+    }
+
+    fn loses(&mut self, dice: &Dice) -> bool {
+        if let Some(burst) = self.impairment.burst {
+            self.bad = if self.bad {
+                dice.burst >= burst.leave
+            } else {
+                dice.burst < burst.enter
+            };
+        }
+        self.bad || dice.loss < self.impairment.loss
+    }
+
+    /// When the rate limit lets the last byte go, or nothing when the queue before it is full.
+    fn transmit_or_overflow(&mut self, now: Instant, len: usize) -> Option<Instant> {
+        if let (Some(rate), Some(free_at)) = (self.impairment.rate, self.free_at) {
+            let waiting = free_at.saturating_duration_since(now);
+            let room = time_for(self.queue(), rate);
+            if !waiting.is_zero() && waiting + time_for(len, rate) > room {
+                return None;
+            }
+        }
+        Some(self.transmit(now, len))
+    }
+
+    fn transmit(&mut self, now: Instant, len: usize) -> Instant {
+        let Some(rate) = self.impairment.rate else {
+            return now;
+        };
+        let start = self.free_at.map_or(now, |free_at| free_at.max(now));
+        let end = start + time_for(len, rate);
+        self.free_at = Some(end);
+        end
+    }
+
+    fn arrival(&mut self, sent: Instant, dice: &Dice) -> Instant {
+        let jitter = self.impairment.jitter.mul_f64(dice.jitter);
+        let in_order = self.last_due.map_or(sent, |last| last.max(sent));
+        let due = in_order.max(sent + self.impairment.delay + jitter);
+        if dice.reorder < self.impairment.reorder {
+            self.count.reordered += 1;
+            return due + self.impairment.reorder_by;
+        }
+        self.last_due = Some(due);
+        due
+    }
+
+    fn queue(&self) -> usize {
+        self.impairment.queue.unwrap_or(match self.impairment.rate {
+            Some(_) => LIMITED_QUEUE,
+            None => UNLIMITED_QUEUE,
+        })
+    }
+}
+
+impl Dice {
+    /// Each packet has a generator of its own, so what happens to it does not depend on what happened before.
+    fn roll(seed: u64, number: u64) -> Self {
+        let mut random =
+            SmallRng::seed_from_u64(seed.wrapping_add(number.wrapping_mul(NUMBER_STEP)));
+        Self {
+            loss: random.random(),
+            burst: random.random(),
+            corrupt: random.random(),
+            bit: random.random(),
+            duplicate: random.random(),
+            jitter: random.random(),
+            reorder: random.random(),
+        }
+    }
+}
+
+/// No rate at all is treated as one byte per second.
+fn time_for(bytes: usize, rate: u64) -> Duration {
+    let nanos = bytes as u128 * 1_000_000_000 / u128::from(rate.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+/// Payload of a full TCP segment on Ethernet.
+const SEGMENT_BYTES: usize = 1460;
+/// Enough that a read and a write cost little for each byte.
+const LARGEST_PIECE: usize = 64 * 1024;
+/// With a rate, pieces are small enough to go out evenly: one in 20 ms.
+const PIECES_PER_SECOND: usize = 50;
+/// A home router's buffer.
+const LIMITED_QUEUE: usize = 256 * 1024;
+/// 40 MB/s over a delay of 100 ms.
+const UNLIMITED_QUEUE: usize = 4 * 1024 * 1024;
+/// Odd, and not the step by which the generator itself stretches a seed: neighbours would share numbers.
+const NUMBER_STEP: u64 = 0xd134_2543_de82_ef95;
+/// Any odd number with both halves filled.
+const LANE_STEP: u64 = 0xa24b_aed4_963e_e407;

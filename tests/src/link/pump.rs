@@ -1,0 +1,275 @@
+//! One direction of one TCP connection: bytes, their end and a reset, each when it is due.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::net::Shutdown;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use socket2::SockRef;
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+
+use super::counters::Count;
+use super::decide::{Course, Terms};
+use super::impairment::Impairment;
+use super::lock;
+
+/// One direction, which all connections share.
+#[derive(Debug)]
+pub(super) struct Lane {
+    course: Mutex<Course>,
+    changes: watch::Sender<()>,
+}
+
+/// One of the two sockets of a connection.
+pub(super) struct End {
+    stream: TcpStream,
+    /// A write has failed, which may have been the only place where the reset was told.
+    gone: AtomicBool,
+    told: Notify,
+}
+
+/// How a direction ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The end has been passed on.
+    Fin,
+    /// A reset is to be passed on.
+    Reset,
+}
+
+impl Lane {
+    pub(super) fn new(course: Course) -> Self {
+        Self {
+            course: Mutex::new(course),
+            changes: watch::Sender::new(()),
+        }
+    }
+
+    pub(super) fn set(&self, impairment: Impairment) {
+        lock(&self.course).set(impairment);
+        self.changes.send_replace(());
+    }
+
+    pub(super) fn count(&self) -> Count {
+        lock(&self.course).count
+    }
+
+    pub(super) fn refuses(&self) -> bool {
+        lock(&self.course).impairment().refuse
+    }
+
+    /// Returns as soon as the lane is not frozen.
+    pub(super) async fn thawed(&self) {
+        let mut changes = self.changes.subscribe();
+        while self.terms().frozen {
+            if changes.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn terms(&self) -> Terms {
+        lock(&self.course).terms()
+    }
+}
+
+impl End {
+    /// Dropped, it resets its connection, so that a cut is never taken for an end.
+    pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        stream.set_zero_linger()?;
+        Ok(Self {
+            stream,
+            gone: AtomicBool::new(false),
+            told: Notify::new(),
+        })
+    }
+
+    /// Lets the kernel deliver what was written, and close.
+    pub(super) fn close(self) -> io::Result<()> {
+        SockRef::from(&self.stream).set_linger(None)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    fn tell_gone(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+        self.told.notify_one();
+    }
+
+    /// Returns when this end has reset its connection, also when nothing is read from it.
+    async fn reset(&self) {
+        loop {
+            if self.is_gone() {
+                return;
+            }
+            tokio::select! {
+                () = self.told.notified() => {}
+                ready = self.stream.ready(Interest::ERROR) => {
+                    if !ready.is_ok_and(|ready| !ready.is_error()) {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Carries both directions until both have ended or one was reset.
+pub(super) async fn carry(agent: &End, server: &End, up: &Lane, down: &Lane) -> Ended {
+    let mut upwards = Box::pin(pump(agent, server, up));
+    let mut downwards = Box::pin(pump(server, agent, down));
+    let (first, second, quiet, lane) = tokio::select! {
+        ended = &mut upwards => (ended, downwards, agent, up),
+        ended = &mut downwards => (ended, upwards, server, down),
+    };
+    if first == Ended::Reset {
+        return Ended::Reset;
+    }
+    // Who has ended its direction can still reset the other one.
+    let quiet_resets = async {
+        quiet.reset().await;
+        lane.thawed().await;
+        Ended::Reset
+    };
+    tokio::select! {
+        ended = second => ended,
+        ended = quiet_resets => ended,
+    }
+}
+
+async fn pump(from: &End, to: &End, lane: &Lane) -> Ended {
+    let mut changes = lane.changes.subscribe();
+    let mut queue = Queue::new(lane);
+    let mut buffer = vec![0; LARGEST_READ];
+    let mut read_to_end = false;
+    loop {
+        changes.mark_unchanged();
+        let terms = lane.terms();
+        let open = !terms.frozen;
+        let now = Instant::now();
+        let due = queue.due().unwrap_or(now);
+        let waits = !queue.items.is_empty();
+        let has_room = queue.bytes < terms.hold;
+        tokio::select! {
+            biased;
+            _ = changes.changed() => {}
+            _ = to.stream.writable(), if open && waits && due <= now => {
+                match queue.pass_on(&to.stream, now) {
+                    Ok(None) => {}
+                    Ok(Some(ended)) => return ended,
+                    Err(_) => {
+                        // Its peer reads no more. That is told by the other direction, when that lets it pass.
+                        to.tell_gone();
+                        return std::future::pending().await;
+                    }
+                }
+            }
+            () = sleep_until(due), if open && waits && due > now => {}
+            _ = from.stream.readable(), if open && !read_to_end && has_room => {
+                let wanted = &mut buffer[..terms.piece.min(LARGEST_READ)];
+                let item = match from.stream.try_read(wanted) {
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
+                    Ok(0) if !from.is_gone() => Item::Fin,
+                    Ok(0) | Err(_) => Item::Reset,
+                    Ok(len) => {
+                        queue.push_bytes(&wanted[..len]);
+                        continue;
+                    }
+                };
+                read_to_end = true;
+                queue.push(Instant::now() + terms.delay, item);
+            }
+            () = from.reset(), if open && !read_to_end && !has_room => return Ended::Reset,
+        }
+    }
+}
+
+/// What was read and not yet passed on, in order.
+struct Queue<'a> {
+    lane: &'a Lane,
+    items: VecDeque<(Instant, Item)>,
+    bytes: usize,
+}
+
+enum Item {
+    /// A piece, and how much of it has been passed on.
+    Bytes(Box<[u8]>, usize),
+    Fin,
+    Reset,
+}
+
+impl<'a> Queue<'a> {
+    fn new(lane: &'a Lane) -> Self {
+        Self {
+            lane,
+            items: VecDeque::new(),
+            bytes: 0,
+        }
+    }
+
+    fn due(&self) -> Option<Instant> {
+        self.items.front().map(|(due, _)| *due)
+    }
+
+    fn push_bytes(&mut self, bytes: &[u8]) {
+        let due = lock(&self.lane.course).piece(Instant::now(), bytes.len());
+        self.bytes += bytes.len();
+        self.push(due, Item::Bytes(bytes.into(), 0));
+    }
+
+    fn push(&mut self, due: Instant, item: Item) {
+        self.items.push_back((due, item));
+    }
+
+    /// Writes what is due and fits; tells when the direction has ended with that.
+    fn pass_on(&mut self, to: &TcpStream, now: Instant) -> io::Result<Option<Ended>> {
+        while let Some((due, item)) = self.items.front_mut() {
+            if *due > now {
+                break;
+            }
+            match item {
+                Item::Fin => {
+                    SockRef::from(to).shutdown(Shutdown::Write)?;
+                    return Ok(Some(Ended::Fin));
+                }
+                Item::Reset => return Ok(Some(Ended::Reset)),
+                Item::Bytes(bytes, done) => {
+                    let written = match to.try_write(&bytes[*done..]) {
+                        Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                        written => written?,
+                    };
+                    *done += written;
+                    let is_complete = *done == bytes.len();
+                    self.bytes -= written;
+                    let forwarded = &mut lock(&self.lane.course).count.forwarded;
+                    forwarded.bytes += written as u64;
+                    if is_complete {
+                        forwarded.packets += 1;
+                        self.items.pop_front();
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for Queue<'_> {
+    fn drop(&mut self) {
+        let pieces = self.items.iter();
+        let pieces = pieces.filter(|(_, item)| matches!(item, Item::Bytes(..)));
+        let dropped = &mut lock(&self.lane.course).count.dropped;
+        dropped.packets += pieces.count() as u64;
+        dropped.bytes += self.bytes as u64;
+    }
+}
+
+/// No smaller than the largest piece that a course asks for.
+const LARGEST_READ: usize = 64 * 1024;

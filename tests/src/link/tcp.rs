@@ -1,0 +1,162 @@
+//! Connections: accepts them from agents, and opens one to the server for each.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use super::decide::Course;
+use super::lock;
+use super::pump::{End, Ended, Lane, carry};
+
+/// The connection half of a link.
+pub(super) struct Tcp {
+    pub(super) up: Lane,
+    pub(super) down: Lane,
+    server: SocketAddr,
+    source: Mutex<IpAddr>,
+    resets: watch::Sender<()>,
+    live: AtomicU64,
+    total: AtomicU64,
+}
+
+impl Tcp {
+    /// Relays from the listener to the server's address, in a task of `tasks`.
+    pub(super) fn start(
+        listener: TcpListener,
+        server: SocketAddr,
+        source: IpAddr,
+        courses: (Course, Course),
+        tasks: &mut JoinSet<()>,
+    ) -> Arc<Self> {
+        let tcp = Arc::new(Self {
+            up: Lane::new(courses.0),
+            down: Lane::new(courses.1),
+            server,
+            source: Mutex::new(source),
+            resets: watch::Sender::new(()),
+            live: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+        });
+        tasks.spawn(accept(listener, tcp.clone()));
+        tcp
+    }
+
+    /// For connections to come.
+    pub(super) fn move_to(&self, source: IpAddr) {
+        *lock(&self.source) = source;
+    }
+
+    pub(super) fn reset(&self) {
+        self.resets.send_replace(());
+    }
+
+    pub(super) fn live(&self) -> u64 {
+        self.live.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn total(&self) -> u64 {
+        self.total.load(Ordering::SeqCst)
+    }
+
+    /// Carries one connection until its end.
+    async fn serve(&self, agent: TcpStream) -> io::Result<()> {
+        let agent = End::new(agent)?;
+        if self.up.refuses() || self.down.refuses() {
+            return Ok(());
+        }
+        let server = self.dial().await?;
+        match carry(&agent, &server, &self.up, &self.down).await {
+            Ended::Fin => agent.close().and_then(|()| server.close()),
+            Ended::Reset => Ok(()),
+        }
+    }
+
+    /// Opens the connection to the server. What comes of it passes when neither direction is frozen.
+    async fn dial(&self) -> io::Result<End> {
+        self.up.thawed().await;
+        self.down.thawed().await;
+        let server = self.connect().await;
+        self.down.thawed().await;
+        server
+    }
+
+    async fn connect(&self) -> io::Result<End> {
+        let source = *lock(&self.source);
+        let socket = socket(source)?;
+        socket.set_zero_linger()?;
+        socket.bind(SocketAddr::new(source, 0))?;
+        End::new(socket.connect(self.server).await?)
+    }
+}
+
+/// A listener whose connections hold few bytes out of the relay's sight.
+pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = socket(address.ip())?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+fn socket(family: IpAddr) -> io::Result<TcpSocket> {
+    let socket = match family {
+        IpAddr::V4(_) => TcpSocket::new_v4()?,
+        IpAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    socket.set_recv_buffer_size(BUFFER_BYTES)?;
+    socket.set_send_buffer_size(BUFFER_BYTES)?;
+    Ok(socket)
+}
+
+async fn accept(listener: TcpListener, tcp: Arc<Tcp>) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((agent, _)) => {
+                    let resets = tcp.resets.subscribe();
+                    connections.spawn(connection(agent, Live::new(tcp.clone()), resets));
+                }
+                Err(_) => sleep(AFTER_ERROR).await,
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn connection(agent: TcpStream, live: Live, mut resets: watch::Receiver<()>) {
+    // Whatever fails here is a reset for the agent.
+    tokio::select! {
+        _ = live.0.serve(agent) => {}
+        _ = resets.changed() => {}
+    }
+}
+
+/// A connection that is counted as long as this exists.
+struct Live(Arc<Tcp>);
+
+impl Live {
+    fn new(tcp: Arc<Tcp>) -> Self {
+        tcp.live.fetch_add(1, Ordering::SeqCst);
+        tcp.total.fetch_add(1, Ordering::SeqCst);
+        Self(tcp)
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.live.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Many agents that come at once.
+const BACKLOG: u32 = 1024;
+/// Left to itself the kernel takes megabytes, and a sender notices a slow link only after those.
+const BUFFER_BYTES: u32 = 256 * 1024;
+/// Without free descriptors, accepting fails until a connection ends.
+const AFTER_ERROR: Duration = Duration::from_millis(10);

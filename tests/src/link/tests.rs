@@ -1,0 +1,32 @@
+use std::time::Duration;
+
+use super::*;
+use crate::eventually::scaled;
+
+mod course;
+mod script;
+mod tcp;
+mod udp;
+
+const SEED: u64 = 7;
+/// For things that take milliseconds on an idle machine.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A glance at a socket from which nothing is expected.
+const GLANCE: Duration = Duration::from_millis(60);
+
+/// What comes within the patience for this machine.
+async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let Ok(found) = tokio::time::timeout(scaled(PATIENCE), future).await else {
+        panic!("{what}: not in time");
+    };
+    found
+}
+
+/// Whether it is still pending after a short time.
+async fn hangs<T>(future: impl Future<Output = T>) -> bool {
+    tokio::time::timeout(GLANCE, future).await.is_err()
+}
+
+fn millis(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}

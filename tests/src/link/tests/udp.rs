@@ -1,0 +1,342 @@
+//! Datagrams through a link.
+
+use super::*;
+use crate::eventually::eventually;
+
+#[tokio::test]
+async fn clean_link_passes_both_ways() {
+    let path = Path::new().await;
+    path.agent.send(b"up").await.unwrap();
+    let (up, port) = recv(&path.server).await;
+    path.server.send_to(b"down", port).await.unwrap();
+    let (down, from) = recv(&path.agent).await;
+    assert_eq!(
+        (&*up, &*down, from),
+        (&b"up"[..], &b"down"[..], path.link.addr())
+    );
+    assert_ne!(port, path.agent.local_addr().unwrap());
+
+    let counters = path.link.counters();
+    let (up, down) = (counters.udp.up, counters.udp.down);
+    assert_eq!((up.seen.packets, up.seen.bytes), (1, 2));
+    assert_eq!((down.seen.packets, down.seen.bytes), (1, 4));
+    assert_eq!((up.dropped.packets, down.dropped.packets), (0, 0));
+    assert_eq!(counters.udp_flows, 1);
+}
+
+#[tokio::test]
+async fn each_agent_has_its_own_port() {
+    let path = Path::new().await;
+    let other = agent(&path.link).await;
+    path.agent.send(b"one").await.unwrap();
+    let (_, one) = recv(&path.server).await;
+    other.send(b"other").await.unwrap();
+    let (_, two) = recv(&path.server).await;
+    assert_ne!(one, two);
+    path.server.send_to(b"for other", two).await.unwrap();
+    path.server.send_to(b"for one", one).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0, b"for one");
+    assert_eq!(recv(&other).await.0, b"for other");
+    assert_eq!(path.link.counters().udp_flows, 2);
+}
+
+#[tokio::test]
+async fn stranger_does_not_reach_the_agent() {
+    let path = Path::new().await;
+    let port = path.port().await;
+    let stranger = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    stranger.send_to(b"stranger", port).await.unwrap();
+    path.server.send_to(b"server", port).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0, b"server");
+}
+
+#[tokio::test]
+async fn same_seed_drops_the_same_datagrams() {
+    let first = survivors(SEED).await;
+    assert_eq!(survivors(SEED).await, first);
+    assert_ne!(survivors(SEED + 1).await, first);
+    assert!((100..180).contains(&first.len()), "{}", first.len());
+}
+
+#[tokio::test]
+async fn delay_holds_each_datagram_that_long() {
+    let path = Path::new().await;
+    path.link.set(Way::UDP, Impairment::delayed(millis(40)));
+    let start = Instant::now();
+    path.agent.send(b"1").await.unwrap();
+    path.agent.send(b"2").await.unwrap();
+    assert_eq!(recv(&path.server).await.0, b"1");
+    assert!(start.elapsed() >= millis(40));
+    let (second, port) = recv(&path.server).await;
+    assert_eq!(second, b"2");
+    let start = Instant::now();
+    path.server.send_to(b"3", port).await.unwrap();
+    recv(&path.agent).await;
+    assert!(start.elapsed() >= millis(40));
+}
+
+#[tokio::test]
+async fn larger_datagrams_than_the_cap_vanish() {
+    let path = Path::new().await;
+    path.link.set(Way::UDP.up(), Impairment::capped(1200));
+    for len in [1201, 1200, 9000, 1] {
+        path.agent.send(&vec![0; len]).await.unwrap();
+    }
+    let (first, port) = recv(&path.server).await;
+    assert_eq!((first.len(), recv(&path.server).await.0.len()), (1200, 1));
+    assert_eq!(path.link.counters().udp.up.too_big, 2);
+    path.server.send_to(&[0; 9000], port).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0.len(), 9000);
+}
+
+#[tokio::test]
+async fn black_hole_swallows_one_way_only() {
+    let path = Path::new().await;
+    let port = path.port().await;
+    path.link.set(Way::UDP.up(), Impairment::black_hole());
+    path.agent.send(b"lost").await.unwrap();
+    path.server.send_to(b"down", port).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0, b"down");
+    path.dropped_up(1).await;
+    path.link.heal();
+    path.agent.send(b"up").await.unwrap();
+    assert_eq!(recv(&path.server).await.0, b"up");
+}
+
+#[tokio::test]
+async fn black_hole_takes_what_is_under_way() {
+    let path = Path::new().await;
+    path.link.set(Way::UDP, Impairment::delayed(millis(100)));
+    path.agent.send(b"lost").await.unwrap();
+    path.seen_up(1).await;
+    path.link.set(Way::UDP, Impairment::black_hole());
+    path.dropped_up(1).await;
+    path.link.heal();
+    path.agent.send(b"marker").await.unwrap();
+    assert_eq!(recv(&path.server).await.0, b"marker");
+}
+
+#[tokio::test]
+async fn refusing_link_drops_datagrams() {
+    let path = Path::new().await;
+    path.link.set(Way::ALL, Impairment::refusing());
+    path.agent.send(b"lost").await.unwrap();
+    path.dropped_up(1).await;
+    assert_eq!(path.link.counters().udp_flows, 0);
+}
+
+#[tokio::test]
+async fn rebinding_changes_the_port_and_closes_the_old_one() {
+    let path = Path::new().await;
+    let old = path.port().await;
+    path.link.rebind();
+    path.server.send_to(b"late", old).await.unwrap();
+    let new = path.port().await;
+    assert_eq!(new.ip(), old.ip());
+    assert_ne!(new, old);
+    path.server.send_to(b"late", old).await.unwrap();
+    path.server.send_to(b"marker", new).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0, b"marker");
+}
+
+#[tokio::test]
+async fn moving_changes_the_address() {
+    let path = Path::new().await;
+    assert_eq!(path.port().await.ip(), IpAddr::from([127, 0, 0, 1]));
+    let elsewhere = IpAddr::from([127, 0, 0, 9]);
+    path.link.move_to(elsewhere);
+    let port = path.port().await;
+    assert_eq!(port.ip(), elsewhere);
+    path.server.send_to(b"there", port).await.unwrap();
+    assert_eq!(recv(&path.agent).await.0, b"there");
+    path.link.rebind();
+    assert_eq!(path.port().await.ip(), elsewhere);
+}
+
+#[tokio::test]
+async fn address_of_another_machine_drops() {
+    let path = Path::new().await;
+    path.link.move_to(IpAddr::from([192, 0, 2, 1]));
+    path.agent.send(b"lost").await.unwrap();
+    path.dropped_up(1).await;
+}
+
+#[tokio::test]
+async fn duplicates_arrive_twice() {
+    let path = Path::new().await;
+    let twice = Impairment::default().with_duplicate(1.0);
+    path.link.set(Way::UDP, twice.clone());
+    path.agent.send(b"a").await.unwrap();
+    for _ in 0..2 {
+        assert_eq!(recv(&path.server).await.0, b"a");
+    }
+    path.link.set(Way::UDP, twice.with_delay(millis(5)));
+    path.agent.send(b"b").await.unwrap();
+    for _ in 0..2 {
+        assert_eq!(recv(&path.server).await.0, b"b");
+    }
+    path.forwarded_up(4).await;
+    let up = path.link.counters().udp.up;
+    assert_eq!((up.seen.packets, up.duplicated), (2, 2));
+}
+
+#[tokio::test]
+async fn corruption_flips_one_bit() {
+    let path = Path::new().await;
+    path.link
+        .set(Way::UDP, Impairment::default().with_corrupt(1.0));
+    let sent = [0b1010_0101; 100];
+    path.agent.send(&sent).await.unwrap();
+    let (got, _) = recv(&path.server).await;
+    let flipped = sent.iter().zip(&got).map(|(a, b)| (a ^ b).count_ones());
+    assert_eq!((got.len(), flipped.sum()), (100, 1_u32));
+    path.agent.send(b"").await.unwrap();
+    assert_eq!(recv(&path.server).await.0, b"");
+    assert_eq!(path.link.counters().udp.up.corrupted, 1);
+}
+
+#[tokio::test]
+async fn datagram_held_back_is_overtaken() {
+    let path = Path::new().await;
+    path.link.set(
+        Way::UDP,
+        Impairment::default().with_reorder(1.0, millis(80)),
+    );
+    path.agent.send(b"held").await.unwrap();
+    path.seen_up(1).await;
+    path.link.heal();
+    path.agent.send(b"overtakes").await.unwrap();
+    assert_eq!(recv(&path.server).await.0, b"overtakes");
+    assert_eq!(recv(&path.server).await.0, b"held");
+    assert_eq!(path.link.counters().udp.up.reordered, 1);
+}
+
+#[tokio::test]
+async fn rate_bounds_what_passes() {
+    let path = Path::new().await;
+    path.link.set(Way::UDP, Impairment::limited(500_000));
+    let start = Instant::now();
+    for _ in 0..100 {
+        path.agent.send(&[0; 1000]).await.unwrap();
+    }
+    for _ in 0..100 {
+        recv(&path.server).await;
+    }
+    assert!(start.elapsed() >= millis(200), "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn flapping_script_passes_only_in_its_up_times() {
+    let path = Path::new().await;
+    path.port().await;
+    let long = Duration::from_secs(3600);
+    path.link
+        .run(Script::flapping(Way::UDP, Duration::ZERO, long, 1));
+    eventually("down", PATIENCE, || async {
+        path.agent.send(b"probe").await.unwrap();
+        (path.link.counters().udp.up.dropped.packets > 0).then_some(())
+    })
+    .await;
+    path.link
+        .play(Script::flapping(Way::UDP, millis(1), millis(1), 3))
+        .await;
+    path.port().await;
+}
+
+#[tokio::test]
+async fn dropped_link_frees_its_port() {
+    let path = Path::new().await;
+    path.port().await;
+    let addr = path.link.addr();
+    drop(path);
+    eventually("the free port", PATIENCE, || UdpSocket::bind(addr)).await;
+}
+
+/// An agent, a link and a server.
+struct Path {
+    agent: UdpSocket,
+    link: Link,
+    server: UdpSocket,
+}
+
+impl Path {
+    async fn new() -> Self {
+        Self::seeded(SEED).await
+    }
+
+    async fn seeded(seed: u64) -> Self {
+        let server = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let link = Link::start(server.local_addr().unwrap(), seed).unwrap();
+        let agent = agent(&link).await;
+        Self {
+            agent,
+            link,
+            server,
+        }
+    }
+
+    /// Where the server sees the agent.
+    async fn port(&self) -> SocketAddr {
+        self.agent.send(b"who am I").await.unwrap();
+        loop {
+            let (payload, port) = recv(&self.server).await;
+            if payload == b"who am I" {
+                return port;
+            }
+        }
+    }
+
+    async fn seen_up(&self, packets: u64) {
+        self.up("seen", packets, |count| count.seen).await;
+    }
+
+    async fn forwarded_up(&self, packets: u64) {
+        self.up("forwarded", packets, |count| count.forwarded).await;
+    }
+
+    async fn dropped_up(&self, packets: u64) {
+        self.up("dropped", packets, |count| count.dropped).await;
+    }
+
+    async fn up(&self, what: &str, packets: u64, pick: fn(Count) -> Tally) {
+        eventually(what, PATIENCE, || async {
+            let found = pick(self.link.counters().udp.up).packets;
+            (found == packets).then_some(()).ok_or(found)
+        })
+        .await;
+    }
+}
+
+async fn agent(link: &Link) -> UdpSocket {
+    let agent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    agent.connect(link.addr()).await.unwrap();
+    agent
+}
+
+async fn recv(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
+    let mut buffer = vec![0; 65535];
+    let (len, from) = soon("a datagram", socket.recv_from(&mut buffer))
+        .await
+        .unwrap();
+    (buffer[..len].to_vec(), from)
+}
+
+/// Which of 200 datagrams pass a link that loses 30 %.
+async fn survivors(seed: u64) -> Vec<u8> {
+    let path = Path::seeded(seed).await;
+    path.link.set(Way::UDP, Impairment::lossy(0.3));
+    for number in 0..200 {
+        path.agent.send(&[number]).await.unwrap();
+    }
+    path.seen_up(200).await;
+    path.link.heal();
+    path.agent.send(b"end").await.unwrap();
+    let mut survivors = Vec::new();
+    loop {
+        let (payload, _) = recv(&path.server).await;
+        match payload[..] {
+            [number] => survivors.push(number),
+            _ => return survivors,
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! Datagrams: one socket for all agents, and like a NAT one socket towards the server for each of them.
+
+use std::collections::{BinaryHeap, HashMap};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::UdpSocket;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::counters::Count;
+use super::decide::Course;
+use super::impairment::Impairment;
+use super::{lock, spawn};
+
+/// The datagram half of a link.
+pub(super) struct Udp {
+    pub(super) up: Arc<Lane>,
+    pub(super) down: Arc<Lane>,
+    flows: Arc<Flows>,
+}
+
+/// One direction: its course, and the datagrams that are under way.
+pub(super) struct Lane {
+    state: Mutex<State>,
+    /// A datagram came that is due before all others.
+    earlier: Notify,
+    exit: Exit,
+}
+
+struct State {
+    course: Course,
+    held: BinaryHeap<Held>,
+    held_bytes: usize,
+    serial: u64,
+}
+
+/// A datagram under way, from or to this agent.
+struct Held {
+    due: Instant,
+    serial: u64,
+    agent: SocketAddr,
+    payload: Box<[u8]>,
+}
+
+enum Exit {
+    Server(Arc<Flows>),
+    Agents(Arc<UdpSocket>),
+}
+
+/// The table of the NAT.
+struct Flows {
+    server: SocketAddr,
+    down: Arc<Lane>,
+    table: Mutex<Table>,
+}
+
+struct Table {
+    source: IpAddr,
+    flows: HashMap<SocketAddr, Flow>,
+}
+
+struct Flow {
+    socket: Arc<UdpSocket>,
+    used: Instant,
+    _answers: AbortOnDropHandle<()>,
+}
+
+impl Udp {
+    /// Relays between `front` and the server's address, in tasks of `tasks`.
+    pub(super) fn start(
+        front: UdpSocket,
+        server: SocketAddr,
+        source: IpAddr,
+        courses: (Course, Course),
+        tasks: &mut JoinSet<()>,
+    ) -> Self {
+        let front = Arc::new(front);
+        let down = Arc::new(Lane::new(courses.1, Exit::Agents(front.clone())));
+        let flows = Arc::new(Flows {
+            server,
+            down: down.clone(),
+            table: Mutex::new(Table {
+                source,
+                flows: HashMap::new(),
+            }),
+        });
+        let up = Arc::new(Lane::new(courses.0, Exit::Server(flows.clone())));
+        tasks.spawn(receive(front, up.clone(), Origin::Agents));
+        tasks.spawn(deliver(up.clone()));
+        tasks.spawn(deliver(down.clone()));
+        Self { up, down, flows }
+    }
+
+    /// Forgets the ports, and with them what the server still sends to them.
+    pub(super) fn rebind(&self) {
+        lock(&self.flows.table).flows.clear();
+    }
+
+    pub(super) fn move_to(&self, source: IpAddr) {
+        let mut table = lock(&self.flows.table);
+        table.source = source;
+        table.flows.clear();
+    }
+
+    pub(super) fn flows(&self) -> usize {
+        lock(&self.flows.table).flows.len()
+    }
+}
+
+impl Lane {
+    fn new(course: Course, exit: Exit) -> Self {
+        Self {
+            state: Mutex::new(State {
+                course,
+                held: BinaryHeap::new(),
+                held_bytes: 0,
+                serial: 0,
+            }),
+            earlier: Notify::new(),
+            exit,
+        }
+    }
+
+    pub(super) fn set(&self, impairment: Impairment) {
+        lock(&self.state).course.set(impairment);
+    }
+
+    pub(super) fn count(&self) -> Count {
+        lock(&self.state).course.count
+    }
+
+    async fn take(&self, agent: SocketAddr, payload: &mut [u8]) {
+        for _ in 0..self.admit(agent, payload) {
+            self.send(agent, payload).await;
+        }
+    }
+
+    /// Decides, holds what is due later, and tells how many times to send at once.
+    fn admit(&self, agent: SocketAddr, payload: &mut [u8]) -> usize {
+        let now = Instant::now();
+        let mut state = lock(&self.state);
+        let Some(passage) = state.course.datagram(now, payload.len()) else {
+            return 0;
+        };
+        if let Some(bit) = passage.flip
+            && let Some(byte) = payload.get_mut(bit / 8)
+        {
+            *byte ^= 1 << (bit % 8);
+        }
+        let mut at_once = 0;
+        for due in [Some(passage.due), passage.again].into_iter().flatten() {
+            if due <= now {
+                at_once += 1;
+            } else if state.hold(due, agent, payload) {
+                self.earlier.notify_one();
+            }
+        }
+        at_once
+    }
+
+    async fn send(&self, agent: SocketAddr, payload: &[u8]) {
+        let sent = match &self.exit {
+            Exit::Server(flows) => flows.send(agent, payload).await,
+            Exit::Agents(front) => front.send_to(payload, agent).await,
+        };
+        let count = &mut lock(&self.state).course.count;
+        match sent {
+            Ok(_) => count.forwarded.add(payload.len()),
+            Err(_) => count.dropped.add(payload.len()),
+        }
+    }
+}
+
+impl State {
+    /// Whether this one is due first.
+    fn hold(&mut self, due: Instant, agent: SocketAddr, payload: &[u8]) -> bool {
+        if self.held_bytes + payload.len() > HELD_BYTES {
+            self.course.count.dropped.add(payload.len());
+            self.course.count.overflowed += 1;
+            return false;
+        }
+        let first = self.held.peek().is_none_or(|held| due < held.due);
+        self.held_bytes += payload.len();
+        self.serial += 1;
+        self.held.push(Held {
+            due,
+            serial: self.serial,
+            agent,
+            payload: payload.into(),
+        });
+        first
+    }
+
+    /// The next datagram that is due, or when to ask again.
+    fn next(&mut self, now: Instant) -> Result<Held, Option<Instant>> {
+        loop {
+            match self.held.peek() {
+                None => return Err(None),
+                Some(held) if held.due > now => return Err(Some(held.due)),
+                Some(_) => {}
+            }
+            let Some(held) = self.held.pop() else {
+                return Err(None);
+            };
+            self.held_bytes -= held.payload.len();
+            if !self.course.impairment().black_hole {
+                return Ok(held);
+            }
+            self.course.count.dropped.add(held.payload.len());
+        }
+    }
+}
+
+impl Flows {
+    async fn send(&self, agent: SocketAddr, payload: &[u8]) -> io::Result<usize> {
+        let socket = self.socket(agent)?;
+        socket.send_to(payload, self.server).await
+    }
+
+    fn socket(&self, agent: SocketAddr) -> io::Result<Arc<UdpSocket>> {
+        let now = Instant::now();
+        let mut table = lock(&self.table);
+        if let Some(flow) = table.flows.get_mut(&agent) {
+            flow.used = now;
+            return Ok(flow.socket.clone());
+        }
+        if table.flows.len() >= MOST_FLOWS {
+            let oldest = table.flows.iter().min_by_key(|(_, flow)| flow.used);
+            if let Some(oldest) = oldest.map(|(agent, _)| *agent) {
+                table.flows.remove(&oldest);
+            }
+        }
+        let socket = Arc::new(bind(SocketAddr::new(table.source, 0))?);
+        let origin = Origin::Server {
+            agent,
+            server: self.server,
+        };
+        let flow = Flow {
+            socket: socket.clone(),
+            used: now,
+            _answers: spawn(receive(socket.clone(), self.down.clone(), origin)),
+        };
+        table.flows.insert(agent, flow);
+        Ok(socket)
+    }
+}
+
+/// Whose datagrams a socket receives.
+enum Origin {
+    Agents,
+    Server {
+        agent: SocketAddr,
+        server: SocketAddr,
+    },
+}
+
+async fn receive(socket: Arc<UdpSocket>, lane: Arc<Lane>, origin: Origin) {
+    let mut buffer = vec![0; LARGEST_DATAGRAM];
+    loop {
+        let Ok((len, peer)) = socket.recv_from(&mut buffer).await else {
+            sleep(AFTER_ERROR).await;
+            continue;
+        };
+        let agent = match origin {
+            Origin::Agents => peer,
+            Origin::Server { agent, server } if peer == server => agent,
+            Origin::Server { .. } => continue,
+        };
+        lane.take(agent, &mut buffer[..len]).await;
+    }
+}
+
+/// Sends what was held when it is due.
+async fn deliver(lane: Arc<Lane>) {
+    loop {
+        let next = lock(&lane.state).next(Instant::now());
+        match next {
+            Ok(held) => lane.send(held.agent, &held.payload).await,
+            Err(None) => lane.earlier.notified().await,
+            Err(Some(due)) => {
+                tokio::select! {
+                    () = lane.earlier.notified() => {}
+                    () = sleep_until(due) => {}
+                }
+            }
+        }
+    }
+}
+
+/// A socket that loses nothing by itself as long as the relay keeps up.
+pub(super) fn bind(address: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::DGRAM,
+        Some(Protocol::UDP),
+    )?;
+    socket.set_recv_buffer_size(BUFFER_BYTES)?;
+    socket.set_send_buffer_size(BUFFER_BYTES)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    UdpSocket::from_std(socket.into())
+}
+
+impl Ord for Held {
+    /// The first one due is the greatest, as a heap wants it.
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.due, other.serial).cmp(&(self.due, self.serial))
+    }
+}
+
+impl PartialOrd for Held {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Held {
+    fn eq(&self, other: &Self) -> bool {
+        self.serial == other.serial
+    }
+}
+
+impl Eq for Held {}
+
+/// The most that an IP packet holds.
+const LARGEST_DATAGRAM: usize = 65535;
+/// A burst of 3000 full packets; more than that is not given without privileges.
+const BUFFER_BYTES: usize = 4 * 1024 * 1024;
+/// A second at 500 Mbit/s.
+const HELD_BYTES: usize = 64 * 1024 * 1024;
+/// More agents than a test has, fewer sockets than a process may have.
+const MOST_FLOWS: usize = 4096;
+/// A socket that only fails must not occupy the processor.
+const AFTER_ERROR: Duration = Duration::from_millis(1);
