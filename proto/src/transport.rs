@@ -76,6 +76,7 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     fn has_room(&self) -> bool;
 
     /// Closes the session after everything that was shut down has reached the peer (at most 1 s); open streams are cut.
+    /// With [`CloseCode::Dead`] at once: nobody is there to hear it.
     ///
     /// Not cancel-safe: dropped early, the session may stay open until its last handle goes.
     async fn close(&self, code: CloseCode, reason: &str);

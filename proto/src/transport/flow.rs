@@ -6,8 +6,10 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
+use futures_util::task::AtomicWaker;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
@@ -183,7 +185,7 @@ impl Drop for SessionFlow {
 impl Watched {
     fn charge(&mut self, stream_window: u64) -> u64 {
         let reads = self.gauge.reads.load(Ordering::Relaxed);
-        if self.gauge.waiting.load(Ordering::Relaxed) || reads != self.reads {
+        if self.gauge.waiting.load(Ordering::Acquire) || reads != self.reads {
             (self.reads, self.still) = (reads, 0);
             self.calm = self.calm.saturating_add(1);
         } else {
@@ -207,8 +209,10 @@ impl Watched {
 pub struct Gauge {
     /// Reads that gave something; it only has to differ between two looks.
     reads: AtomicU32,
-    /// The reader waits for bytes, so it is not the one that stalls.
+    /// The reader waits for bytes and none have come since, so it is not the one that stalls. A reader that was woken and
+    /// does not come back (its own writer is blocked) waits no more.
     waiting: AtomicBool,
+    reader: AtomicWaker,
     /// Bytes received and not read, where the transport tells.
     unread: AtomicU64,
     uncounted: AtomicBool,
@@ -223,6 +227,7 @@ impl Default for Gauge {
             reads: AtomicU32::new(0),
             // Nobody has to read before the first read: the target is being dialled, or the reply is awaited.
             waiting: AtomicBool::new(true),
+            reader: AtomicWaker::new(),
             unread: AtomicU64::new(UNKNOWN),
             uncounted: AtomicBool::new(false),
         }
@@ -230,11 +235,17 @@ impl Default for Gauge {
 }
 
 impl Gauge {
-    pub(super) fn read(&self, waiting: bool) {
-        self.waiting.store(waiting, Ordering::Relaxed);
-        if !waiting {
-            self.reads.fetch_add(1, Ordering::Relaxed);
-        }
+    /// Before a read: what the transport has to wake instead of the reader itself.
+    pub(super) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
+        self.reader.register(cx.waker());
+        self.waiting.store(true, Ordering::Release);
+        Waker::from(self.clone())
+    }
+
+    /// A read gave something, or it is the reader's turn.
+    pub(super) fn end_read(&self) {
+        self.waiting.store(false, Ordering::Release);
+        self.reads.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn set_unread(&self, bytes: usize) {
@@ -244,6 +255,17 @@ impl Gauge {
     /// For streams that are not requests.
     pub(super) fn leave(&self) {
         self.uncounted.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Wake for Gauge {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.waiting.store(false, Ordering::Release);
+        self.reader.wake();
     }
 }
 
@@ -273,23 +295,27 @@ mod tests {
     async fn stalled_stream_is_charged_and_the_window_grows_by_it() {
         let (pool, flow, window) = session(1 << 20);
         let gauges: Vec<_> = (0..3).map(|_| flow.gauge()).collect();
-        gauges[0].read(false);
-        gauges[1].read(true);
-        gauges[2].read(false);
+        gauges[0].end_read();
+        let waker = gauges[1].begin_read(&Context::from_waker(Waker::noop()));
+        gauges[2].end_read();
         gauges[2].set_unread(300);
         look(&flow, 1);
         assert_eq!(pool.charged(), 0, "100 ms have not passed");
         look(&flow, 2);
         assert_eq!(pool.charged(), 1300);
         assert_eq!(window.load(Ordering::Relaxed), 8 * 1000 + 1300);
+        // Bytes came for the one that waits, and it does not fetch them.
+        waker.wake();
+        look(&flow, 3);
+        assert_eq!(pool.charged(), 2300);
     }
 
     #[tokio::test]
     async fn charge_goes_when_the_reader_is_steady_or_the_stream_is_gone() {
         let (pool, flow, window) = session(1 << 20);
         let (slow, gone) = (flow.gauge(), flow.gauge());
-        slow.read(false);
-        gone.read(false);
+        slow.end_read();
+        gone.end_read();
         look(&flow, 3);
         assert_eq!(pool.charged(), 2000);
         drop(gone);
@@ -297,7 +323,7 @@ mod tests {
         assert_eq!(pool.charged(), 1000);
         for _ in 0..LOOKS_TO_CALM {
             assert_eq!(pool.charged(), 1000, "a few reads do not make it steady");
-            slow.read(false);
+            slow.end_read();
             look(&flow, 1);
         }
         assert_eq!(pool.charged(), 0);
@@ -310,7 +336,7 @@ mod tests {
         let modest = pool.session(WINDOW, |_| {});
         let stalled = |flow: &SessionFlow| {
             let gauge = flow.gauge();
-            gauge.read(false);
+            gauge.end_read();
             gauge
         };
         let held: Vec<_> = (0..3).map(|_| stalled(&greedy)).collect();

@@ -100,6 +100,8 @@ pub struct Liveness {
     waiting_since: Option<Instant>,
     looked: Instant,
     peer_doubts: bool,
+    /// The last verdict's `own_doubt`.
+    doubts: bool,
 }
 
 impl Liveness {
@@ -126,6 +128,7 @@ impl Liveness {
             waiting_since: None,
             looked: now,
             peer_doubts: false,
+            doubts: false,
         }
     }
 
@@ -154,13 +157,16 @@ impl Liveness {
             .asked
             .map_or(Duration::ZERO, |asked| now.saturating_duration_since(asked));
         let silence = unheard.max(unanswered);
-        let own_doubt = unheard >= self.limits.suspect_idle
+        let too_long = unheard >= self.limits.suspect_idle
             || unanswered >= self.limits.suspect_idle
             || self.waiting_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
                 unheard.min(waited) >= self.limits.suspect_busy
                     || unanswered.min(waited) >= self.answer_busy
             });
+        // Only a sign of life ends a doubt: requests that give up are none.
+        let own_doubt = too_long || (self.doubts && silence >= self.limits.suspect_busy);
+        self.doubts = own_doubt;
         let state = if silence >= self.limits.dead_after {
             State::Dead
         } else if own_doubt || self.peer_doubts {
@@ -338,6 +344,20 @@ mod tests {
             let suspect = clock.first(State::Suspect, 60);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
+    }
+
+    #[test]
+    fn requests_that_give_up_do_not_end_a_doubt() {
+        let mut clock = Clock::new(true, TransportKind::Quic);
+        (clock.sends, clock.answers, clock.reading.waiting) = (false, false, true);
+        assert_eq!(clock.run(6).state, State::Suspect);
+        clock.reading.waiting = false;
+        for _ in 0..40 {
+            assert_eq!(clock.run(1).state, State::Suspect);
+        }
+        (clock.sends, clock.answers) = (true, true);
+        clock.run(5);
+        assert_eq!(clock.run(1).state, State::Live);
     }
 
     #[test]

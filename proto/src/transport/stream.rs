@@ -256,7 +256,7 @@ impl Stream {
             dialled: dialled.to_owned(),
         };
         reply.encode(&mut buffer).map_err(invalid)?;
-        self.gauge.read(false);
+        self.gauge.end_read();
         self.raw.write_all(&buffer).await
     }
 
@@ -303,7 +303,7 @@ impl Stream {
         };
         self.reply = outcome;
         // From here on it is the reader's turn.
-        self.gauge.read(false);
+        self.gauge.end_read();
         for waker in self.waiters.iter_mut().filter_map(Option::take) {
             waker.wake();
         }
@@ -372,9 +372,10 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
-        let read = Pin::new(&mut this.raw).poll_read(cx, out);
-        this.gauge.read(read.is_pending());
-        let read = ready!(read);
+        let waker = this.gauge.begin_read(cx);
+        let mut watched = Context::from_waker(&waker);
+        let read = ready!(Pin::new(&mut this.raw).poll_read(&mut watched, out));
+        this.gauge.end_read();
         let count = (out.filled().len() - before) as u64;
         if read.is_err() || (count == 0 && out.remaining() > 0) {
             this.read_ended = true;

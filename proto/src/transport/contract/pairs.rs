@@ -38,7 +38,7 @@ fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
         streams: windows.streams,
         keep_alive,
         idle_timeout: Duration::from_secs(60),
-        congestion: CongestionControl::Cubic,
+        congestion: CongestionControl::default(),
         pool: BufferPool::new(512 << 20),
     }
 }

@@ -27,7 +27,10 @@ async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
     let mut stalled = Vec::new();
     let mut writers = JoinSet::new();
     for _ in 0..count {
-        let (opened, mut accepted) = pair.stream().await;
+        let (mut opened, mut accepted) = pair.stream().await;
+        // A reader that waited before it stalled, as one behind a full pipe has.
+        let waited = timeout(Duration::ZERO, opened.read(&mut [0; 1])).await;
+        assert!(waited.is_err(), "nothing was sent");
         stalled.push(opened);
         writers.spawn(async move { while accepted.write_all(&pattern(64 << 10)).await.is_ok() {} });
     }

@@ -33,6 +33,8 @@ use crate::wire::code::CloseCode;
 
 /// How long each step of a close may take.
 const CLOSE_STEP: Duration = Duration::from_secs(1);
+/// The same when the peer is taken for dead.
+const CLOSE_STEP_DEAD: Duration = Duration::from_millis(50);
 /// Rounds of h2 and streams in one poll, before others get their turn.
 const ROUNDS: usize = 8;
 
@@ -89,6 +91,7 @@ pub(super) struct Driver<S> {
     farewell: Option<Arc<Shared>>,
     farewell_text: BytesMut,
     stage: Stage,
+    close_step: Duration,
 }
 
 enum Stage {
@@ -130,6 +133,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             farewell: None,
             farewell_text: BytesMut::new(),
             stage: Stage::Running,
+            close_step: CLOSE_STEP,
         }
     }
 
@@ -188,7 +192,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Some((code, reason)) = mail.close
             && matches!(self.stage, Stage::Running | Stage::Refused(..))
         {
-            self.stage = Stage::Flushing(code, reason, Box::pin(sleep(CLOSE_STEP)));
+            // A peer that is not there acknowledges nothing: it is told, and not waited for.
+            if code == CloseCode::Dead {
+                self.close_step = CLOSE_STEP_DEAD;
+            }
+            self.stage = Stage::Flushing(code, reason, Box::pin(sleep(self.close_step)));
         }
     }
 
@@ -334,7 +342,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             code: close.code,
             reason: close.reason,
         });
-        self.stage = Stage::Telling(Box::pin(sleep(CLOSE_STEP)));
+        self.stage = Stage::Telling(Box::pin(sleep(self.close_step)));
     }
 
     /// GOAWAY, close_notify and FIN; whatever has not ended is cut.
@@ -348,7 +356,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Connection::Server(server) = &mut self.connection {
             server.abrupt_shutdown(Reason::NO_ERROR);
         }
-        self.stage = Stage::Leaving(Box::pin(sleep(CLOSE_STEP * 2)));
+        self.stage = Stage::Leaving(Box::pin(sleep(self.close_step * 2)));
     }
 
     fn ended(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
