@@ -319,7 +319,8 @@ impl World {
         self.server().shutdown.drain().cancel();
     }
 
-    /// Starts the server again on the ports and data it had.
+    /// Starts the server again with its data and its port for agents. The doors may move: another test may have taken their
+    /// ports meanwhile.
     ///
     /// # Errors
     /// It does not start.
@@ -327,8 +328,6 @@ impl World {
         let bound = self.bound().clone();
         self.stop_server().await?;
         self.config.agent_listen = vec![bound.agents];
-        self.config.http_listen = bound.http;
-        self.config.https_listen = bound.https;
         // The endpoint's own task closes its socket a moment after the server has ended.
         let deadline = tokio::time::Instant::now() + scaled(PATIENCE);
         loop {

@@ -52,7 +52,7 @@ const RESETS_REMEMBERED_FOR: Duration = Duration::from_secs(90);
 /// Frames on forgotten streams before the peer is taken for an attacker (CVE-2025-8671); over a session's life.
 const STRAY_FRAMES: usize = 1 << 16;
 /// Streams that the peer may reset in one burst before anyone has accepted them, even if it may have few at a time.
-const RESETS_LEAST: usize = 2048;
+const RESETS_LEAST: usize = 10_240;
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 

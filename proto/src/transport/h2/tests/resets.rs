@@ -48,7 +48,7 @@ async fn s30_flood_of_resets_ends_the_session_or_costs_it_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn s30_streams_that_are_reset_before_anyone_accepts_them_queue_up_to_a_bound() {
-    const ROUNDS: u32 = 30;
+    const ROUNDS: u32 = 60;
     const IN_ONE: u32 = 200;
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     for round in 0..ROUNDS {
