@@ -6,6 +6,7 @@ pub mod client;
 pub mod demo;
 pub mod eventually;
 pub mod faults;
+pub mod figures;
 pub mod link;
 pub mod netns;
 pub mod process;

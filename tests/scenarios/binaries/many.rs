@@ -1,5 +1,6 @@
 //! A restart of the server under 200 agents: all of them are back soon, whichever transport they use.
 
+use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -51,9 +52,9 @@ async fn restarts(transport: TransportChoice, bound: Duration) -> Result<()> {
         .await;
         let took = back.elapsed();
         ensure!(took <= scaled(bound), "{signal:?}: {took:?}");
-        println!(
-            "{COUNT} agents over {transport:?}, {signal:?}: all serving {took:?} after the listener's return"
-        );
+        let line =
+            format!("{COUNT} agents over {transport:?}, {signal:?}: all serving after {took:?}");
+        writeln!(std::io::stderr(), "{line}")?;
     }
     drop(agents);
     Ok(())

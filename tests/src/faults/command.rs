@@ -162,8 +162,8 @@ fn chosen(arguments: &Arguments) -> Result<Vec<&'static Case>> {
         .iter()
         .map(|row| row.to_uppercase())
         .collect();
-    for row in wanted.iter().filter(|row| !rows.contains(row.as_str())) {
-        let rows: Vec<_> = rows.into_iter().collect();
+    if let Some(row) = wanted.iter().find(|row| !rows.contains(row.as_str())) {
+        let rows: Vec<_> = rows.iter().copied().collect();
         bail!("there is no row {row}; there are {}", rows.join(", "));
     }
     let cases = CASES.iter().filter(|case| {

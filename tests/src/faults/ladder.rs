@@ -30,7 +30,9 @@ pub(super) async fn blocked_from_start(run: Run, refused: bool) -> Result<Findin
         site.link.set(Way::UDP, Impairment::black_hole());
         None
     };
-    let server = way.as_ref().map_or(site.link.addr(), |way| way.addr);
+    let server = way
+        .as_ref()
+        .map_or_else(|| site.link.addr(), |way| way.addr);
     let began = Instant::now();
     site.start_agent_towards(server).await?;
     let served = site.reach.asker.serving(began, scaled(GIVE_UP)).await;

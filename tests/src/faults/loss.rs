@@ -11,13 +11,15 @@ use super::plain;
 use super::site::Site;
 use super::{Carrier, Run};
 use crate::eventually::scaled;
-use crate::link::Impairment;
+use crate::link::{Impairment, Way};
 
 /// What the path does to packets.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Spoil {
     /// Loses that share, each way.
     Lose(f64),
+    /// The same, under a session that was made on a clean path.
+    LoseSuddenly(f64),
     /// Holds a quarter of them back.
     Reorder,
     /// Sends a tenth of them twice.
@@ -31,7 +33,12 @@ pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
     let mut found = Findings::default();
     let amount = run.clocks.pick(AMOUNT_FULL, AMOUNT_SHORT);
     let path = spoil.path();
-    let site = Site::up_over(run, path.clone()).await?;
+    let begins_with = match spoil {
+        Spoil::LoseSuddenly(_) => path.clone().with_loss(0.0),
+        Spoil::Lose(_) | Spoil::Reorder | Spoil::Duplicate | Spoil::Corrupt => path.clone(),
+    };
+    let site = Site::up_over(run, begins_with).await?;
+    site.link.set(Way::ALL, path.clone());
     let before = site.ids();
     let pipe = site.reach.pipe(Loads::both(Load::Exactly(amount))).await?;
     let ends = pipe.finish(scaled(FINISH)).await;
@@ -72,7 +79,7 @@ impl Spoil {
     fn path(self) -> Impairment {
         let path = Impairment::limited(RATE).with_delay(DELAY);
         match self {
-            Self::Lose(share) => path.with_loss(share),
+            Self::Lose(share) | Self::LoseSuddenly(share) => path.with_loss(share),
             Self::Reorder => path.with_reorder(0.25, OVERTAKEN_BY),
             Self::Duplicate => path.with_duplicate(0.1),
             Self::Corrupt => path.with_corrupt(0.01),

@@ -66,7 +66,9 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let resumed = until(Instant::now(), scaled(GIVE_UP), async || {
         pipe.to_edge.resumed().is_some() || pipe.has_ended()
     });
-    let resumed = resumed.await.and(pipe.to_edge.resumed().ok_or(GIVE_UP));
+    let resumed = resumed
+        .await
+        .and_then(|_| pipe.to_edge.resumed().ok_or(GIVE_UP));
     found.told("stall when the agent has nothing to say", resumed);
     let ends = pipe.finish(scaled(FINISH)).await;
     found.equal("that stream's bytes equal", &ends);

@@ -3,68 +3,74 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 
 use super::Run;
 use super::findings::Findings;
-use super::flow::Load;
+use super::flow::{Flow, Load};
 use super::pipe::{Loads, Pipe};
 use super::site::Site;
-use super::watch::until;
 use crate::eventually::scaled;
 use crate::link::{Impairment, Way};
 
-/// A path with a largest payload, which takes so many bytes a second each way.
-pub(super) async fn capped(run: Run, cap: usize, from_start: bool) -> Result<Findings> {
+/// Where a transfer goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Towards {
+    Edge,
+    Cloud,
+    /// Both ways at once: each direction's acknowledgements wait behind the other's data.
+    Both,
+}
+
+/// Since when larger datagrams vanish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Since {
+    Start,
+    /// The middle of the transfer.
+    Middle,
+}
+
+/// A transfer over a path with a largest payload, which takes so many bytes a second each way.
+pub(super) async fn capped(
+    run: Run,
+    cap: usize,
+    since: Since,
+    towards: Towards,
+) -> Result<Findings> {
     let mut found = Findings::default();
     let rate = run.clocks.pick(RATE_FULL, RATE_SHORT);
-    let path = Impairment::limited(rate).with_delay(DELAY);
-    let mut site = Site::up_over(run, path.clone()).await?;
-    let mut pipe = site.reach.pipe(BULK).await?;
-    let clean = goodput(&pipe, run).await;
-    let mut began = Instant::now();
-    let path = path.with_size_cap(cap);
-    if from_start {
-        let ends = pipe.finish(scaled(FINISH)).await;
-        found.equal("clean transfer: bytes equal", &ends);
-        site.reach.conclude(&mut found);
-        site = Site::up_over(run, path).await?;
-        began = Instant::now();
-        pipe = site.reach.pipe(BULK).await?;
-    } else {
-        site.link.set(Way::ALL, path);
+    let clean_path = Impairment::limited(rate).with_delay(DELAY);
+    let mut site = Site::up_over(run, clean_path.clone()).await?;
+    let mut pipe = site.reach.pipe(towards.loads()).await?;
+    sleep(run.clocks.pick(GETTING_GOING, GETTING_GOING / 2)).await;
+    let window = run.clocks.pick(WINDOW, WINDOW / 2);
+    let clean = towards.goodput(&pipe, window).await;
+    let path = clean_path.with_size_cap(cap);
+    match since {
+        Since::Start => {
+            let ends = pipe.finish(scaled(FINISH)).await;
+            found.equal("clean transfer: bytes equal", &ends);
+            site.reach.conclude(&mut found);
+            site = Site::up_over(run, path).await?;
+            pipe = site.reach.pipe(towards.loads()).await?;
+        }
+        Since::Middle => site.link.set(Way::ALL, path),
     }
-    let half = clean.map(|rate| rate * LEAST);
-    let mut series = String::new();
-    let t0 = Instant::now();
-    use std::fmt::Write as _;
-    while t0.elapsed() < Duration::from_secs(24) {
-        let r = count(&pipe, STEP).await;
-        let h = site.sessions()[0].session.health();
-        let _ = write!(
-            series,
-            " {:.0}/{:.0}({})",
-            r[0] / 1000.0,
-            r[1] / 1000.0,
-            h.rtt.as_millis()
-        );
+    let began = Instant::now();
+    towards.flows(&pipe).for_each(Flow::forget_stalls);
+    let measured_from = began + run.clocks.bound(Duration::from_secs(10));
+    let slow = slow_for(&pipe, towards, clean * LEAST, measured_from).await;
+    let share = towards.goodput(&pipe, window).await / clean;
+    match towards {
+        Towards::Edge | Towards::Cloud => {
+            found.at_least("goodput from 10 s on, of the clean one", LEAST, share);
+        }
+        // With both ways full, a clean path is no steady measure.
+        Towards::Both => found.told_share("goodput from 10 s on, of the clean one", share),
     }
-    #[allow(clippy::print_stderr)]
-    {
-        eprintln!(
-            "seed {} cap {cap} start {from_start} clean {:.0}/{:.0}:{series}",
-            run.seed,
-            clean[0] / 1000.0,
-            clean[1] / 1000.0
-        );
-    }
-    let back = regained(&pipe, half, began).await;
-    found.told("half of the clean goodput after", back);
-    sleep_until(began + run.clocks.bound(Duration::from_secs(10))).await;
-    let capped = count(&pipe, run.clocks.pick(WINDOW, WINDOW / 2)).await;
-    let share = [capped[0] / clean[0], capped[1] / clean[1]];
-    found.at_least("goodput to the edge, of the clean one", LEAST, share[0]);
-    found.at_least("goodput to the cloud, of the clean one", LEAST, share[1]);
+    found.told("below half of the clean one up to", slow);
+    let stalls = towards.flows(&pipe).map(Flow::stall).max();
+    found.told("longest stall", Ok(stalls.unwrap_or_default()));
     let ends = pipe.finish(scaled(FINISH)).await;
     found.equal("transfer completes, bytes equal", &ends);
     let udp = site.link.counters().udp;
@@ -75,35 +81,53 @@ pub(super) async fn capped(run: Run, cap: usize, from_start: bool) -> Result<Fin
     Ok(found)
 }
 
-/// Bytes a second that arrive, to the edge and to the cloud, once the transfer has got going.
-async fn goodput(pipe: &Pipe, run: Run) -> [f64; 2] {
-    sleep(run.clocks.time(GETTING_GOING)).await;
-    count(pipe, run.clocks.pick(WINDOW, WINDOW / 2)).await
-}
+impl Towards {
+    /// What runs in that direction, and nothing in the other.
+    fn loads(self) -> Loads {
+        let (to_edge, to_cloud) = match self {
+            Self::Edge => (Load::Bulk, Load::Quiet),
+            Self::Cloud => (Load::Quiet, Load::Bulk),
+            Self::Both => (Load::Bulk, Load::Bulk),
+        };
+        Loads { to_edge, to_cloud }
+    }
 
-async fn count(pipe: &Pipe, window: Duration) -> [f64; 2] {
-    let before = [pipe.to_edge.received(), pipe.to_cloud.received()];
-    let began = Instant::now();
-    sleep(window).await;
-    let after = [pipe.to_edge.received(), pipe.to_cloud.received()];
-    let took = began.elapsed().as_secs_f64();
-    [0, 1].map(|n| {
+    fn flows(self, pipe: &Pipe) -> impl Iterator<Item = &Flow> {
+        let to_edge = (self != Self::Cloud).then_some(&pipe.to_edge);
+        let to_cloud = (self != Self::Edge).then_some(&pipe.to_cloud);
+        to_edge.into_iter().chain(to_cloud)
+    }
+
+    /// Bytes a second that arrive.
+    async fn goodput(self, pipe: &Pipe, window: Duration) -> f64 {
+        let received = || self.flows(pipe).map(Flow::received).sum::<u64>();
+        let (before, began) = (received(), Instant::now());
+        sleep(window).await;
         #[expect(clippy::cast_precision_loss, reason = "far below 2^52 bytes")]
-        let bytes = (after[n] - before[n]) as f64;
-        bytes / took
-    })
+        let bytes = (received() - before) as f64;
+        bytes / began.elapsed().as_secs_f64()
+    }
 }
 
-/// When both directions first had that much within half a second.
-async fn regained(pipe: &Pipe, least: [f64; 2], began: Instant) -> Result<Duration, Duration> {
-    until(began, scaled(GIVE_UP), async || {
-        let now = count(pipe, STEP).await;
-        now[0] >= least[0] && now[1] >= least[1]
-    })
-    .await
+/// When the last half second before `end` was over in which less than that arrived; `Err` when that was the very last.
+async fn slow_for(
+    pipe: &Pipe,
+    towards: Towards,
+    least: f64,
+    end: Instant,
+) -> Result<Duration, Duration> {
+    let began = Instant::now();
+    let mut slow = Ok(Duration::ZERO);
+    while Instant::now() < end {
+        let step = STEP.min(end - Instant::now());
+        slow = match towards.goodput(pipe, step).await {
+            goodput if goodput < least => Err(began.elapsed()),
+            _ => Ok(slow.unwrap_or_else(|until| until)),
+        };
+    }
+    slow
 }
 
-const BULK: Loads = Loads::both(Load::Bulk);
 /// The share of the clean goodput that has to be there.
 const LEAST: f64 = 0.5;
 /// Slow enough that the machine is no part of the figure.
@@ -113,7 +137,5 @@ const DELAY: Duration = Duration::from_millis(10);
 const GETTING_GOING: Duration = Duration::from_secs(2);
 const WINDOW: Duration = Duration::from_secs(4);
 const STEP: Duration = Duration::from_millis(500);
-/// When what is measured has missed any bound by far.
-const GIVE_UP: Duration = Duration::from_secs(30);
 /// For what the buffers on the way hold.
 const FINISH: Duration = Duration::from_secs(40);

@@ -29,23 +29,15 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
     signal(&mut stack, who, Signal::Stop)?;
     let continues = began + clocks.time(STOPPED);
     let suspected = match who {
-        Who::Agent => {
-            let suspected = server_suspects(&stack, began, continues).await;
-            let every = clocks.time(ASK_EVERY);
-            stack
-                .reach
-                .asker
-                .refused(continues, every, &mut found)
-                .await;
-            suspected
-        }
+        Who::Agent => server_suspects(&stack, began, continues).await,
         Who::Server => agent_suspects(&stack, began, continues).await,
     };
-    found.within(
-        "the other end suspects it",
-        clocks.bound(Duration::from_secs(5)),
-        suspected,
-    );
+    let bound = clocks.bound(Duration::from_secs(5));
+    found.within("the other end suspects it", bound, suspected);
+    if who == Who::Agent {
+        let (asker, every) = (&stack.reach.asker, clocks.time(ASK_EVERY));
+        asker.refused(continues, every, &mut found).await;
+    }
     sleep_until(continues).await;
     signal(&mut stack, who, Signal::Cont)?;
     let continued = Instant::now();
