@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::Session;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -264,11 +264,19 @@ async fn answers_probe(session: &Arc<dyn Session>) -> bool {
     session.probe();
     let deadline = Instant::now() + PROBE_AT_LEAST.max(before.rtt * 3);
     let mut look = tokio::time::interval(PROBE_LOOK);
+    // On h2 the answer queues behind bulk. Bytes that still come after half of the time are a sign of life as well; what
+    // waited in the kernel has been read by then.
+    let half = Instant::now() + PROBE_AT_LEAST / 2;
+    let bulk = session.transport() == TransportKind::H2;
+    let mut heard = before.heard;
     loop {
         tokio::select! {
             _ = session.closed() => return false,
             now = look.tick() => {
-                if session.health().acknowledged > before.acknowledged {
+                let health = session.health();
+                let still_sends = bulk && now > half && health.heard > heard;
+                heard = health.heard;
+                if health.acknowledged > before.acknowledged || still_sends {
                     return true;
                 }
                 if now >= deadline {

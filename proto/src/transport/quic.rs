@@ -203,7 +203,7 @@ impl Dialer for QuicDialer {
             .map_err(|error| local(&error))?
             .connect_with(config, address, SERVER_NAME)
             .map_err(|error| local(&error))?;
-        let connection = connecting.await.map_err(handshake_error)?;
+        let connection = connecting.await.map_err(dial_error)?;
         QuicSession::start(connection, &settings)
     }
 
@@ -221,6 +221,35 @@ impl Dialer for QuicDialer {
         let _best_effort = tokio::time::timeout(FLUSH_LIMIT, all).await;
     }
 }
+
+/// What the end of a dial means. Only a verdict about a certificate is the server's own; anything else on the path can
+/// answer a QUIC packet, and must not keep the agent from TCP.
+fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
+    let code = match &error {
+        quinn::ConnectionError::TransportError(ours) => Some(u64::from(ours.code)),
+        quinn::ConnectionError::ConnectionClosed(theirs) => Some(u64::from(theirs.error_code)),
+        quinn::ConnectionError::TimedOut => return HandshakeError::Timeout,
+        _ => None,
+    };
+    let alert = code
+        .and_then(|code| code.checked_sub(CRYPTO_ERROR))
+        .is_some_and(|alert| CERTIFICATE_ALERTS.contains(&alert) || alert == CERTIFICATE_REQUIRED);
+    if alert {
+        HandshakeError::Transport(error.to_string())
+    } else {
+        HandshakeError::Connect(io::Error::new(
+            io::ErrorKind::ConnectionRefused,
+            error.to_string(),
+        ))
+    }
+}
+
+/// TLS alerts as QUIC error codes (RFC 9001, section 4.8).
+const CRYPTO_ERROR: u64 = 0x100;
+/// From handshake_failure to decrypt_error: what is said of certificates and their keys (RFC 8446, section 6.2).
+const CERTIFICATE_ALERTS: std::ops::RangeInclusive<u64> = 40..=51;
+/// The alert certificate_required.
+const CERTIFICATE_REQUIRED: u64 = 116;
 
 fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
     match error {
@@ -284,4 +313,40 @@ fn udp_socket(address: SocketAddr) -> io::Result<UdpSocket> {
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     Ok(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use quinn::ConnectionError;
+    use quinn_proto::{TransportError, TransportErrorCode};
+
+    use super::*;
+
+    #[test]
+    fn only_a_verdict_about_a_certificate_is_an_alert() {
+        let told = |code| {
+            dial_error(ConnectionError::TransportError(TransportError {
+                code,
+                frame: None,
+                reason: String::new(),
+            }))
+        };
+        for alert in [42, 46, 48, 116] {
+            let error = told(TransportErrorCode::crypto(alert));
+            assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
+        }
+        // no_application_protocol: some other service has the port.
+        let others = [
+            TransportErrorCode::crypto(120),
+            TransportErrorCode::CONNECTION_REFUSED,
+            TransportErrorCode::PROTOCOL_VIOLATION,
+        ];
+        for other in others {
+            assert!(matches!(told(other), HandshakeError::Connect(_)), "{other}");
+        }
+        let silent = dial_error(ConnectionError::TimedOut);
+        assert!(matches!(silent, HandshakeError::Timeout));
+        let wrong = dial_error(ConnectionError::VersionMismatch);
+        assert!(matches!(wrong, HandshakeError::Connect(_)));
+    }
 }

@@ -118,6 +118,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         };
         let mut ticks = interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        hub.line.hold_end();
         Self {
             pings: connection.ping_pong(),
             connection,
@@ -145,6 +146,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     fn turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.hub.line.begin_turn();
+        if self.hub.line.is_ending() {
+            self.drain(cx);
+            self.hub.line.permit_end();
+        }
         for _ in 0..ROUNDS {
             let mail = self.hub.collect(cx.waker());
             self.take(mail);
@@ -168,7 +173,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 moved = true;
             }
             self.exchange_pings(cx);
-            self.read_farewell();
+            self.read_farewell(cx);
             if self.advance(cx).is_ready() {
                 return Poll::Ready(());
             }
@@ -268,8 +273,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
+    /// Takes everything out of h2 that it has received.
+    fn drain(&mut self, cx: &mut Context<'_>) {
+        for pump in self.pumps.iter_mut() {
+            pump.drain(cx);
+        }
+    }
+
     /// Looks whether the peer said why it leaves.
-    fn read_farewell(&mut self) {
+    fn read_farewell(&mut self, cx: &mut Context<'_>) {
         let Some(farewell) = &self.farewell else {
             return;
         };
@@ -280,6 +292,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 code: close.code,
                 reason: close.reason,
             });
+            // What came before the reason counts; polling the set stops early, so each is asked.
+            self.drain(cx);
             self.leave();
         }
     }
@@ -361,8 +375,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     fn ended(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
         // What came in the same breath as the end counts, and may say why.
-        while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {}
-        self.read_farewell();
+        self.drain(cx);
+        self.read_farewell(cx);
         let reason = match error {
             None => network(CloseCode::Dead, "connection was closed without a reason"),
             Some(error) => match error.get_io() {

@@ -23,6 +23,8 @@ pub(super) struct Line {
     received: AtomicU64,
     read_this_turn: AtomicUsize,
     blocked: AtomicBool,
+    ending: AtomicBool,
+    end_held: AtomicBool,
 }
 
 impl Line {
@@ -40,6 +42,22 @@ impl Line {
         !self.blocked.load(Ordering::Relaxed)
     }
 
+    /// The connection has ended and h2 does not know yet: it forgets which halves were whole when it is told, so what it
+    /// holds is taken out first.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Relaxed)
+    }
+
+    /// From here on h2 is not told of the end before [`Line::permit_end`].
+    pub(super) fn hold_end(&self) {
+        self.end_held.store(true, Ordering::Relaxed);
+    }
+
+    /// h2 may be told.
+    pub(super) fn permit_end(&self) {
+        self.end_held.store(false, Ordering::Relaxed);
+    }
+
     fn note(&self, pending: bool) {
         self.blocked.store(pending, Ordering::Relaxed);
     }
@@ -49,6 +67,7 @@ impl Line {
 pub(super) struct Io<S> {
     inner: S,
     line: Arc<Line>,
+    end: Option<io::Result<()>>,
     linger: Option<Pin<Box<Sleep>>>,
 }
 
@@ -58,6 +77,7 @@ impl<S> Io<S> {
         let io = Self {
             inner,
             line: line.clone(),
+            end: None,
             linger: None,
         };
         (io, line)
@@ -74,14 +94,25 @@ impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
-        let before = out.filled().len();
-        ready!(Pin::new(&mut self.inner).poll_read(cx, out))?;
-        let count = out.filled().len() - before;
-        self.line
-            .received
-            .fetch_add(count as u64, Ordering::Relaxed);
-        self.line.read_this_turn.fetch_add(count, Ordering::Relaxed);
-        Poll::Ready(Ok(()))
+        if self.end.is_none() {
+            let before = out.filled().len();
+            let read = ready!(Pin::new(&mut self.inner).poll_read(cx, out));
+            let count = out.filled().len() - before;
+            if read.is_ok() && count > 0 {
+                self.line
+                    .received
+                    .fetch_add(count as u64, Ordering::Relaxed);
+                self.line.read_this_turn.fetch_add(count, Ordering::Relaxed);
+                return Poll::Ready(Ok(()));
+            }
+            self.end = Some(read);
+            self.line.ending.store(true, Ordering::Relaxed);
+        }
+        if self.line.end_held.load(Ordering::Relaxed) {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(self.end.take().unwrap_or(Ok(())))
     }
 }
 

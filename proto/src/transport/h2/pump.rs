@@ -79,6 +79,15 @@ impl Pump {
         }
     }
 
+    /// Takes what h2 holds of the peer's half, before h2 forgets it.
+    pub(super) fn drain(&mut self, cx: &mut Context<'_>) {
+        let shared = self.shared.clone();
+        let mut state = shared.lock();
+        if state.input_end.is_none() && state.reset.is_none() {
+            self.receive(&mut state, cx);
+        }
+    }
+
     fn receive(&mut self, state: &mut State, cx: &mut Context<'_>) {
         if let Input::Response(response) = &mut self.input {
             match Pin::new(response).poll(cx) {

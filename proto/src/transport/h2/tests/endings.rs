@@ -4,6 +4,7 @@ use tokio::io::AsyncWriteExt;
 
 use super::raw::{CANCEL, ENHANCE_YOUR_CALM, HEADERS, NO_ERROR};
 use super::*;
+use crate::wire::close::SessionClose;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn goaway_cuts_open_streams_and_tells_why() {
@@ -122,4 +123,43 @@ async fn dial_to_a_server_that_opens_nothing_is_given_up_without_a_trace() {
     // As a timeout of the caller does.
     dialled.abort_all();
     assert!(within(raw.reader.watch()).await.closed);
+}
+
+/// What an agent that stops sends may come in one piece: the end of each half, the reason, GOAWAY and FIN.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
+    const HALVES: usize = 20;
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let mut streams = Vec::new();
+    for _ in 0..HALVES {
+        streams.push(opened(&session, &mut raw).await);
+    }
+    let mut farewell = BytesMut::new();
+    let close = SessionClose {
+        code: CloseCode::Normal,
+        reason: "bye".into(),
+    };
+    close.encode(&mut farewell);
+    let mut last_words = Vec::new();
+    for (_, id) in &streams {
+        last_words.extend(raw::frame(DATA, END_STREAM, *id, b"to the end"));
+    }
+    last_words.extend(raw::frame(DATA, END_STREAM, 1, &farewell));
+    last_words.extend(raw::go_away((1 << 31) - 1, NO_ERROR));
+    // Busy streams, which end the set's round early.
+    for (stream, _) in &mut streams {
+        stream.write_all(&[0; 16 << 10]).await.unwrap();
+    }
+    raw.send(&last_words).await;
+    // FIN right behind it; reads on, as an agent does: closing with unread data would be a reset.
+    raw.writer.end().await;
+    let _reads_on = JoinSet::from_iter([async move { raw.reader.watch().await }]);
+    for (mut stream, _) in streams {
+        assert_eq!(read_all(&mut stream).await.unwrap(), b"to the end");
+    }
+    let reason = within(session.closed()).await;
+    assert_eq!(
+        (reason.by, reason.code),
+        (ClosedBy::Peer, CloseCode::Normal)
+    );
 }

@@ -252,6 +252,11 @@ impl RawWriter {
     pub(super) async fn send(&mut self, bytes: &[u8]) -> bool {
         self.0.write_all(bytes).await.is_ok() && self.0.flush().await.is_ok()
     }
+
+    /// close_notify and FIN.
+    pub(super) async fn end(&mut self) {
+        let _gone_before = self.0.shutdown().await;
+    }
 }
 
 impl RawReader {
