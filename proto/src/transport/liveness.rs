@@ -139,9 +139,10 @@ impl Liveness {
 
     /// Takes a reading. When it says `probe`, the caller sends one.
     pub fn look(&mut self, reading: Reading, now: Instant) -> Verdict {
-        self.forgive_a_pause(now);
+        let before = self.forgive_a_pause(now);
         if reading.heard != self.heard.0 {
-            self.heard = (reading.heard, now);
+            // Some time since the last look: the earliest counts, so that no bound is passed.
+            self.heard = (reading.heard, before);
         }
         if reading.acknowledged != self.acknowledged {
             self.acknowledged = reading.acknowledged;
@@ -184,7 +185,10 @@ impl Liveness {
             own_doubt,
             probe,
             silence,
-            look_again: self.look_again(reading.waiting || state != State::Live),
+            look_again: self
+                .look_again(reading.waiting || state != State::Live)
+                .min(self.next_bound(silence))
+                .max(LOOKS_APART),
         }
     }
 
@@ -209,8 +213,18 @@ impl Liveness {
         }
     }
 
-    /// A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
-    fn forgive_a_pause(&mut self, now: Instant) {
+    /// Until the next of the bounds that this silence would pass.
+    fn next_bound(&self, silence: Duration) -> Duration {
+        let limits = &self.limits;
+        [limits.suspect_busy, limits.suspect_idle, limits.dead_after]
+            .into_iter()
+            .filter_map(|bound| bound.checked_sub(silence))
+            .find(|left| !left.is_zero())
+            .unwrap_or(limits.dead_after)
+    }
+
+    /// When it was looked last. A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
+    fn forgive_a_pause(&mut self, now: Instant) -> Instant {
         let gap = now.saturating_duration_since(self.looked);
         let expected = self.look_again(false).max(self.look_again(true));
         if gap > expected * PAUSE_FACTOR {
@@ -219,13 +233,16 @@ impl Liveness {
             self.last_probe += forgiven;
             self.asked = self.asked.map(|asked| asked + forgiven);
             self.waiting_since = self.waiting_since.map(|since| since + forgiven);
+            self.looked += forgiven;
         }
-        self.looked = now;
+        std::mem::replace(&mut self.looked, now)
     }
 }
 
 /// Between probes while a request waits and one clock is above this.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
+/// However near a bound is.
+const LOOKS_APART: Duration = Duration::from_millis(10);
 /// Looks that come this many times later than planned tell of a stopped process.
 const PAUSE_FACTOR: u32 = 4;
 
@@ -240,6 +257,7 @@ mod tests {
         reading: Reading,
         answers: bool,
         sends: bool,
+        beat: u64,
         probes: u32,
     }
 
@@ -262,12 +280,13 @@ mod tests {
                 reading,
                 answers: true,
                 sends: true,
+                beat: 5,
                 probes: 0,
             }
         }
 
         /// Looks as often as told until `seconds` have passed; the peer acknowledges probes and sends a sign of life
-        /// every 5 s as long as it does.
+        /// every `beat` seconds as long as it does.
         fn run(&mut self, seconds: u64) -> Verdict {
             let end = self.now + Duration::from_secs(seconds);
             loop {
@@ -284,7 +303,7 @@ mod tests {
                 }
                 let before = self.now;
                 self.now = (self.now + verdict.look_again).min(end);
-                let beat = |at: Instant| at.duration_since(self.start).as_secs() / 5;
+                let beat = |at: Instant| at.duration_since(self.start).as_secs() / self.beat;
                 if self.sends && beat(self.now) > beat(before) {
                     self.reading.heard += 1;
                 }
@@ -340,7 +359,7 @@ mod tests {
     fn peer_that_is_heard_but_acknowledges_nothing_is_suspect() {
         for (transport, bound) in [(TransportKind::Quic, 5..=12), (TransportKind::H2, 15..=22)] {
             let mut clock = Clock::new(true, transport);
-            (clock.answers, clock.reading.waiting) = (false, true);
+            (clock.answers, clock.beat, clock.reading.waiting) = (false, 4, true);
             let suspect = clock.first(State::Suspect, 60);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
