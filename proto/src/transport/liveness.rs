@@ -158,17 +158,17 @@ impl Liveness {
             .asked
             .map_or(Duration::ZERO, |asked| now.saturating_duration_since(asked));
         let silence = unheard.max(unanswered);
-        let too_long = unheard >= self.limits.suspect_idle
-            || unanswered >= self.limits.suspect_idle
+        let limits = &self.limits;
+        let too_long = reached(silence, limits.suspect_idle)
             || self.waiting_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
-                unheard.min(waited) >= self.limits.suspect_busy
-                    || unanswered.min(waited) >= self.answer_busy
+                reached(unheard.min(waited), limits.suspect_busy)
+                    || reached(unanswered.min(waited), self.answer_busy)
             });
         // Only a sign of life ends a doubt: requests that give up are none.
-        let own_doubt = too_long || (self.doubts && silence >= self.limits.suspect_busy);
+        let own_doubt = too_long || (self.doubts && reached(silence, limits.suspect_busy));
         self.doubts = own_doubt;
-        let state = if silence >= self.limits.dead_after {
+        let state = if reached(silence, limits.dead_after) {
             State::Dead
         } else if own_doubt || self.peer_doubts {
             State::Suspect
@@ -218,7 +218,7 @@ impl Liveness {
         let limits = &self.limits;
         [limits.suspect_busy, limits.suspect_idle, limits.dead_after]
             .into_iter()
-            .filter_map(|bound| bound.checked_sub(silence))
+            .filter_map(|bound| (bound - early(bound)).checked_sub(silence))
             .find(|left| !left.is_zero())
             .unwrap_or(limits.dead_after)
     }
@@ -239,6 +239,18 @@ impl Liveness {
     }
 }
 
+/// Whether `bound` is reached, seen a little early so that what follows is done in time.
+fn reached(silence: Duration, bound: Duration) -> bool {
+    silence >= bound - early(bound)
+}
+
+/// A fiftieth, at most 250 ms.
+fn early(bound: Duration) -> Duration {
+    (bound / 50).min(EARLY_MOST)
+}
+
+/// See [`early`].
+const EARLY_MOST: Duration = Duration::from_millis(250);
 /// Between probes while a request waits and one clock is above this.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 /// However near a bound is.

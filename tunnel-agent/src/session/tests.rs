@@ -319,7 +319,8 @@ async fn silent_session_is_dead_at_its_limit_though_nobody_takes_what_it_says() 
     assert_eq!(world.news().await, News::Suspect);
     let held = world.outcome().await.unwrap();
     assert_eq!(held.reason.code, CloseCode::Dead);
-    assert_eq!(ready.elapsed().as_secs(), 60);
+    // Decided up to 250 ms early.
+    assert_eq!(ready.elapsed().as_secs_f64().round(), 60.0);
 }
 
 #[tokio::test(start_paused = true)]

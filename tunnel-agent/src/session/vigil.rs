@@ -209,7 +209,7 @@ mod tests {
     fn turns_are_told_once() {
         let mut watch = Watch::new();
         let (turn, at) = watch.run(false);
-        assert_eq!((turn, at.as_secs()), (Turn::Suspect, 15));
+        assert_eq!((turn, at.as_secs_f64().round()), (Turn::Suspect, 15.0));
         assert_eq!(watch.run(true).0, Turn::Live);
         assert_eq!(watch.run(true).0, Turn::Same);
         assert_eq!(watch.run(false).0, Turn::Suspect);
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(watch.run(false).0, Turn::Suspect);
         watch.vigil.retire(watch.now);
         let (turn, at) = watch.run(false);
-        assert_eq!((turn, at.as_secs()), (Turn::Dead, 60));
+        assert_eq!((turn, at.as_secs_f64().round()), (Turn::Dead, 60.0));
 
         let mut watch = Watch::new();
         assert_eq!(watch.run(false).0, Turn::Suspect);
