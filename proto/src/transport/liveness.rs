@@ -188,6 +188,7 @@ impl Liveness {
             look_again: self
                 .look_again(reading.waiting || state != State::Live)
                 .min(self.next_bound(silence))
+                .min(self.next_probe(now))
                 .max(LOOKS_APART),
         }
     }
@@ -221,6 +222,15 @@ impl Liveness {
             .filter_map(|bound| (bound - early(bound)).checked_sub(silence))
             .find(|left| !left.is_zero())
             .unwrap_or(limits.dead_after)
+    }
+
+    /// Until an idle session is asked again.
+    fn next_probe(&self, now: Instant) -> Duration {
+        let since = now.saturating_duration_since(self.last_probe);
+        match self.limits.keep_alive.checked_sub(since) {
+            Some(left) if self.limits.probes_idle => left,
+            Some(_) | None => self.limits.keep_alive,
+        }
     }
 
     /// When it was looked last. A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
