@@ -139,9 +139,10 @@ impl Liveness {
 
     /// Takes a reading. When it says `probe`, the caller sends one.
     pub fn look(&mut self, reading: Reading, now: Instant) -> Verdict {
-        self.forgive_a_pause(now);
+        let before = self.forgive_a_pause(now);
         if reading.heard != self.heard.0 {
-            self.heard = (reading.heard, now);
+            // Some time since the last look: the earliest counts, so that no bound is passed.
+            self.heard = (reading.heard, before);
         }
         if reading.acknowledged != self.acknowledged {
             self.acknowledged = reading.acknowledged;
@@ -157,17 +158,17 @@ impl Liveness {
             .asked
             .map_or(Duration::ZERO, |asked| now.saturating_duration_since(asked));
         let silence = unheard.max(unanswered);
-        let too_long = unheard >= self.limits.suspect_idle
-            || unanswered >= self.limits.suspect_idle
+        let limits = &self.limits;
+        let too_long = reached(silence, limits.suspect_idle)
             || self.waiting_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
-                unheard.min(waited) >= self.limits.suspect_busy
-                    || unanswered.min(waited) >= self.answer_busy
+                reached(unheard.min(waited), limits.suspect_busy)
+                    || reached(unanswered.min(waited), self.answer_busy)
             });
         // Only a sign of life ends a doubt: requests that give up are none.
-        let own_doubt = too_long || (self.doubts && silence >= self.limits.suspect_busy);
+        let own_doubt = too_long || (self.doubts && reached(silence, limits.suspect_busy));
         self.doubts = own_doubt;
-        let state = if silence >= self.limits.dead_after {
+        let state = if reached(silence, limits.dead_after) {
             State::Dead
         } else if own_doubt || self.peer_doubts {
             State::Suspect
@@ -184,7 +185,11 @@ impl Liveness {
             own_doubt,
             probe,
             silence,
-            look_again: self.look_again(reading.waiting || state != State::Live),
+            look_again: self
+                .look_again(reading.waiting || state != State::Live)
+                .min(self.next_bound(silence))
+                .min(self.next_probe(now))
+                .max(LOOKS_APART),
         }
     }
 
@@ -209,8 +214,27 @@ impl Liveness {
         }
     }
 
-    /// A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
-    fn forgive_a_pause(&mut self, now: Instant) {
+    /// Until the next of the bounds that this silence would pass.
+    fn next_bound(&self, silence: Duration) -> Duration {
+        let limits = &self.limits;
+        [limits.suspect_busy, limits.suspect_idle, limits.dead_after]
+            .into_iter()
+            .filter_map(|bound| (bound - early(bound)).checked_sub(silence))
+            .find(|left| !left.is_zero())
+            .unwrap_or(limits.dead_after)
+    }
+
+    /// Until an idle session is asked again.
+    fn next_probe(&self, now: Instant) -> Duration {
+        let since = now.saturating_duration_since(self.last_probe);
+        match self.limits.keep_alive.checked_sub(since) {
+            Some(left) if self.limits.probes_idle => left,
+            Some(_) | None => self.limits.keep_alive,
+        }
+    }
+
+    /// When it was looked last. A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
+    fn forgive_a_pause(&mut self, now: Instant) -> Instant {
         let gap = now.saturating_duration_since(self.looked);
         let expected = self.look_again(false).max(self.look_again(true));
         if gap > expected * PAUSE_FACTOR {
@@ -219,13 +243,28 @@ impl Liveness {
             self.last_probe += forgiven;
             self.asked = self.asked.map(|asked| asked + forgiven);
             self.waiting_since = self.waiting_since.map(|since| since + forgiven);
+            self.looked += forgiven;
         }
-        self.looked = now;
+        std::mem::replace(&mut self.looked, now)
     }
 }
 
+/// Whether `bound` is reached, seen a little early so that what follows is done in time.
+fn reached(silence: Duration, bound: Duration) -> bool {
+    silence >= bound - early(bound)
+}
+
+/// A fiftieth, at most 250 ms.
+fn early(bound: Duration) -> Duration {
+    (bound / 50).min(EARLY_MOST)
+}
+
+/// See [`early`].
+const EARLY_MOST: Duration = Duration::from_millis(250);
 /// Between probes while a request waits and one clock is above this.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
+/// However near a bound is.
+const LOOKS_APART: Duration = Duration::from_millis(10);
 /// Looks that come this many times later than planned tell of a stopped process.
 const PAUSE_FACTOR: u32 = 4;
 
@@ -240,6 +279,7 @@ mod tests {
         reading: Reading,
         answers: bool,
         sends: bool,
+        beat: u64,
         probes: u32,
     }
 
@@ -262,12 +302,13 @@ mod tests {
                 reading,
                 answers: true,
                 sends: true,
+                beat: 5,
                 probes: 0,
             }
         }
 
         /// Looks as often as told until `seconds` have passed; the peer acknowledges probes and sends a sign of life
-        /// every 5 s as long as it does.
+        /// every `beat` seconds as long as it does.
         fn run(&mut self, seconds: u64) -> Verdict {
             let end = self.now + Duration::from_secs(seconds);
             loop {
@@ -284,7 +325,7 @@ mod tests {
                 }
                 let before = self.now;
                 self.now = (self.now + verdict.look_again).min(end);
-                let beat = |at: Instant| at.duration_since(self.start).as_secs() / 5;
+                let beat = |at: Instant| at.duration_since(self.start).as_secs() / self.beat;
                 if self.sends && beat(self.now) > beat(before) {
                     self.reading.heard += 1;
                 }
@@ -340,7 +381,7 @@ mod tests {
     fn peer_that_is_heard_but_acknowledges_nothing_is_suspect() {
         for (transport, bound) in [(TransportKind::Quic, 5..=12), (TransportKind::H2, 15..=22)] {
             let mut clock = Clock::new(true, transport);
-            (clock.answers, clock.reading.waiting) = (false, true);
+            (clock.answers, clock.beat, clock.reading.waiting) = (false, 4, true);
             let suspect = clock.first(State::Suspect, 60);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
