@@ -1,18 +1,20 @@
-//! The fault matrix with short clocks: every row, on each transport it concerns, with three seeds. `make faults` runs the
-//! same cases with the clocks of the contract.
+//! The fault matrix with short clocks, on each transport a row concerns, with three seeds. `make faults` runs the same cases
+//! with the clocks of the contract, and alone F13 (its goodput needs a quiet machine) and F35.
 
 use tokio_util::sync::CancellationToken;
 use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
 
 /// Runs at once, by case and seed: most wait, but the machine has other tests to run.
-const JOBS: usize = 4;
+const JOBS: usize = 8;
 
 /// Runs all cases of a row.
 async fn row(id: &str) {
+    let clocks = Clocks::Short;
+    let cases = CASES.iter().filter(|case| case.id == id);
     let plan = Plan {
-        cases: CASES.iter().filter(|case| case.id == id).collect(),
+        cases: cases.filter(|case| case.suits(clocks)).collect(),
         seeds: vec![1, 2, 3],
-        clocks: Clocks::Short,
+        clocks,
         jobs: JOBS,
     };
     let done = run(&plan, &CancellationToken::new(), |_| {}).await;
@@ -61,11 +63,6 @@ async fn f12_agent_finds_back_when_only_udp_is_healed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f13_transfers_survive_a_smaller_path() {
-    row("F13").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn f14_bytes_are_right_whatever_the_path_does_to_packets() {
     row("F14").await;
 }
@@ -83,9 +80,4 @@ async fn f16_another_address_of_the_agent_is_followed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn f32_flapping_link_leaves_nothing_behind() {
     row("F32").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f35_stopped_process_goes_on_where_it_was() {
-    row("F35").await;
 }

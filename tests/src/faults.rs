@@ -79,15 +79,32 @@ pub enum Weight {
     Waits,
     /// It moves as much as goes and measures how much that is: few of these at once.
     Works,
+    /// As [`Weight::Works`]; takes QUIC up to a minute, which no setting shortens, so it is left out with short clocks.
+    Drags,
     /// It waits for minutes, and runs beside all others.
     Idles,
+}
+
+impl Case {
+    /// Whether it can be run with such clocks.
+    #[must_use]
+    pub fn suits(&self, clocks: Clocks) -> bool {
+        match (self.weight, clocks) {
+            (Weight::Drags, Clocks::Short) => false,
+            (Weight::Drags, Clocks::Full)
+            | (Weight::Waits | Weight::Works | Weight::Idles, Clocks::Full | Clocks::Short) => true,
+        }
+    }
 }
 
 /// One run of a case.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     seed: u64,
+    /// Of faults and bounds.
     clocks: Clocks,
+    /// Of both programs.
+    limits: Clocks,
     carrier: Carrier,
 }
 

@@ -56,12 +56,12 @@ pub static CASES: &[Case] = cases! {
     F13 Quic Works  32 "above 1300 lost from the start, to the cloud" => size::capped(1300, Since::Start, Towards::Cloud);
     F13 Quic Works  22 "above 1300 lost, suddenly, to the edge" => size::capped(1300, Since::Middle, Towards::Edge);
     F13 Quic Works  22 "above 1300 lost, suddenly, to the cloud" => size::capped(1300, Since::Middle, Towards::Cloud);
-    F13 Quic Works  22 "above 1300 lost, suddenly, both ways" => size::capped(1300, Since::Middle, Towards::Both);
+    F13 Quic Drags  40 "above 1300 lost, suddenly, both ways" => size::capped(1300, Since::Middle, Towards::Both);
     F13 Quic Works  32 "above 1200 lost from the start, to the edge" => size::capped(1200, Since::Start, Towards::Edge);
     F13 Quic Works  32 "above 1200 lost from the start, to the cloud" => size::capped(1200, Since::Start, Towards::Cloud);
     F13 Quic Works  22 "above 1200 lost, suddenly, to the edge" => size::capped(1200, Since::Middle, Towards::Edge);
     F13 Quic Works  22 "above 1200 lost, suddenly, to the cloud" => size::capped(1200, Since::Middle, Towards::Cloud);
-    F13 Quic Works  22 "above 1200 lost, suddenly, both ways" => size::capped(1200, Since::Middle, Towards::Both);
+    F13 Quic Drags  40 "above 1200 lost, suddenly, both ways" => size::capped(1200, Since::Middle, Towards::Both);
 
     F14 Quic Works   7 "1 % lost" => loss::spoilt(Spoil::Lose(0.01));
     F14 Quic Works  14 "5 % lost" => loss::spoilt(Spoil::Lose(COMPARED));

@@ -67,7 +67,8 @@ impl Clocks {
             Self::Full => "full clocks: the defaults of both programs".to_owned(),
             Self::Short => format!(
                 "short clocks: limits, faults and bounds are divided by {DIVISOR}; bounds get {SLACK:?} more for timers \
-                 that no setting shortens, or {CONNECT:?} where a session has to be made (up to 2 s of backoff, handshakes)"
+                 that no setting shortens, or {CONNECT:?} where a session has to be made (up to 2 s of backoff, \
+                 handshakes); F32 lasts 20 s"
             ),
         }
     }

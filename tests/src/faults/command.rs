@@ -74,6 +74,16 @@ pub struct Arguments {
     log: Option<String>,
 }
 
+impl Arguments {
+    fn clocks(&self) -> Clocks {
+        if self.quick {
+            Clocks::Short
+        } else {
+            Clocks::Full
+        }
+    }
+}
+
 const EXAMPLES: &str = "\
 Examples:
   make faults                              all of it, some 11 minutes, since F32 takes 10
@@ -111,11 +121,7 @@ pub async fn main(arguments: Arguments) -> Result<ExitCode> {
             Some(seed) => vec![seed],
             None => (1..=arguments.seeds).collect(),
         },
-        clocks: if arguments.quick {
-            Clocks::Short
-        } else {
-            Clocks::Full
-        },
+        clocks: arguments.clocks(),
         jobs: usize::from(arguments.jobs),
     };
     let began = Instant::now();
@@ -171,7 +177,14 @@ fn chosen(arguments: &Arguments) -> Result<Vec<&'static Case>> {
         let over = arguments.over.as_deref();
         row && over.is_none_or(|over| case.carrier.to_string() == over)
     });
-    let cases: Vec<_> = cases.collect();
+    let clocks = arguments.clocks();
+    let (cases, left_out): (Vec<_>, Vec<_>) = cases.partition(|case| case.suits(clocks));
+    for case in left_out {
+        note(&format!(
+            "left out, since its times cannot be shortened: {} {} {}",
+            case.id, case.carrier, case.what
+        ));
+    }
     if cases.is_empty() {
         bail!("no case is left by --only and --over; --list shows what there is");
     }

@@ -96,11 +96,6 @@ impl Findings {
         self.push(what, Bound::AtLeast(least), Value::Share(share));
     }
 
-    /// Adds a share that has no bound.
-    pub(super) fn told_share(&mut self, what: impl Into<String>, share: f64) {
-        self.push(what, Bound::Nothing, Value::Share(share));
-    }
-
     /// Adds a number that may not be more than `most`.
     pub(super) fn at_most(&mut self, what: impl Into<String>, most: u64, count: u64) {
         self.push(what, Bound::AtMost(most), Value::Count(count));

@@ -139,8 +139,8 @@ impl Sample {
         Ok(Self {
             sessions: whole(stack.server_metric("tunnel_server_agents").await?),
             streams: whole(stack.server_metric("tunnel_server_streams_open").await?),
-            server: Holds::of(server.context("the server has ended")?)?,
-            agent: Holds::of(agent)?,
+            server: Holds::at_rest(server.context("the server has ended")?).await?,
+            agent: Holds::at_rest(agent).await?,
         })
     }
 }

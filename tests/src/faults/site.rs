@@ -44,7 +44,7 @@ impl Site {
                 target: port.to_string(),
                 protocol: None,
             }];
-            settings.limits = World::limits(run.clocks.server_limits());
+            settings.limits = World::limits(run.limits.server_limits());
         })
         .await?;
         let door = world.bound().http.context("no plain door")?;
@@ -110,12 +110,12 @@ impl Site {
     /// It does not start.
     pub(super) async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
         let Run {
-            clocks, carrier, ..
+            limits, carrier, ..
         } = self.run;
         let config = self.world.agent_config_with(NODE, |settings| {
             settings.server = vec![server.to_string()];
             settings.transport = Some(carrier.setting().into());
-            settings.limits = World::agent_limits(clocks.agent_limits());
+            settings.limits = World::agent_limits(limits.agent_limits());
             settings.meta_listen = Some("127.0.0.1:0".into());
         })?;
         self.agent = Some(Agent::start(config).await?);

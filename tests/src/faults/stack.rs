@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
+use tokio::time::sleep;
 
 use super::reach::{NODE, Reach, Targets};
 use super::watch::{metric, node_status};
@@ -42,8 +43,9 @@ impl Stack {
     pub(super) async fn up(run: Run) -> Result<Self> {
         let Run {
             seed,
-            clocks,
+            limits: clocks,
             carrier,
+            ..
         } = run;
         let scratch = ScratchDir::new()?;
         let targets = Targets::start().await?;
@@ -124,9 +126,25 @@ impl Stack {
 }
 
 impl Holds {
+    /// The least of several looks, since what a request leaves behind takes a moment to go.
+    ///
     /// # Errors
     /// The process has ended, or this system has no `/proc`.
-    pub(super) fn of(process: u32) -> Result<Self> {
+    pub(super) async fn at_rest(process: u32) -> Result<Self> {
+        let mut least = Self::now(process)?;
+        for _ in 0..LOOKS {
+            sleep(LOOK_EVERY).await;
+            let now = Self::now(process)?;
+            least = Self {
+                descriptors: least.descriptors.min(now.descriptors),
+                threads: least.threads.min(now.threads),
+                memory_kib: least.memory_kib.min(now.memory_kib),
+            };
+        }
+        Ok(least)
+    }
+
+    fn now(process: u32) -> Result<Self> {
         let folder = PathBuf::from(format!("/proc/{process}"));
         let status = fs::read_to_string(folder.join("status")).context("/proc/PID/status")?;
         let field = |name: &str| {
@@ -136,10 +154,9 @@ impl Holds {
                 .and_then(|number| number.parse().ok())
                 .with_context(|| format!("{name} in /proc/{process}/status"))
         };
+        let descriptors = fs::read_dir(folder.join("fd")).context("/proc/PID/fd")?;
         Ok(Self {
-            descriptors: fs::read_dir(folder.join("fd"))
-                .context("/proc/PID/fd")?
-                .count() as u64,
+            descriptors: descriptors.count() as u64,
             threads: field("Threads:")?,
             memory_kib: field("VmRSS:")?,
         })
@@ -171,3 +188,6 @@ fn opened_service(line: &str) -> Option<SocketAddr> {
 
 /// A server makes its keys at its first start.
 const START: Duration = Duration::from_secs(15);
+/// Together shorter than the shortest time for which a link is up.
+const LOOKS: u32 = 5;
+const LOOK_EVERY: Duration = Duration::from_millis(10);
