@@ -12,6 +12,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod dns;
 pub mod enroll;
 pub mod ingress;
 pub mod issuer;
