@@ -1,5 +1,5 @@
-//! The fault matrix with short clocks, on each transport a row concerns, with three seeds. `make faults` runs the same cases
-//! with the clocks of the contract, and alone F13 (its goodput needs a quiet machine) and F35.
+//! The fault matrix with short clocks, on each transport a row concerns, with three seeds. `make faults` runs the same
+//! cases with the clocks of the contract.
 
 use tokio_util::sync::CancellationToken;
 use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
@@ -63,6 +63,11 @@ async fn f12_agent_finds_back_when_only_udp_is_healed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn f13_path_that_takes_small_datagrams_only_still_carries_half() {
+    row("F13").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn f14_bytes_are_right_whatever_the_path_does_to_packets() {
     row("F14").await;
 }
@@ -80,4 +85,9 @@ async fn f16_another_address_of_the_agent_is_followed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn f32_flapping_link_leaves_nothing_behind() {
     row("F32").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f35_process_that_stands_still_is_suspect_and_goes_on_without_a_double_delivery() {
+    row("F35").await;
 }

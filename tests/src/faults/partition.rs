@@ -67,10 +67,12 @@ pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
         pipe.mark();
         Some(pipe.resumed(scaled(GIVE_UP)).await)
     };
-    let (served, resumed) =
-        tokio::join!(site.reach.asker.serving(healed, scaled(GIVE_UP)), streams);
+    let (served, resumed) = tokio::join!(
+        site.reach.asker.serving_on(healed, scaled(GIVE_UP)),
+        streams
+    );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    found.within("new requests served after the heal", bound, served);
+    found.within("new requests served for good after the heal", bound, served);
     if let (Some(resumed), Some(pipe)) = (resumed, pipe) {
         let bound = clocks.bound(Duration::from_secs(35));
         found.within("streams go on after the heal", bound, resumed);

@@ -1,5 +1,6 @@
 //! What callers do with a node that is reached through the tunnel: requests at the plain door, streams at a TCP service.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -175,21 +176,52 @@ impl Asker {
         since: Instant,
         give_up: Duration,
     ) -> Result<Duration, Duration> {
+        self.serves(since, give_up, Duration::ZERO).await
+    }
+
+    /// As [`Asker::serving`], but for good: all that were sent in the second after the first one are served too.
+    pub(super) async fn serving_on(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        self.serves(since, give_up, FOR_GOOD).await
+    }
+
+    /// Sends requests until all that were sent within some time are served. When the first of them was, after `since`.
+    async fn serves(
+        &self,
+        since: Instant,
+        give_up: Duration,
+        steady: Duration,
+    ) -> Result<Duration, Duration> {
         let deadline = since + give_up;
         let mut asking = JoinSet::new();
         let mut ticks = interval(ASK_EVERY);
+        // When the last request was sent that was not served, and those after it that were: sent, and answered.
+        let mut last_failed = None;
+        let mut served: BTreeMap<Instant, Instant> = BTreeMap::new();
         loop {
             tokio::select! {
                 biased;
                 Some(asked) = asking.join_next() => {
-                    if let Ok(Asked { fate: Fate::Served, .. }) = asked {
-                        return Ok(since.elapsed());
+                    let Ok((sent, asked)): Result<(Instant, Asked), _> = asked else { continue };
+                    if asked.fate == Fate::Served {
+                        served.insert(sent, sent + asked.took);
+                    } else {
+                        last_failed = last_failed.max(Some(sent));
+                    }
+                    served.retain(|sent, _| Some(*sent) > last_failed);
+                    if let Some(((first, answered), (last, _))) = served.first_key_value().zip(served.last_key_value())
+                        && *last >= *first + steady
+                    {
+                        return Ok(answered.saturating_duration_since(since));
                     }
                 }
                 () = sleep_until(deadline) => return Err(since.elapsed()),
                 _ = ticks.tick() => {
                     let asker = self.clone();
-                    asking.spawn(async move { asker.ask(ASK_LIMIT).await });
+                    asking.spawn(async move { (Instant::now(), asker.ask(ASK_LIMIT).await) });
                 }
             }
         }
@@ -300,6 +332,8 @@ impl Waiting {
 /// A scrape.
 const ANSWER_BYTES: usize = 4096;
 const ASK_EVERY: Duration = Duration::from_millis(100);
+/// A service that is back stays.
+const FOR_GOOD: Duration = Duration::from_secs(1);
 /// A refusal waits for nothing.
 const AT_ONCE: Duration = Duration::from_secs(1);
 /// The patience of a caller that will try again.

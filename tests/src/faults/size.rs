@@ -113,9 +113,7 @@ impl Course {
             let goodput = towards.goodput(pipe, step).await;
             steps.push((began.elapsed(), goodput));
         }
-        let after = towards
-            .goodput(pipe, run.clocks.pick(WINDOW, WINDOW / 4))
-            .await;
+        let after = towards.goodput(pipe, WINDOW).await;
         let stall = towards.flows(pipe).map(Flow::stall).max();
         Self {
             length,
@@ -164,8 +162,7 @@ impl Towards {
     /// Bytes a second that arrive once it has got going.
     async fn clean_goodput(self, pipe: &Pipe, run: Run) -> f64 {
         sleep(run.clocks.pick(GETTING_GOING, GETTING_GOING / 2)).await;
-        self.goodput(pipe, run.clocks.pick(WINDOW, WINDOW / 4))
-            .await
+        self.goodput(pipe, WINDOW).await
     }
 
     /// Bytes a second that arrive.
@@ -192,6 +189,7 @@ const RECOVERED: Duration = Duration::from_secs(10);
 /// QUIC finds out by losses, which no setting makes faster.
 const RECOVERED_SHORT: Duration = Duration::from_secs(6);
 const GETTING_GOING: Duration = Duration::from_secs(2);
+/// Some of BBR's pauses long: it asks for the shortest round trip every 10 s by sending next to nothing for a while.
 const WINDOW: Duration = Duration::from_secs(4);
 const STEP: Duration = Duration::from_millis(500);
 /// For what the buffers on the way hold, and a stall that is not over.

@@ -43,11 +43,15 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
     let continued = Instant::now();
     pipe.mark();
     let (served, resumed) = tokio::join!(
-        stack.reach.asker.serving(continued, scaled(GIVE_UP)),
+        stack.reach.asker.serving_on(continued, scaled(GIVE_UP)),
         pipe.resumed(scaled(GIVE_UP))
     );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    found.within("new requests served after it goes on", bound, served);
+    found.within(
+        "new requests served for good after it goes on",
+        bound,
+        served,
+    );
     let bound = clocks.bound(Duration::from_secs(35));
     found.within("streams go on after it does", bound, resumed);
     // More bytes than were sent, or others, would be a delivery that happened twice.
