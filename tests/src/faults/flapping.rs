@@ -145,16 +145,17 @@ impl Sample {
     }
 }
 
-/// Compares the most of the beginning with the most of the end.
+/// Compares the least of the beginning with the least of the end: what is kept for good never goes, while a session that
+/// is being dialled, or waits for its end, comes and goes with the link.
 fn grown(samples: &[(Duration, Sample)], length: Duration, found: &mut Findings) {
     let part = (length / PARTS).max(PART_LEAST);
     let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
-        let most = |within: &dyn Fn(Duration) -> bool| {
+        let least = |within: &dyn Fn(Duration) -> bool| {
             let samples = samples.iter().filter(|(at, _)| within(*at));
-            samples.map(|(_, sample)| of(sample)).max().unwrap_or(0)
+            samples.map(|(_, sample)| of(sample)).min().unwrap_or(0)
         };
-        let first = most(&|at| at < part);
-        let last = most(&|at| at + part >= length);
+        let first = least(&|at| at < part);
+        let last = least(&|at| at + part >= length);
         found.growth(what, factor, (first, last));
     };
     compare("sessions, first and last minute", 1.0, |sample| {
