@@ -71,6 +71,7 @@ want openssl openssl
 want ip iproute2 libbpf1 libmnl0 libelf1
 want nft nftables libnftables1 libnftnl11 libmnl0 libjansson4 libxtables12 libedit2 libbsd0 libmd0 libgmp10
 want unshare util-linux
+want prlimit util-linux
 for package in prometheus prometheus-node-exporter; do
   have "$package" || unpack "$package" || missing="$missing $package"
 done

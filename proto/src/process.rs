@@ -1,8 +1,10 @@
 //! What the two binaries share and that is not about the wire: stopping, the meta port, logs, files, settings.
 
+pub mod accept;
 pub mod files;
 pub mod host;
 pub mod meta;
+pub mod places;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;

@@ -1,6 +1,7 @@
 //! The two binaries as processes: verbs and exit codes, kills and restarts, and ends that lose nothing.
 
 mod drain;
+mod exhaustion;
 mod many;
 mod restart;
 mod verbs;

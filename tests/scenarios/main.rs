@@ -7,6 +7,7 @@ mod drain;
 mod faults;
 mod house;
 mod identity;
+mod limits;
 mod namespaces;
 mod prometheus;
 mod request;

@@ -26,6 +26,8 @@ pub enum Tool {
     Unshare,
     /// `nsenter` of util-linux.
     Nsenter,
+    /// `prlimit` of util-linux.
+    Prlimit,
 }
 
 impl Tool {
@@ -40,6 +42,7 @@ impl Tool {
             Self::Nft => "nft",
             Self::Unshare => "unshare",
             Self::Nsenter => "nsenter",
+            Self::Prlimit => "prlimit",
         }
     }
 

@@ -1,18 +1,19 @@
 //! Port 10262: takes connections on UDP and TCP; every handshake runs in a task of its own, under a deadline.
 
 use std::future::Future;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, debug, info_span, warn};
-use tunnel_proto::process::meta::ACCEPT_PAUSE;
+use tunnel_proto::process::accept::Accepting;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
 use crate::session::Sessions;
+use tunnel_proto::process::places::{Place, Places};
 
 mod tcp;
 
@@ -23,26 +24,25 @@ pub use tcp::TcpEntry;
 pub struct Acceptor {
     /// UDP.
     pub quic: Arc<QuicAcceptor>,
-    /// TCP.
-    pub tcp: TcpListener,
     /// What TCP connections need.
     pub tcp_entry: TcpEntry,
     /// What a session needs.
     pub sessions: Sessions,
     /// Time for a handshake, and for a whole enrolment.
     pub handshake_limit: Duration,
-    /// Connections without a valid credential yet, at most.
-    pub pre_auth: Arc<Semaphore>,
+    /// Places for connections without a valid credential yet.
+    pub pre_auth: Arc<Places>,
 }
 
 impl Acceptor {
-    /// Accepts until the drain begins.
-    pub fn start(self) {
+    /// Accepts on UDP and on this TCP listener until the drain begins.
+    pub fn start(self, tcp: TcpListener) {
+        let tcp = Accepting::new(tcp, "agents");
         let shutdown = self.sessions.shutdown.clone();
         let acceptor = Arc::new(self);
         let quic = acceptor.clone();
         shutdown.spawn_service(async move { quic.accept_quic().await });
-        shutdown.spawn_service(async move { acceptor.accept_tcp().await });
+        shutdown.spawn_service(async move { acceptor.accept_tcp(tcp).await });
     }
 
     async fn accept_quic(&self) {
@@ -56,54 +56,38 @@ impl Acceptor {
             let Some((peer, handshake)) = accepted else {
                 return;
             };
-            // Without a permit the handshake is dropped, which refuses the connection.
-            if let Some(stranger) = self.stranger() {
-                let work = async move {
-                    let shaken = stranger.in_time(handshake).await;
-                    stranger.admit(shaken).await;
-                };
-                let work = work.instrument(info_span!("conn", %peer));
-                self.sessions.shutdown.spawn_service(work);
-            }
+            let stranger = self.stranger(peer);
+            let work = async move {
+                let shaken = stranger.in_time(handshake).await;
+                stranger.admit(shaken).await;
+            };
+            let work = work.instrument(info_span!("conn", %peer));
+            self.sessions.shutdown.spawn_service(work);
         }
     }
 
-    async fn accept_tcp(&self) {
+    async fn accept_tcp(&self, mut tcp: Accepting<TcpListener>) {
         let drain = self.sessions.shutdown.drain();
         loop {
-            let accepted = tokio::select! {
+            let (socket, peer) = tokio::select! {
                 biased;
                 () = drain.cancelled() => return,
-                accepted = self.tcp.accept() => accepted,
+                accepted = tcp.next() => accepted,
             };
-            match accepted {
-                Ok((socket, peer)) => {
-                    if let Some(stranger) = self.stranger() {
-                        let entry = self.tcp_entry.clone();
-                        let work = async move { entry.serve(socket, peer, stranger).await };
-                        let work = work.instrument(info_span!("conn", %peer));
-                        self.sessions.shutdown.spawn_service(work);
-                    }
-                }
-                Err(error) => {
-                    warn!(%error, listener = "agents", "cannot accept connections");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
-            }
+            let (entry, stranger) = (self.tcp_entry.clone(), self.stranger(peer));
+            let work = async move { entry.serve(socket, peer, stranger).await };
+            let work = work.instrument(info_span!("conn", %peer));
+            self.sessions.shutdown.spawn_service(work);
         }
     }
 
-    /// A place for a new connection, unless all are taken.
-    fn stranger(&self) -> Option<Stranger> {
-        let Ok(permit) = self.pre_auth.clone().try_acquire_owned() else {
-            self.sessions.metrics.handshake("overloaded");
-            return None;
-        };
-        Some(Stranger {
+    /// A new connection, with a place of its own.
+    fn stranger(&self, peer: SocketAddr) -> Stranger {
+        Stranger {
             sessions: self.sessions.clone(),
             deadline: Instant::now() + self.handshake_limit,
-            permit,
-        })
+            place: self.pre_auth.enter(peer.ip()),
+        }
     }
 }
 
@@ -112,28 +96,50 @@ impl Acceptor {
 struct Stranger {
     sessions: Sessions,
     deadline: Instant,
-    permit: OwnedSemaphorePermit,
+    place: Place,
+}
+
+/// Why a connection was given up before it showed a credential.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum GivenUp {
+    #[error("handshake did not finish in time (limits.handshakeTimeout)")]
+    Timeout,
+    #[error(
+        "place was needed for a newer connection (limits.preAuthPerSource, limits.preAuthTotal)"
+    )]
+    Evicted,
+}
+
+impl GivenUp {
+    /// For metrics.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Timeout => "timeout",
+            Self::Evicted => "evicted",
+        }
+    }
 }
 
 impl Stranger {
-    /// A handshake under the deadline.
-    async fn in_time(
-        &self,
-        handshake: impl Future<Output = Result<Arc<dyn Session>, HandshakeError>> + Send,
-    ) -> Result<Arc<dyn Session>, HandshakeError> {
-        let shaken = timeout_at(self.deadline, handshake).await;
-        shaken.unwrap_or(Err(HandshakeError::Timeout))
+    /// Work under the deadline, for as long as the place lasts.
+    async fn in_time<T>(&self, work: impl Future<Output = T>) -> Result<T, GivenUp> {
+        tokio::select! {
+            biased;
+            () = self.place.evicted() => Err(GivenUp::Evicted),
+            done = timeout_at(self.deadline, work) => done.map_err(|_elapsed| GivenUp::Timeout),
+        }
     }
 
     /// Serves the session that the handshake gave, to its end.
-    async fn admit(self, shaken: Result<Arc<dyn Session>, HandshakeError>) {
+    async fn admit(self, shaken: Result<Shaken, GivenUp>) {
+        let metrics = &self.sessions.metrics;
         match shaken {
-            Ok(session) => {
-                drop(self.permit);
+            Ok(Ok(session)) => {
+                drop(self.place);
                 self.sessions.serve(session).await;
             }
-            Err(error) => {
-                self.sessions.metrics.handshake(handshake_label(&error));
+            Ok(Err(error)) => {
+                metrics.handshake(handshake_label(&error));
                 match error {
                     HandshakeError::Timeout => debug!(%error, "handshake with an agent failed"),
                     HandshakeError::Transport(_)
@@ -144,9 +150,16 @@ impl Stranger {
                     }
                 }
             }
+            Err(given_up) => {
+                metrics.handshake(given_up.label());
+                debug!(%given_up, "handshake with an agent failed");
+            }
         }
     }
 }
+
+/// The end of a handshake.
+type Shaken = Result<Arc<dyn Session>, HandshakeError>;
 
 fn handshake_label(error: &HandshakeError) -> &'static str {
     match error {

@@ -19,7 +19,8 @@ use serde::Serialize;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::meta::{ACCEPT_PAUSE, Answer, json, text};
+use tunnel_proto::process::accept::Accepting;
+use tunnel_proto::process::meta::{Answer, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
@@ -74,20 +75,14 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
     shutdown.spawn_service(async move {
         let _removed_at_the_end = socket;
         let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let mut accepting = Accepting::new(listener, "admin");
         while let Ok(permit) = permits.clone().acquire_owned().await {
-            match listener.accept().await {
-                Ok((socket, _peer)) => {
-                    let state = state.clone();
-                    tasks.spawn_service(async move {
-                        serve(state, socket).await;
-                        drop(permit);
-                    });
-                }
-                Err(error) => {
-                    warn!(%error, listener = "admin", "cannot accept connections");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
-            }
+            let socket = accepting.next().await;
+            let state = state.clone();
+            tasks.spawn_service(async move {
+                serve(state, socket).await;
+                drop(permit);
+            });
         }
     });
     Ok(())

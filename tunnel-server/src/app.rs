@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::meta::{self, Meta, Readiness};
@@ -30,6 +29,7 @@ use crate::routes::{RouteTable, Routes};
 use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
+use tunnel_proto::process::places::Places;
 
 mod sockets;
 
@@ -130,7 +130,6 @@ impl App {
         }
         Acceptor {
             quic: quic.clone(),
-            tcp,
             tcp_entry: TcpEntry {
                 session_tls: session_tls(ALPN_SESSION_TCP)?,
                 settings,
@@ -156,9 +155,9 @@ impl App {
                 },
             },
             handshake_limit: config.limits.handshake_timeout,
-            pre_auth: Arc::new(Semaphore::new(config.limits.pre_auth_total)),
+            pre_auth: Places::new(config.limits.pre_auth()),
         }
-        .start();
+        .start(tcp);
         let list = {
             let (nodes, registry) = (nodes.clone(), registry.clone());
             Arc::new(move || {

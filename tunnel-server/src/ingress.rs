@@ -8,8 +8,8 @@ use rustls::{ClientConfig, ServerConfig};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
-use tracing::{Instrument, debug, info_span, warn};
-use tunnel_proto::process::meta::ACCEPT_PAUSE;
+use tracing::{Instrument, debug, info_span};
+use tunnel_proto::process::accept::Accepting;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::Port;
 
@@ -87,6 +87,16 @@ pub enum Mode {
     Service(Arc<Service>),
 }
 
+impl Mode {
+    /// For logs.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Http(door) => door.name,
+            Self::Service(_) => "service",
+        }
+    }
+}
+
 impl Doors {
     /// Accepts on a listener until the drain begins. Connections count as work, so a drain waits for them.
     pub fn start(self: &Arc<Self>, listener: TcpListener, mode: Mode) {
@@ -96,29 +106,22 @@ impl Doors {
     }
 
     async fn accept(self: Arc<Self>, listener: TcpListener, mode: Mode) {
+        let mut accepting = Accepting::new(listener, mode.name());
         loop {
-            let accepted = tokio::select! {
+            let (tcp, peer) = tokio::select! {
                 biased;
                 () = self.shutdown.drain().cancelled() => return,
-                accepted = listener.accept() => accepted,
+                accepted = accepting.next() => accepted,
             };
-            match accepted {
-                Ok((tcp, peer)) => {
-                    let doors = self.clone();
-                    let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &mode {
-                        Mode::Http(door) => Box::pin(doors.serve(door.clone(), tcp, peer)),
-                        Mode::Service(service) => {
-                            Box::pin(service::serve(doors, service.clone(), tcp, peer))
-                        }
-                    };
-                    self.shutdown
-                        .spawn_work(work.instrument(info_span!("conn", %peer)));
+            let doors = self.clone();
+            let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &mode {
+                Mode::Http(door) => Box::pin(doors.serve(door.clone(), tcp, peer)),
+                Mode::Service(service) => {
+                    Box::pin(service::serve(doors, service.clone(), tcp, peer))
                 }
-                Err(error) => {
-                    warn!(%error, "cannot accept callers");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
-            }
+            };
+            self.shutdown
+                .spawn_work(work.instrument(info_span!("conn", %peer)));
         }
     }
 

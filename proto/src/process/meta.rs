@@ -16,19 +16,21 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tracing::{debug, warn};
+use tracing::debug;
 
+use super::accept::Accepting;
+use super::places::{PlaceLimits, Places};
 use super::shutdown::Shutdown;
 
-/// Connections at once; more wait to be accepted. Probes and one or two scrapers need a handful.
-const CONNECTIONS_MAX: usize = 64;
+/// Connections at once; newer ones push out the oldest. Probes and one or two scrapers need a handful.
+const CONNECTIONS: PlaceLimits = PlaceLimits {
+    per_source: 32,
+    total: 64,
+};
 /// A caller must send its request head within this time.
 const HEAD_LIMIT: Duration = Duration::from_secs(5);
 /// Longest answer that [`get`] takes.
 const ANSWER_MAX_BYTES: usize = 1024 * 1024;
-/// Pause after an accept error such as "too many open files", so that the loop does not spin.
-pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// An answer of the meta port.
 pub type Answer = Response<Full<Bytes>>;
@@ -73,22 +75,18 @@ impl Meta {
     /// Serves until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
         let meta = Arc::new(self);
-        let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let places = Places::new(CONNECTIONS);
         let state = shutdown.clone();
         shutdown.spawn_service(async move {
-            while let Ok(permit) = permits.clone().acquire_owned().await {
-                let (socket, peer) = match listener.accept().await {
-                    Ok(accepted) => accepted,
-                    Err(error) => {
-                        warn!(%error, listener = "meta", "cannot accept connections");
-                        tokio::time::sleep(ACCEPT_PAUSE).await;
-                        continue;
-                    }
-                };
-                let meta = meta.clone();
+            let mut accepting = Accepting::new(listener, "meta");
+            loop {
+                let (socket, peer) = accepting.next().await;
+                let (meta, place) = (meta.clone(), places.enter(peer.ip()));
                 state.spawn_service(async move {
-                    meta.serve(socket, peer).await;
-                    drop(permit);
+                    tokio::select! {
+                        () = meta.serve(socket, peer) => {}
+                        () = place.evicted() => debug!(%peer, "meta connection gave way to a newer one"),
+                    }
                 });
             }
         });

@@ -34,6 +34,8 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// Packets of unknown connections are answered by a stateless reset at most this often. quinn's default of 20 ms would
 /// let 200 agents of a restarted server wait for seconds.
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
+/// With this many handshakes under way, a new peer has to prove its address first: an attacker may have invented it.
+const RETRY_ABOVE: usize = 256;
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
@@ -73,6 +75,8 @@ impl std::fmt::Debug for QuicKeys {
 pub struct QuicAcceptor {
     endpoint: Endpoint,
     settings: SessionSettings,
+    /// Handshakes under way.
+    half_open: Arc<()>,
 }
 
 impl QuicAcceptor {
@@ -100,18 +104,40 @@ impl QuicAcceptor {
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
         let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))?;
-        Ok(Self { endpoint, settings })
+        Ok(Self {
+            endpoint,
+            settings,
+            half_open: Arc::default(),
+        })
+    }
+
+    /// The next connection whose address is known to be its own, as far as that matters now: with many handshakes under
+    /// way, others are sent back for a token first (RFC 9000, section 8.1.2), which costs a round trip and no memory.
+    async fn incoming(&self) -> Option<quinn::Incoming> {
+        loop {
+            let incoming = self.endpoint.accept().await?;
+            if incoming.remote_address_validated() || self.half_open() < RETRY_ABOVE {
+                return Some(incoming);
+            }
+            // An address that is valid already is handled above, the only error that there is.
+            let _sent = incoming.retry();
+        }
+    }
+
+    fn half_open(&self) -> usize {
+        Arc::strong_count(&self.half_open) - 1
     }
 }
 
 #[async_trait]
 impl Acceptor for QuicAcceptor {
     async fn accept(&self) -> Option<(SocketAddr, Handshake)> {
-        let incoming = self.endpoint.accept().await?;
+        let incoming = self.incoming().await?;
         let remote = incoming.remote_address();
-        let settings = self.settings.clone();
+        let (settings, half_open) = (self.settings.clone(), self.half_open.clone());
         let handshake = async move {
             let connection = incoming.await.map_err(handshake_error)?;
+            drop(half_open);
             QuicSession::start(connection, &settings)
         };
         Some((remote, Box::pin(handshake)))
@@ -321,6 +347,52 @@ mod tests {
     use quinn_proto::{TransportError, TransportErrorCode};
 
     use super::*;
+    use crate::identity::Role;
+    use crate::tls::{self, test_ca::TestCa};
+    use crate::wire::ALPN_SESSION;
+
+    fn settings() -> SessionSettings {
+        SessionSettings {
+            stream_window: 1 << 20,
+            streams: 4,
+            keep_alive: None,
+            idle_timeout: Duration::from_secs(60),
+            congestion: CongestionControl::default(),
+            pool: super::super::BufferPool::new(64 << 20),
+        }
+    }
+
+    /// A new peer is asked for a token exactly when many handshakes are under way (S26).
+    #[tokio::test]
+    async fn s26_crowd_has_new_peers_prove_their_address() {
+        let ca = TestCa::new();
+        let tls = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION);
+        let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
+        let any = (Ipv4Addr::LOCALHOST, 0).into();
+        let acceptor = QuicAcceptor::bind(any, tls.unwrap(), &keys, settings()).unwrap();
+        let address = acceptor.local_addr().unwrap();
+        let role = Role::Agent("worker-1".parse().unwrap());
+        let trust = tls::Trust::Roots(ca.roots());
+        let mut held = vec![acceptor.half_open.clone(); RETRY_ABOVE - 1];
+        for proves in [false, true] {
+            let tls = tls::session_client(ca.key(&role), trust.clone(), ALPN_SESSION).unwrap();
+            let dialer = QuicDialer::new(tls, settings()).unwrap();
+            let server = Remote {
+                name: address.to_string(),
+                address: Some(address),
+            };
+            let accept = async {
+                let incoming = acceptor.incoming().await.unwrap();
+                let proven = incoming.remote_address_validated();
+                let connection = incoming.await.unwrap();
+                (proven, connection)
+            };
+            let ((proven, _connection), dialled) = tokio::join!(accept, dialer.dial(&server));
+            dialled.unwrap();
+            assert_eq!(proven, proves, "with {} handshakes under way", held.len());
+            held.push(acceptor.half_open.clone());
+        }
+    }
 
     #[test]
     fn only_a_verdict_about_a_certificate_is_an_alert() {

@@ -7,15 +7,14 @@ use std::sync::Arc;
 use rustls::ServerConfig;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::time::timeout_at;
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
 use tracing::debug;
 use tunnel_proto::tcp;
-use tunnel_proto::transport::{HandshakeError, Session, SessionSettings, h2};
+use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
-use super::Stranger;
+use super::{GivenUp, Shaken, Stranger};
 use crate::enroll::Enrollment;
 
 /// A fatal alert, `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2), as a plaintext record: before
@@ -51,21 +50,21 @@ impl TcpEntry {
         socket: TcpStream,
         peer: SocketAddr,
         stranger: &Stranger,
-    ) -> Option<Result<Arc<dyn Session>, HandshakeError>> {
+    ) -> Option<Result<Shaken, GivenUp>> {
         if let Err(error) = tcp::prepare_tunnel(&socket) {
             debug!(%error, "socket option refused");
         }
-        let (metrics, deadline) = (&stranger.sessions.metrics, stranger.deadline);
+        let metrics = &stranger.sessions.metrics;
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket);
-        let start = match timeout_at(deadline, hello).await {
+        let start = match stranger.in_time(hello).await {
             Ok(Ok(start)) => start,
             Ok(Err(error)) => {
                 debug!(%error, "connection began with no ClientHello");
                 metrics.handshake("handshake_failed");
                 return None;
             }
-            Err(_elapsed) => {
-                metrics.handshake("timeout");
+            Err(given_up) => {
+                metrics.handshake(given_up.label());
                 return None;
             }
         };
@@ -76,29 +75,26 @@ impl TcpEntry {
                 return Some(stranger.in_time(handshake).await);
             }
             Offer::Enrollment => {
-                let result = match timeout_at(deadline, self.enroll(start, peer)).await {
+                let result = match stranger.in_time(self.enroll(start, peer)).await {
                     Ok(Ok(result)) => result,
                     Ok(Err(error)) => {
                         debug!(%error, "connection for enrolment failed");
                         "handshake_failed"
                     }
-                    Err(_elapsed) => "timeout",
+                    Err(given_up) => given_up.label(),
                 };
                 metrics.enrollment(result);
             }
             Offer::Unsuitable => {
                 metrics.handshake("unknown_protocol");
                 debug!("connection offers neither enrolment alone nor a session");
-                let _best_effort = timeout_at(deadline, refuse(start.io)).await;
+                let _best_effort = stranger.in_time(refuse(start.io)).await;
             }
         }
         None
     }
 
-    async fn begin_session(
-        &self,
-        start: StartHandshake<TcpStream>,
-    ) -> Result<Arc<dyn Session>, HandshakeError> {
+    async fn begin_session(&self, start: StartHandshake<TcpStream>) -> Shaken {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await

@@ -6,6 +6,8 @@ use serde::Deserialize;
 use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
+use tunnel_proto::process::places::PlaceLimits;
+
 /// Name, default and meaning of every limit, for the reference.
 pub const LIMITS: &[(&str, &str, &str)] = &[
     (
@@ -35,9 +37,15 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
         "what agents are told for dialling a target; then 504 target_timeout",
     ),
     (
+        "preAuthPerSource",
+        "1024",
+        "connections of agents without a verified credential yet from one address (IPv6: one /64); one more pushes \
+         out the oldest of that address",
+    ),
+    (
         "preAuthTotal",
         "4096",
-        "connections of agents without a verified credential yet",
+        "the same from all addresses; one more pushes out the oldest of the address with the most",
     ),
     (
         "streamWindow",
@@ -88,6 +96,7 @@ pub struct RawLimits {
     streams_per_agent: Option<String>,
     open_timeout: Option<String>,
     target_dial_timeout: Option<String>,
+    pre_auth_per_source: Option<String>,
     pre_auth_total: Option<String>,
     stream_window: Option<String>,
     buffer_pool: Option<String>,
@@ -112,6 +121,8 @@ pub struct Limits {
     pub open_timeout: Duration,
     /// `targetDialTimeout`.
     pub target_dial_timeout: Duration,
+    /// `preAuthPerSource`.
+    pub pre_auth_per_source: usize,
     /// `preAuthTotal`.
     pub pre_auth_total: usize,
     /// `streamWindow`, bytes.
@@ -144,6 +155,15 @@ impl Limits {
             suspect_idle: self.suspect_after_idle,
             dead_after: self.dead_after,
             probes_idle: true,
+        }
+    }
+
+    /// Places for connections without a credential.
+    #[must_use]
+    pub fn pre_auth(&self) -> PlaceLimits {
+        PlaceLimits {
+            per_source: self.pre_auth_per_source,
+            total: self.pre_auth_total,
         }
     }
 
@@ -186,6 +206,11 @@ impl Limits {
             ),
             open_timeout: read.time("openTimeout", raw.open_timeout.as_deref()),
             target_dial_timeout: read.time("targetDialTimeout", raw.target_dial_timeout.as_deref()),
+            pre_auth_per_source: read.count(
+                "preAuthPerSource",
+                raw.pre_auth_per_source.as_deref(),
+                1 << 20,
+            ),
             pre_auth_total: read.count("preAuthTotal", raw.pre_auth_total.as_deref(), 1 << 20),
             stream_window: read.size(
                 "streamWindow",

@@ -5,7 +5,6 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::sign::CertifiedKey;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::tcp::{Direct, Remote};
@@ -21,6 +20,7 @@ use crate::issuer::LocalCa;
 use crate::nodes::KnownNodes;
 use crate::testing::{Bench, eventually, header, node};
 use crate::tokens::TokenStore;
+use tunnel_proto::process::places::{PlaceLimits, Places};
 
 const PLACES: usize = 8;
 /// For loopback, on a machine that is busy.
@@ -31,7 +31,7 @@ struct Door {
     bench: Bench,
     ca: Arc<LocalCa>,
     address: SocketAddr,
-    places: Arc<Semaphore>,
+    places: Arc<Places>,
     _scratch: Scratch,
 }
 
@@ -64,7 +64,10 @@ impl Door {
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let places = Arc::new(Semaphore::new(PLACES));
+        let places = Places::new(PlaceLimits {
+            per_source: PLACES,
+            total: 2 * PLACES,
+        });
         let (sessions, free) = (bench.sessions.clone(), places.clone());
         let accept = async move {
             loop {
@@ -72,7 +75,7 @@ impl Door {
                 let stranger = Stranger {
                     sessions: sessions.clone(),
                     deadline: Instant::now() + handshake_limit,
-                    permit: free.clone().try_acquire_owned().unwrap(),
+                    place: free.enter(peer.ip()),
                 };
                 let entry = entry.clone();
                 let serve = async move { entry.serve(socket, peer, stranger).await };
@@ -134,10 +137,7 @@ impl Door {
     }
 
     async fn all_places_are_free(&self) {
-        eventually("every place is free", || {
-            self.places.available_permits() == PLACES
-        })
-        .await;
+        eventually("every place is free", || self.places.taken() == 0).await;
     }
 }
 
@@ -262,7 +262,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
     accepted.write_all(b"!").await.unwrap();
     assert_eq!(within(opened.read_u8()).await.unwrap(), b'!');
     assert_eq!(door.handshakes("ok"), Some(1));
-    assert_eq!(door.places.available_permits(), PLACES);
+    assert_eq!(door.places.taken(), 0);
 }
 
 #[tokio::test]
@@ -276,6 +276,29 @@ async fn stranger_that_stays_silent_gives_its_place_back() {
     })
     .await;
     door.all_places_are_free().await;
+}
+
+#[tokio::test]
+async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
+    let door = Door::open(PATIENCE).await;
+    let mut crowd = Vec::new();
+    for taken in 1..=PLACES {
+        crowd.push(TcpStream::connect(door.address).await.unwrap());
+        eventually("it has its place", || door.places.taken() == taken).await;
+    }
+    assert_eq!(door.handshakes("evicted"), None, "at the limit");
+    crowd.push(TcpStream::connect(door.address).await.unwrap());
+    let ended = within(crowd[0].read_u8()).await;
+    assert!(ended.is_err(), "the oldest was not ended");
+    eventually("the eviction is counted", || {
+        door.handshakes("evicted") == Some(1)
+    })
+    .await;
+    let agreed = door
+        .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
+        .await;
+    assert_eq!(agreed.as_deref(), Ok("h2"));
+    assert_eq!(door.handshakes("evicted"), Some(2));
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {

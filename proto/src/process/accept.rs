@@ -1,0 +1,86 @@
+//! Taking connections from a listener, also when the process has run out of what a connection needs.
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tracing::{info, warn};
+
+/// Pause after an accept error such as "too many open files", so that the loop does not spin.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// A listener that gives connections and no errors.
+#[derive(Debug)]
+pub struct Accepting<L> {
+    listener: L,
+    /// For logs.
+    name: &'static str,
+    /// Errors since the last connection.
+    failures: u64,
+}
+
+impl<L> Accepting<L> {
+    /// Takes connections from a listener of this name.
+    #[must_use]
+    pub fn new(listener: L, name: &'static str) -> Self {
+        Self {
+            listener,
+            name,
+            failures: 0,
+        }
+    }
+
+    /// Judges one attempt; a failure is told once, and its end.
+    async fn settle<T>(&mut self, accepted: io::Result<T>) -> Option<T> {
+        match accepted {
+            Ok(connection) => {
+                if self.failures > 0 {
+                    info!(
+                        listener = self.name,
+                        failures = self.failures,
+                        "accepting connections again"
+                    );
+                    self.failures = 0;
+                }
+                Some(connection)
+            }
+            Err(error) => {
+                if self.failures == 0 {
+                    warn!(
+                        %error,
+                        listener = self.name,
+                        "cannot accept connections; they wait, and running ones go on"
+                    );
+                }
+                self.failures += 1;
+                tokio::time::sleep(PAUSE).await;
+                None
+            }
+        }
+    }
+}
+
+impl Accepting<TcpListener> {
+    /// The next connection and where it comes from. Cancel-safe.
+    pub async fn next(&mut self) -> (TcpStream, SocketAddr) {
+        loop {
+            let accepted = self.listener.accept().await;
+            if let Some(connection) = self.settle(accepted).await {
+                return connection;
+            }
+        }
+    }
+}
+
+impl Accepting<UnixListener> {
+    /// The next connection. Cancel-safe.
+    pub async fn next(&mut self) -> UnixStream {
+        loop {
+            let accepted = self.listener.accept().await;
+            if let Some((connection, _)) = self.settle(accepted).await {
+                return connection;
+            }
+        }
+    }
+}

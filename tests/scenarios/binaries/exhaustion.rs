@@ -1,0 +1,85 @@
+//! F25: no descriptors left. New callers wait, running ones notice nothing, and the processor does not spin.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tokio::net::TcpStream;
+use tokio::time::sleep;
+use tunnel_tests::client::{KeepAliveClient, RawRequest};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{Listener, Program};
+use tunnel_tests::tools::{Tool, or_skip};
+
+use super::{CONNECT, Stack};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f25_server_without_descriptors_pauses_its_doors_and_recovers() -> Result<()> {
+    let Some(prlimit) = or_skip(Program::tool(Tool::Prlimit)) else {
+        return Ok(());
+    };
+    let mut stack = Stack::start(&[], &[]).await?;
+    let door = stack.server.address(Listener::Http);
+    let get = RawRequest::new("GET", "/metrics", &stack.host());
+    let mut running = KeepAliveClient::connect(door).await?;
+    ensure!(running.request(&get).await?.status == 200);
+    let id = stack.server.process().id().context("server's id")?;
+    let folder = format!("/proc/{id}");
+    let most = fs::read_dir(format!("{folder}/fd"))?.count() + SPARE;
+    let limit = [format!("--pid={id}"), format!("--nofile={most}:{most}")];
+    prlimit.args(limit).run().await?.ok()?;
+
+    let mut crowd = Vec::new();
+    for _ in 0..2 * SPARE {
+        crowd.push(TcpStream::connect(door).await?);
+    }
+    let log = stack.server.process().log().clone();
+    let told = || {
+        let lines = log.lines();
+        let of_door = |line: &&String| {
+            line.contains("cannot accept connections") && line.contains("\"http\"")
+        };
+        lines.iter().filter(of_door).count()
+    };
+    eventually("the door says that it pauses", CONNECT, async || {
+        anyhow::ensure!(told() > 0, "{:#?}", log.lines());
+        anyhow::Ok(())
+    })
+    .await;
+    for _ in 0..10 {
+        let reply = running.request(&get).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+    }
+    let (before, began) = (ticks(&folder)?, Instant::now());
+    sleep(WINDOW).await;
+    let busy = (ticks(&folder)? - before) / TICKS_PER_SECOND / began.elapsed().as_secs_f64();
+    ensure!(busy < 0.2, "the server takes {busy:.2} of a processor");
+    assert_eq!(told(), 1, "once, not for every attempt");
+    drop(crowd);
+    stack
+        .wait_for_traffic("new callers are served again", Duration::from_secs(1))
+        .await;
+    Ok(())
+}
+
+/// Processor time of a process up to now, in clock ticks (proc(5): utime and stime).
+fn ticks(folder: &str) -> Result<f64> {
+    let stat = fs::read_to_string(format!("{folder}/stat"))?;
+    // The name in parentheses may hold blanks; the fields behind it begin with the third.
+    let (_, fields) = stat.rsplit_once(") ").context("proc stat")?;
+    let fields: Vec<&str> = fields.split_whitespace().collect();
+    let field = |number: usize| {
+        fields
+            .get(number - 3)
+            .context("proc stat")?
+            .parse::<f64>()
+            .context("ticks")
+    };
+    Ok(field(14)? + field(15)?)
+}
+
+/// Descriptors left to the server for callers.
+const SPARE: usize = 50;
+const WINDOW: Duration = Duration::from_secs(1);
+/// USER_HZ, the same on every Linux that Rust runs on.
+const TICKS_PER_SECOND: f64 = 100.0;

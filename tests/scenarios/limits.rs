@@ -1,0 +1,100 @@
+//! Crowds that hold on to what is scarce, and the others, who must not notice.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tunnel_proto::tls::{self, Trust};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::{PATIENCE, World};
+
+/// Another host's address, as far as the server can tell.
+const CROWD: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
+const CROWD_SIZE: usize = 5000;
+/// `limits.preAuthPerSource` by default.
+const PLACES: usize = 1024;
+/// `limits.handshakeTimeout` by default, and some more.
+const ALL_GONE: Duration = Duration::from_secs(15);
+
+async fn from_crowd(to: SocketAddr) -> Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind((CROWD, 0).into())?;
+    Ok(socket.connect(to).await?)
+}
+
+/// Connections that say nothing, or one byte.
+async fn slow_crowd(to: SocketAddr) -> Result<Vec<TcpStream>> {
+    let mut crowd = Vec::with_capacity(CROWD_SIZE);
+    for number in 0..CROWD_SIZE {
+        let mut socket = from_crowd(to).await?;
+        if number % 2 == 0 {
+            // The first byte of a TLS record. A socket may be evicted before it.
+            let _evicted = socket.write_all(&[22]).await;
+        }
+        crowd.push(socket);
+    }
+    Ok(crowd)
+}
+
+/// A handshake on the agents' port, from the crowd's own address.
+async fn handshake_from_crowd(world: &World) -> Result<()> {
+    let socket = from_crowd(world.bound().agents).await?;
+    let client = tls::enroll_client(Trust::Pin(world.ca().spki_sha256()))?;
+    let name = "tunnel-server.invalid".try_into()?;
+    TlsConnector::from(client).connect(name, socket).await?;
+    Ok(())
+}
+
+async fn metric(world: &World, name: &str) -> Result<u64> {
+    let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    let text = metrics.text();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    Ok(line.unwrap_or("0").trim().parse()?)
+}
+
+/// T09 on 10262: the slow ones are held to their share and gone in time; agents get in meanwhile, from elsewhere and from
+/// the same address.
+#[tokio::test(flavor = "multi_thread")]
+async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -> Result<()> {
+    let world = Arc::new(World::start().await?);
+    let exporter = Exporter::start("worker-1").await?;
+    let mut crowd = slow_crowd(world.bound().agents).await?;
+    let _agent = world.agent("worker-1").await?;
+    handshake_from_crowd(&world)
+        .await
+        .context("from the crowd's address")?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let scrape = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    assert_eq!(scrape.status, 200);
+    let evicted = "tunnel_server_handshakes_total{result=\"evicted\"}";
+    eventually("all above the share are pushed out", PATIENCE, async || {
+        let evicted = metric(&world, evicted).await?;
+        let timed_out =
+            metric(&world, "tunnel_server_handshakes_total{result=\"timeout\"}").await?;
+        let least = u64::try_from(CROWD_SIZE - PLACES)?;
+        ensure!(
+            evicted + timed_out >= least,
+            "{evicted} evicted, {timed_out} timed out"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    let all_end = async {
+        for socket in &mut crowd {
+            // An end and a reset both free the place.
+            let _ended = socket.read(&mut [0; 16]).await;
+        }
+    };
+    ensure!(
+        timeout(scaled(ALL_GONE), all_end).await.is_ok(),
+        "some slow ones are still there"
+    );
+    Ok(())
+}
