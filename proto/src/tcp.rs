@@ -1,7 +1,7 @@
 //! Options of the TCP sockets that feed the tunnel or are fed by it.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Shutdown, SocketAddr};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -94,6 +94,14 @@ pub fn prepare_tunnel(socket: &TcpStream) -> io::Result<()> {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     SockRef::from(socket).set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
     Ok(())
+}
+
+/// Ends the sending direction with a FIN, for a socket that is shared.
+///
+/// # Errors
+/// When the connection is gone.
+pub fn finish(socket: &TcpStream) -> io::Result<()> {
+    SockRef::from(socket).shutdown(Shutdown::Write)
 }
 
 /// Makes the coming close a reset (RFC 9293, section 3.10.4) instead of a FIN, which would look like a clean end.

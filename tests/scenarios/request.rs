@@ -319,7 +319,7 @@ async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connection_ends_without_a_reset() -> Result<()> {
     let world =
-        World::start_with(|settings| settings.limits = World::limits("requestHeadTimeout: 300ms"))
+        World::start_with(|settings| settings.limits = World::limits("callerIdleTimeout: 300ms"))
             .await?;
     let exporter = Exporter::start("worker-1").await?;
     let _agent = world.agent("worker-1").await?;

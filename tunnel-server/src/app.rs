@@ -119,6 +119,7 @@ impl App {
                 handshake: config.limits.handshake_timeout,
                 request_head_time: config.limits.request_head_timeout,
                 request_head_bytes: config.limits.request_head_bytes,
+                idle: config.limits.caller_idle_timeout,
                 open: config.limits.open_timeout,
             },
             metrics: metrics.clone(),

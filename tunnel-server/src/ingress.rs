@@ -20,6 +20,8 @@ use crate::routes::Routes;
 
 pub mod answer;
 pub mod body;
+mod course;
+mod fields;
 mod http;
 pub mod record;
 pub mod service;
@@ -28,7 +30,7 @@ pub mod target;
 mod upstream;
 
 use service::Service;
-use socket::{DoorSocket, Fate};
+use socket::{DoorSocket, Fate, Hangup};
 use target::Scheme;
 
 /// What all doors share.
@@ -61,6 +63,8 @@ pub struct DoorLimits {
     pub request_head_time: Duration,
     /// Size of a request head.
     pub request_head_bytes: usize,
+    /// A connection without a request.
+    pub idle: Duration,
     /// Opening a stream, up to the agent's reply.
     pub open: Duration,
 }
@@ -97,6 +101,14 @@ impl Mode {
     }
 }
 
+/// A caller's connection, below TLS.
+#[derive(Debug)]
+struct Line {
+    peer: SocketAddr,
+    fate: Arc<Fate>,
+    hangup: Hangup,
+}
+
 impl Doors {
     /// Accepts on a listener until the drain begins. Connections count as work, so a drain waits for them.
     pub fn start(self: &Arc<Self>, listener: TcpListener, mode: Mode) {
@@ -128,13 +140,15 @@ impl Doors {
     async fn serve(self: Arc<Self>, door: Arc<Door>, tcp: TcpStream, peer: SocketAddr) {
         let fate = Arc::new(Fate::default());
         let socket = DoorSocket::new(tcp, fate.clone());
+        let hangup = socket.hangup();
+        let line = Line { peer, fate, hangup };
         let Some(tls) = door.tls.clone() else {
-            return http::serve(self, door, socket, peer, fate).await;
+            return http::serve(self, door, socket, line).await;
         };
         match tokio::time::timeout(self.limits.handshake, TlsAcceptor::from(tls).accept(socket))
             .await
         {
-            Ok(Ok(stream)) => http::serve(self, door, stream, peer, fate).await,
+            Ok(Ok(stream)) => http::serve(self, door, stream, line).await,
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
             Err(_elapsed) => debug!("TLS handshake of a caller did not finish in time"),
         }

@@ -84,6 +84,12 @@ struct NodeSessions {
     places: Arc<Semaphore>,
 }
 
+impl NodeSessions {
+    fn active(&self) -> Option<&Arc<AgentSession>> {
+        self.sessions.iter().find(|agent| agent.is_routable())
+    }
+}
+
 impl Registry {
     /// An empty registry.
     #[must_use]
@@ -184,6 +190,26 @@ impl Registry {
             }
         }
         Err(failure)
+    }
+
+    /// The session that a new stream to a node goes to first.
+    #[must_use]
+    pub fn active(&self, node: &NodeName) -> Option<SessionId> {
+        let nodes = self.lock();
+        let active = nodes.get(node)?.active();
+        active.map(|agent| agent.id)
+    }
+
+    /// Whether an idle stream over `session` may be kept for a further request: new streams would take the same way, and
+    /// the node's agent has at least half of its places free.
+    #[must_use]
+    pub fn may_keep(&self, node: &NodeName, session: SessionId) -> bool {
+        let nodes = self.lock();
+        nodes.get(node).is_some_and(|node| {
+            let free = node.places.available_permits();
+            free * 2 >= self.limits.streams_per_agent
+                && node.active().is_some_and(|agent| agent.id == session)
+        })
     }
 
     /// The sessions to try for a new stream, at least one, and the stream's place.

@@ -22,6 +22,11 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     ),
     ("requestHeadBytes", "64KiB", "largest request head"),
     (
+        "callerIdleTimeout",
+        "3m",
+        "how long a caller may keep its connection without a request; longer than scrape intervals",
+    ),
+    (
         "streamsPerAgent",
         "256",
         "streams open to one agent at once; more get 503 too_many_streams",
@@ -93,6 +98,7 @@ pub struct RawLimits {
     handshake_timeout: Option<String>,
     request_head_timeout: Option<String>,
     request_head_bytes: Option<String>,
+    caller_idle_timeout: Option<String>,
     streams_per_agent: Option<String>,
     open_timeout: Option<String>,
     target_dial_timeout: Option<String>,
@@ -115,6 +121,8 @@ pub struct Limits {
     pub request_head_timeout: Duration,
     /// `requestHeadBytes`.
     pub request_head_bytes: usize,
+    /// `callerIdleTimeout`.
+    pub caller_idle_timeout: Duration,
     /// `streamsPerAgent`.
     pub streams_per_agent: u32,
     /// `openTimeout`.
@@ -199,6 +207,7 @@ impl Limits {
                 8 << 10,
                 16 << 20,
             ),
+            caller_idle_timeout: read.time("callerIdleTimeout", raw.caller_idle_timeout.as_deref()),
             streams_per_agent: read.count(
                 "streamsPerAgent",
                 raw.streams_per_agent.as_deref(),

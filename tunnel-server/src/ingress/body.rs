@@ -1,25 +1,26 @@
-//! Bodies of answers on the doors: our own short texts, or a target's body that notices when it is not passed whole.
+//! Bodies on the doors: a caller's, our own short texts, and a target's, which notices when it is not passed whole.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
-use tokio::time::timeout;
-use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::answer::Outcome;
+use super::course::Underway;
+use super::fields::strip_trailers;
 use super::record::Record;
 use super::socket::Unfinished;
+use super::upstream::Carrier;
 
-/// How long a connection to a target may take to close after a whole answer.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
-
-/// A body of the doors.
+/// A body of the doors' answers.
 #[derive(Debug)]
-pub struct DoorBody(Inner);
+pub struct DoorBody {
+    inner: Inner,
+    /// Ends the request's time on the caller's connection.
+    _underway: Option<Underway>,
+}
 
 #[derive(Debug)]
 enum Inner {
@@ -34,10 +35,12 @@ struct TargetBody {
     /// Present until the body has ended.
     passing: Option<Passing>,
     /// Dropping it midway drops the connection to the target, which closes the target's side at once.
-    connection: Option<AbortOnDropHandle<()>>,
-    /// Owns the connection while it closes.
-    drivers: TaskTracker,
+    carrier: Option<Carrier>,
 }
+
+/// A caller's body on its way to the target.
+#[derive(Debug)]
+pub(super) struct RequestBody(pub(super) Incoming);
 
 /// What is settled when a body ends: the caller's connection and the access record.
 #[derive(Debug)]
@@ -60,29 +63,39 @@ impl DoorBody {
     /// A short text of our own.
     #[must_use]
     pub fn text(text: String) -> Self {
-        Self(Inner::Own(Full::new(text.into())))
+        Self::new(Inner::Own(Full::new(text.into())))
     }
 
     /// Nothing.
     #[must_use]
     pub fn empty() -> Self {
-        Self(Inner::Own(Full::default()))
+        Self::new(Inner::Own(Full::default()))
     }
 
-    /// A target's body; `connection` drives the connection that it comes from, and `drivers` owns that while it closes.
+    /// A target's body, which comes over `carrier`.
     #[must_use]
-    pub fn target(
-        body: Incoming,
-        passing: Passing,
-        connection: AbortOnDropHandle<()>,
-        drivers: TaskTracker,
-    ) -> Self {
-        Self(Inner::Target(Box::new(TargetBody {
+    pub(super) fn target(body: Incoming, passing: Passing, carrier: Carrier) -> Self {
+        Self::new(Inner::Target(Box::new(TargetBody {
             body,
             passing: Some(passing),
-            connection: Some(connection),
-            drivers,
+            carrier: Some(carrier),
         })))
+    }
+
+    /// The body with which a request ends.
+    #[must_use]
+    pub(super) fn ending(self, underway: Underway) -> Self {
+        Self {
+            inner: self.inner,
+            _underway: Some(underway),
+        }
+    }
+
+    fn new(inner: Inner) -> Self {
+        Self {
+            inner,
+            _underway: None,
+        }
     }
 }
 
@@ -94,13 +107,15 @@ impl Body for DoorBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match &mut self.0 {
+        match &mut self.inner {
             Inner::Own(body) => Pin::new(body)
                 .poll_frame(cx)
                 .map_err(|never| match never {}),
             Inner::Target(target) => {
-                let frame = ready!(Pin::new(&mut target.body).poll_frame(cx));
+                let frame = ready!(poll_passed(&mut target.body, cx));
                 match &frame {
+                    // Nothing comes behind trailer fields, and hyper does not ask.
+                    Some(Ok(frame)) if frame.is_trailers() => target.finish(),
                     Some(Ok(_)) => {}
                     Some(Err(_)) => target.cut(),
                     None => target.finish(),
@@ -111,26 +126,59 @@ impl Body for DoorBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.0 {
+        match &self.inner {
             Inner::Own(body) => body.is_end_stream(),
             Inner::Target(target) => target.body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.0 {
+        match &self.inner {
             Inner::Own(body) => body.size_hint(),
             Inner::Target(target) => target.body.size_hint(),
         }
     }
 }
 
+/// The next frame of a body, its trailer fields without what is one hop's or the tunnel's.
+fn poll_passed(
+    body: &mut Incoming,
+    cx: &mut Context<'_>,
+) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    let frame = ready!(Pin::new(body).poll_frame(cx));
+    Poll::Ready(frame.map(|frame| {
+        let mut frame = frame?;
+        if let Some(trailers) = frame.trailers_mut() {
+            strip_trailers(trailers);
+        }
+        Ok(frame)
+    }))
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        poll_passed(&mut self.0, cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
+    }
+}
+
 impl TargetBody {
     fn finish(&mut self) {
-        // After a whole answer the connection closes in order, so that the target sees an end and no reset; unless it
-        // still waits for the target to take the rest of a request that nobody wants any more.
-        if let Some(connection) = self.connection.take() {
-            self.drivers.spawn(timeout(CLOSE_LIMIT, connection));
+        if let Some(carrier) = self.carrier.take() {
+            carrier.answered();
         }
         if let Some(passing) = self.passing.take() {
             passing.finish();

@@ -3,101 +3,172 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use http::{Request, Response, StatusCode};
-use hyper::body::Incoming;
+use http::header::CONNECTION;
+use http::{HeaderValue, Request, Response, StatusCode};
+use hyper::body::{Body as _, Incoming};
+use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
+use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tracing::debug;
 use tunnel_proto::relay::{RelayEnd, relay};
 
 use super::answer::{Failure, Outcome};
-use super::body::{DoorBody, Passing};
+use super::body::{DoorBody, Passing, RequestBody};
+use super::course::{Course, Followed, Overdue, Patience};
+use super::fields::{
+    clean_response, is_framed_twice, is_plainly_coded, may_share_connection, prepare,
+    requested_upgrade, switches_to, trace_parent,
+};
 use super::record::Record;
-use super::socket::{Fate, Unfinished, read_away};
+use super::socket::{Fate, Hangup, Unfinished, read_away};
 use super::target::{Destination, Facts, decide};
-use super::upstream::{self, Upstream};
-use super::{Door, Doors};
-
-mod fields;
-
-use fields::{clean_response, prepare, requested_upgrade, switches_to, trace_parent};
+use super::upstream::{Carrier, Kept, Way};
+use super::{Door, DoorLimits, Doors, Line};
 
 /// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
-pub(super) async fn serve<S>(
-    doors: Arc<Doors>,
-    door: Arc<Door>,
-    stream: S,
-    peer: SocketAddr,
-    fate: Arc<Fate>,
-) where
+pub(super) async fn serve<S>(doors: Arc<Doors>, door: Arc<Door>, stream: S, line: Line)
+where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let (metrics, drain) = (doors.metrics.clone(), doors.shutdown.drain().clone());
-    let (name, idle_end) = (door.name, fate.clone());
-    let caller = Caller {
+    let Line { peer, fate, hangup } = line;
+    let limits = doors.limits;
+    let course = Course::begin(Patience {
+        head: limits.request_head_time,
+        idle: limits.idle,
+    });
+    let caller = Arc::new(Caller {
+        kept: Arc::new(Kept::new(doors.drivers.clone())),
+        upgrade: Mutex::default(),
+        course: course.clone(),
         doors,
         door,
         peer,
         fate,
-    };
-    let limits = caller.doors.limits;
+    });
+    let answering = caller.clone();
     let service = service_fn(move |request| {
-        let caller = caller.clone();
+        let caller = answering.clone();
         async move { Ok::<_, Infallible>(caller.answer(request).await) }
     });
-    let mut server = hyper::server::conn::http1::Builder::new();
-    server
+    let stream = TokioIo::new(Followed { stream, course });
+    let connection = builder(&limits)
+        .serve_connection(stream, service)
+        .with_upgrades();
+    let ended = caller.attend(connection, &hangup).await;
+    caller.kept.close();
+    match ended {
+        Ok(()) => caller.shut_down_unswitched().await,
+        Err(End::Http(error)) if error.is_parse() => {
+            // hyper has answered 400, 414 or 431 by itself.
+            let metrics = &caller.doors.metrics;
+            let mut record = Record::begin(caller.door.name, peer, "unparsable request", metrics);
+            record.fail(&Failure::new(Outcome::BadRequest, error.to_string()));
+        }
+        Err(End::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
+        Err(End::Silent) => debug!(%peer, "caller sent no request in time"),
+        Err(End::Gone) => debug!(%peer, "caller went away"),
+    }
+}
+
+/// How callers are heard.
+pub(super) fn builder(limits: &DoorLimits) -> Builder {
+    let mut builder = Builder::new();
+    builder
         .timer(TokioTimer::new())
-        .header_read_timeout(limits.request_head_time)
+        // Silence is `Course`'s matter.
+        .header_read_timeout(None)
         .max_header_size(limits.request_head_bytes)
         .auto_date_header(false)
         .preserve_header_case(true)
         // Fields of our own, as people write them; those of targets keep their case.
         .title_case_headers(true);
-    let mut connection = pin!(
-        server
-            .serve_connection(TokioIo::new(stream), service)
-            .with_upgrades()
-    );
-    let ended = tokio::select! {
-        ended = connection.as_mut() => ended,
-        () = drain.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = ended {
-        if error.is_timeout() {
-            // No head came in time: the caller has its last answer, and an idle connection ends without a reset.
-            idle_end.settle();
-            debug!(%peer, "caller's connection was idle");
-        } else if error.is_parse() {
-            // hyper has answered 400, 414 or 431 by itself.
-            let mut record = Record::begin(name, peer, "unparsable request", &metrics);
-            record.fail(&Failure::new(Outcome::BadRequest, error.to_string()));
-        } else {
-            debug!(%error, %peer, "caller's connection ended");
-        }
-    }
+    builder
 }
 
+/// Why a caller's connection is dropped as it is.
+enum End {
+    Http(hyper::Error),
+    /// No first head came in time.
+    Silent,
+    /// The caller ended its direction, or the connection, while a request was under way.
+    Gone,
+}
+
+type Connection<S, F> = hyper::server::conn::http1::UpgradeableConnection<TokioIo<Followed<S>>, F>;
+
 /// One caller's connection, as its requests see it.
-#[derive(Clone)]
 struct Caller {
     doors: Arc<Doors>,
     door: Arc<Door>,
     peer: SocketAddr,
     fate: Arc<Fate>,
+    course: Arc<Course>,
+    kept: Arc<Kept>,
+    /// What hyper gives the socket back through when a request had an Upgrade field, whether it was granted or not.
+    upgrade: Mutex<Option<OnUpgrade>>,
 }
 
 impl Caller {
-    async fn answer(&self, request: Request<Incoming>) -> Response<DoorBody> {
+    /// Drives the connection and watches over it.
+    async fn attend<S, F>(&self, connection: Connection<S, F>, hangup: &Hangup) -> Result<(), End>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        F: hyper::service::HttpService<Incoming, ResBody = DoorBody>,
+        F::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let mut connection = pin!(connection);
+        let mut expire = pin!(self.kept.expire());
+        let mut gone = pin!(async {
+            hangup.come().await;
+            // An end between requests is hyper's to see, after what was sent before it.
+            self.course.in_request().await;
+        });
+        let drain = self.doors.shutdown.drain();
+        let (mut draining, mut waited) = (false, false);
+        loop {
+            tokio::select! {
+                biased;
+                ended = connection.as_mut() => return ended.map_err(End::Http),
+                never = expire.as_mut() => match never {},
+                () = gone.as_mut() => return Err(End::Gone),
+                () = drain.cancelled(), if !draining => draining = true,
+                overdue = self.course.overdue(), if !waited => match overdue {
+                    Overdue::Opening => return Err(End::Silent),
+                    Overdue::Next => waited = true,
+                },
+            }
+            connection.as_mut().graceful_shutdown();
+        }
+    }
+
+    /// Closes the connection in order when hyper gave it back for an upgrade that was not granted.
+    async fn shut_down_unswitched(&self) {
+        let pending = self.take_upgrade();
+        if let Some(pending) = pending
+            && let Ok(upgraded) = pending.await
+            && let Err(error) = TokioIo::new(upgraded).shutdown().await
+        {
+            debug!(%error, "cannot close a caller's connection in order");
+        }
+    }
+
+    fn take_upgrade(&self) -> Option<OnUpgrade> {
+        let mut upgrade = self.upgrade.lock().unwrap_or_else(PoisonError::into_inner);
+        upgrade.take()
+    }
+
+    async fn answer(&self, mut request: Request<Incoming>) -> Response<DoorBody> {
+        let underway = self.course.request(!request.body().is_end_stream());
+        let pending = hyper::upgrade::on(&mut request);
+        *self.upgrade.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
         let subject = format!("{} {}", request.method(), request.uri().path());
         let mut record = Record::begin(self.door.name, self.peer, &subject, &self.doors.metrics);
-        match self.forward(request, &mut record).await {
+        let wanted = requested_upgrade(request.version(), request.headers());
+        let mut response = match self.forward(request, wanted.as_ref(), &mut record).await {
             Ok(Forwarded { response, rest }) => {
                 record.status(response.status());
                 rest.settle(response, record, self)
@@ -107,51 +178,67 @@ impl Caller {
                 record.status(failure.outcome.status());
                 failure.response()
             }
+        };
+        if wanted.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            // What follows such a request may be meant for the protocol that was not granted.
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(CONNECTION, close);
         }
+        response.map(|body| body.ending(underway))
     }
 
     async fn forward(
         &self,
         mut request: Request<Incoming>,
+        upgrade: Option<&HeaderValue>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
         let destination = self.destination(&request)?;
         record.destination(&destination);
         let place = destination.to_string();
-        let upgrade = requested_upgrade(request.version(), request.headers());
-        let caller_side = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
-        let trace = trace_parent(request.headers());
-        prepare(&mut request, &destination, upgrade.as_ref());
-        let way = upstream::Way {
+        let shares = may_share_connection(&request);
+        prepare(&mut request, &destination, upgrade, !shares);
+        let way = Way {
             doors: &self.doors,
             scheme: self.door.scheme,
             destination: &destination,
-            trace_parent: trace,
+            trace_parent: trace_parent(request.headers()),
+            kept: shares.then_some(&*self.kept),
         };
-        let (mut response, upstream) = way.exchange(request, record).await?;
+        let (mut response, upstream) = way.exchange(request.map(RequestBody), record).await?;
+        let bad = |what: &str| {
+            let text = format!("{place}: the target {what}");
+            Err(Failure::new(Outcome::TargetBadResponse, text))
+        };
         let status = response.status();
-        let target_side = match (&upgrade, status) {
+        let switched = match (upgrade, status) {
             (Some(wanted), StatusCode::SWITCHING_PROTOCOLS)
                 if switches_to(response.headers(), wanted) =>
             {
                 Some(hyper::upgrade::on(&mut response))
             }
             (_, StatusCode::SWITCHING_PROTOCOLS) => {
-                let text =
-                    format!("{place}: the target switched to a protocol that was not asked for");
-                return Err(Failure::new(Outcome::TargetBadResponse, text));
+                return bad("switched to a protocol that was not asked for");
             }
             // The lesson of CVE-2018-1002105: anything but a refusal would leave a connection to the target open.
             (Some(_), status) if status.as_u16() < 400 => {
-                let text = format!("{place}: the target answered {status} to an upgrade request");
-                return Err(Failure::new(Outcome::TargetBadResponse, text));
+                return bad(&format!("answered {status} to an upgrade request"));
             }
             (Some(_) | None, _) => None,
         };
-        clean_response(&mut response, target_side.is_some());
-        let rest = match (caller_side, target_side) {
-            (Some(caller), Some(target)) => Rest::Upgraded { caller, target },
-            (Some(_) | None, _) => Rest::Body(upstream),
+        if !is_plainly_coded(response.headers()) {
+            return bad("answered in a transfer coding that was not asked for");
+        }
+        let clear = !is_framed_twice(response.headers());
+        clean_response(&mut response, switched.is_some());
+        let switched = switched.and_then(|target| Some((self.take_upgrade()?, target)));
+        let rest = match switched {
+            Some((caller, target)) => Rest::Upgraded { caller, target },
+            None => Rest::Body(Carrier {
+                upstream,
+                doors: self.doors.clone(),
+                keep: (shares && clear).then(|| (self.kept.clone(), destination)),
+            }),
         };
         Ok(Forwarded { response, rest })
     }
@@ -175,10 +262,10 @@ struct Forwarded {
 }
 
 enum Rest {
-    Body(Upstream),
+    Body(Carrier),
     Upgraded {
-        caller: hyper::upgrade::OnUpgrade,
-        target: hyper::upgrade::OnUpgrade,
+        caller: OnUpgrade,
+        target: OnUpgrade,
     },
 }
 
@@ -191,10 +278,9 @@ impl Rest {
     ) -> Response<DoorBody> {
         let unfinished = caller.fate.begin();
         match self {
-            Self::Body(upstream) => {
-                let drivers = caller.doors.drivers.clone();
+            Self::Body(carrier) => {
                 let passing = Passing { unfinished, record };
-                response.map(|body| DoorBody::target(body, passing, upstream.connection, drivers))
+                response.map(|body| DoorBody::target(body, passing, carrier))
             }
             Self::Upgraded {
                 caller: caller_side,
@@ -215,8 +301,8 @@ impl Rest {
 
 /// Bytes both ways after a 101, half-closes kept, until both directions have ended or one is cut.
 async fn relay_upgraded(
-    caller: hyper::upgrade::OnUpgrade,
-    target: hyper::upgrade::OnUpgrade,
+    caller: OnUpgrade,
+    target: OnUpgrade,
     unfinished: Unfinished,
     mut record: Record,
 ) {

@@ -29,6 +29,8 @@ pub struct Record {
     outcome: Outcome,
     error: String,
     bytes: Arc<ByteCount>,
+    /// What the stream had carried before this request: bytes received and sent.
+    before: (u64, u64),
     metrics: Metrics,
     open: Option<GaugeGuard>,
 }
@@ -54,6 +56,7 @@ impl Record {
             outcome: Outcome::CallerGone,
             error: String::new(),
             bytes: Arc::default(),
+            before: (0, 0),
             metrics: metrics.clone(),
             open: None,
         }
@@ -64,17 +67,23 @@ impl Record {
         self.destination = destination.to_string();
     }
 
-    /// The stream that carries it; `elapsed` is what opening took.
+    /// A new stream that carries it; `elapsed` is what opening took.
     pub fn opened(
         &mut self,
         session: SessionId,
         bytes: Arc<ByteCount>,
         elapsed: std::time::Duration,
     ) {
+        self.carried(session, bytes);
+        self.metrics.opened(elapsed);
+    }
+
+    /// The stream that carries it, which may have carried other requests before.
+    pub fn carried(&mut self, session: SessionId, bytes: Arc<ByteCount>) {
         self.session = Some(session);
+        self.before = bytes.read();
         self.bytes = bytes;
         self.open = Some(self.metrics.stream());
-        self.metrics.opened(elapsed);
     }
 
     /// The status that the caller was told.
@@ -97,6 +106,8 @@ impl Record {
 impl Drop for Record {
     fn drop(&mut self) {
         let (received, sent) = self.bytes.read();
+        let received = received.saturating_sub(self.before.0);
+        let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
         info!(
             target: "access",

@@ -1,4 +1,5 @@
-//! A door's socket: closes without losing the answer, or aborts so that a cut is never taken for a clean end.
+//! A door's socket: closes without losing the answer, or aborts so that a cut is never taken for a clean end; and tells when
+//! the caller has gone, whatever of its input is unread.
 
 use std::io;
 use std::pin::Pin;
@@ -38,11 +39,6 @@ impl Fate {
     /// Keeps half-closes as they are.
     pub fn upgrade(&self) {
         self.upgraded.store(true, Ordering::Relaxed);
-    }
-
-    /// All answers so far have arrived as far as can be known: an end without FIN is not a cut.
-    pub fn settle(&self) {
-        self.begun.store(false, Ordering::Relaxed);
     }
 
     /// Marks an answer or stream as begun: unless it is finished, the connection ends in a reset.
@@ -87,7 +83,8 @@ impl Drop for Unfinished {
 /// A caller's TCP connection.
 #[derive(Debug)]
 pub struct DoorSocket {
-    tcp: TcpStream,
+    /// Shared with [`Hangup`] alone, which must not outlive the work on the connection.
+    tcp: Arc<TcpStream>,
     fate: Arc<Fate>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
@@ -101,17 +98,40 @@ impl DoorSocket {
             debug!(%error, "cannot set options of a caller's socket");
         }
         Self {
-            tcp: socket,
+            tcp: Arc::new(socket),
             fate,
             fin_sent: false,
             linger: None,
         }
     }
 
+    /// A watch for the caller's end.
+    #[must_use]
+    pub fn hangup(&self) -> Hangup {
+        Hangup(Some(self.tcp.clone()))
+    }
+
     fn aborted(&self) -> Option<io::Error> {
         self.fate
             .is_cut()
             .then(|| io::Error::new(io::ErrorKind::ConnectionAborted, "answer was cut"))
+    }
+
+    fn poll_send(
+        &self,
+        cx: &mut Context<'_>,
+        mut send: impl FnMut(&TcpStream) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        if let Some(error) = self.aborted() {
+            return Poll::Ready(Err(error));
+        }
+        loop {
+            ready!(self.tcp.poll_write_ready(cx))?;
+            match send(&self.tcp) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                sent => return Poll::Ready(sent),
+            }
+        }
     }
 
     /// Reads the caller's remaining input away until it closes too.
@@ -125,7 +145,7 @@ impl DoorSocket {
         loop {
             let mut scratch = [0; 4096];
             let mut scratch = ReadBuf::new(&mut scratch);
-            match ready!(Pin::new(&mut self.tcp).poll_read(cx, &mut scratch)) {
+            match ready!(poll_read(&self.tcp, cx, &mut scratch)) {
                 Ok(()) if !scratch.filled().is_empty() => {}
                 Ok(()) | Err(_) => return Poll::Ready(()),
             }
@@ -133,45 +153,77 @@ impl DoorSocket {
     }
 }
 
+fn poll_read(tcp: &TcpStream, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    loop {
+        ready!(tcp.poll_read_ready(cx))?;
+        match tcp.try_read_buf(out) {
+            Ok(_) => return Poll::Ready(Ok(())),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Poll::Ready(Err(error)),
+        }
+    }
+}
+
+/// Tells when a caller has ended its direction. hyper reads no further than it needs, so it does not see a FIN behind a
+/// pipelined request or behind a body that the target does not take.
+#[derive(Debug)]
+pub struct Hangup(Option<Arc<TcpStream>>);
+
+impl Hangup {
+    /// For callers that never go.
+    #[cfg(test)]
+    pub(super) fn never() -> Self {
+        Self(None)
+    }
+
+    /// Ready once the caller's FIN or reset has come, unread input or not. Cancel-safe. On systems other than Linux never:
+    /// there the end is noticed when all before it was read.
+    pub async fn come(&self) {
+        #[cfg(any(target_os = "linux", target_os = "android"))]
+        if let Some(tcp) = &self.0
+            // Of all interests this is the one that unread input does not satisfy, while the end of the input does.
+            && let Ok(_read_closed) = tcp.ready(tokio::io::Interest::PRIORITY).await
+        {
+            return;
+        }
+        std::future::pending().await
+    }
+}
+
 impl AsyncRead for DoorSocket {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tcp).poll_read(cx, out)
+        poll_read(&self.tcp, cx, out)
     }
 }
 
 impl AsyncWrite for DoorSocket {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        if let Some(error) = self.aborted() {
-            return Poll::Ready(Err(error));
-        }
-        Pin::new(&mut self.tcp).poll_write(cx, data)
+        self.poll_send(cx, |tcp| tcp.try_write(data))
     }
 
     fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if let Some(error) = self.aborted() {
-            return Poll::Ready(Err(error));
-        }
-        Pin::new(&mut self.tcp).poll_write_vectored(cx, data)
+        self.poll_send(cx, |tcp| tcp.try_write_vectored(data))
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.tcp.is_write_vectored()
+        true
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tcp).poll_flush(cx)
+    /// A TCP socket holds nothing back.
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -179,7 +231,7 @@ impl AsyncWrite for DoorSocket {
             return Poll::Ready(Err(error));
         }
         if !self.fin_sent {
-            ready!(Pin::new(&mut self.tcp).poll_shutdown(cx))?;
+            tcp::finish(&self.tcp)?;
             self.fin_sent = true;
         }
         if !self.fate.upgraded.load(Ordering::Relaxed) {

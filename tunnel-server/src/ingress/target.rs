@@ -8,6 +8,7 @@ use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::answer::{Failure, Outcome};
+use super::fields::is_plainly_coded;
 use crate::policy::PortPolicy;
 use crate::routes::RouteTable;
 
@@ -136,6 +137,9 @@ fn check_form(facts: &Facts<'_>) -> Result<(), Failure> {
         return Err(bad(
             "absolute-form requests are not offered on this port; send the path and put the node in Host",
         ));
+    }
+    if !is_plainly_coded(facts.headers) {
+        return Err(bad("Transfer-Encoding other than chunked is not offered"));
     }
     if !facts.uri.path().starts_with('/') {
         return Err(bad("the request target is not a path"));

@@ -1,6 +1,8 @@
 //! The connection to a target: a stream of the node's agent, TLS in it for the TLS doors, and an HTTP client on top.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -10,29 +12,49 @@ use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::Stream;
+use tunnel_proto::transport::{ByteCount, Stream};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 
 use super::Doors;
 use super::answer::{Failure, Outcome};
+use super::body::RequestBody;
 use super::record::Record;
 use super::target::{Destination, Scheme};
 
+mod kept;
+
+pub(super) use kept::Kept;
+
+/// How long a connection to a target may take to close after a whole answer.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Largest head of a target's answer, and largest part of its trailer fields; Go's clients take 1 MiB, but nothing that
+/// runs on nodes needs it.
+const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
+
+/// Interim answers (1xx) to one request that are passed over; more are no answer.
+const INTERIM_MAX: usize = 64;
+
 /// The caller's body, or none for a request that is sent again.
-type RequestBody = Either<Incoming, Empty<Bytes>>;
+type SentBody = Either<RequestBody, Empty<Bytes>>;
+
+/// What sends requests over a connection, and what drives it.
+type Connection = (SendRequest<SentBody>, AbortOnDropHandle<()>);
 
 /// A connection to a target.
 #[derive(Debug)]
 pub(super) struct Upstream {
-    /// Sends the request.
-    sender: SendRequest<RequestBody>,
-    /// Drives the connection; dropping it closes the target's side.
-    pub(super) connection: AbortOnDropHandle<()>,
+    sender: SendRequest<SentBody>,
+    /// Drives the connection; dropping it closes the target's side at once.
+    driver: AbortOnDropHandle<()>,
+    session: SessionId,
+    bytes: Arc<ByteCount>,
 }
 
 /// Where requests of one kind go, and how.
@@ -46,6 +68,8 @@ pub(super) struct Way<'a> {
     pub(super) destination: &'a Destination,
     /// For the agent's record.
     pub(super) trace_parent: String,
+    /// The connection of an earlier request, where the request may use it.
+    pub(super) kept: Option<&'a Kept>,
 }
 
 /// An exchange that failed, and the session that carried it, if one did.
@@ -54,20 +78,39 @@ struct Attempt {
     session: Option<SessionId>,
 }
 
+/// A request that got no answer over a connection.
+struct Unanswered {
+    failure: Failure,
+    /// The request, if not a byte of it was sent.
+    unsent: Option<Request<SentBody>>,
+}
+
 impl Way<'_> {
     /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
     /// started at the target: a request that is complete with its head then goes over another session of the node, once.
+    /// The same holds for a kept connection that ended before the request was sent.
     ///
     /// # Errors
     /// A [`Failure`] with the answer for the caller.
     pub(super) async fn exchange(
         &self,
-        request: Request<Incoming>,
+        request: Request<RequestBody>,
         record: &mut Record,
     ) -> Result<(Response<Incoming>, Upstream), Failure> {
+        let mut request = request.map(Either::Left);
+        if let Some(mut upstream) = self
+            .kept
+            .and_then(|kept| kept.take(self.destination, &self.doors.registry))
+        {
+            record.carried(upstream.session, upstream.bytes.clone());
+            match self.send(&mut upstream, request).await {
+                Ok(response) => return Ok((response, upstream)),
+                Err(unanswered) => request = unanswered.unsent.ok_or(unanswered.failure)?,
+            }
+        }
         let (head, body) = request.into_parts();
         let again = body.is_end_stream().then(|| head.clone());
-        let request = Request::from_parts(head, Either::Left(body));
+        let request = Request::from_parts(head, body);
         let refused = match self.attempt(request, None, record).await {
             Ok(answered) => return Ok(answered),
             Err(attempt) => attempt,
@@ -87,7 +130,7 @@ impl Way<'_> {
 
     async fn attempt(
         &self,
-        request: Request<RequestBody>,
+        request: Request<SentBody>,
         except: Option<SessionId>,
         record: &mut Record,
     ) -> Result<(Response<Incoming>, Upstream), Attempt> {
@@ -104,24 +147,59 @@ impl Way<'_> {
             failure: Failure::from_open(&error, &place),
             session: None,
         })?;
-        let session = Some(opened.session);
-        record.opened(opened.session, opened.stream.bytes(), began.elapsed());
+        let (session, bytes) = (opened.session, opened.stream.bytes());
+        record.opened(session, bytes.clone(), began.elapsed());
         let exchanged = async {
-            let mut upstream = self.connect(opened.stream, &place).await?;
-            let sent = upstream.sender.send_request(request).await;
-            let response = sent.map_err(|error| {
-                Failure::from_stream(&error, &place, Outcome::TargetBadResponse)
-            })?;
-            Ok((response, upstream))
+            let (sender, driver) = self.connect(opened.stream, &place).await?;
+            let mut upstream = Upstream {
+                sender,
+                driver,
+                session,
+                bytes,
+            };
+            let response = self.send(&mut upstream, request).await;
+            Ok((response.map_err(|unanswered| unanswered.failure)?, upstream))
         };
-        exchanged
-            .await
-            .map_err(|failure| Attempt { failure, session })
+        exchanged.await.map_err(|failure| Attempt {
+            failure,
+            session: Some(session),
+        })
+    }
+
+    /// Sends a request over a connection and waits for the final head.
+    async fn send(
+        &self,
+        upstream: &mut Upstream,
+        mut request: Request<SentBody>,
+    ) -> Result<Response<Incoming>, Box<Unanswered>> {
+        let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
+        let tell = too_many.clone();
+        hyper::ext::on_informational(&mut request, move |_| {
+            if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
+                tell.notify_one();
+            }
+        });
+        let place = || self.destination.to_string();
+        let sent = tokio::select! {
+            biased;
+            sent = upstream.sender.try_send_request(request) => sent,
+            () = too_many.notified() => {
+                let text = format!("{}: the target sent more than {INTERIM_MAX} interim answers", place());
+                let failure = Failure::new(Outcome::TargetBadResponse, text);
+                return Err(Box::new(Unanswered { failure, unsent: None }));
+            }
+        };
+        sent.map_err(|mut error| {
+            let unsent = error.take_message();
+            let bad = Outcome::TargetBadResponse;
+            let failure = Failure::from_stream(&error.into_error(), &place(), bad);
+            Box::new(Unanswered { failure, unsent })
+        })
     }
 
     /// Prepares a stream for a request. Does not wait for the agent's reply on plain doors: the request follows the
     /// header at once, and a refusal surfaces as the request's error.
-    async fn connect(&self, stream: Stream, place: &str) -> Result<Upstream, Failure> {
+    async fn connect(&self, stream: Stream, place: &str) -> Result<Connection, Failure> {
         let doors = self.doors;
         match self.scheme {
             Scheme::Http => handshake(doors, stream, place).await,
@@ -151,6 +229,37 @@ impl Way<'_> {
     }
 }
 
+/// The connection of an answer that is under way. Dropped midway, it closes the target's side at once.
+#[derive(Debug)]
+pub(super) struct Carrier {
+    pub(super) upstream: Upstream,
+    pub(super) doors: Arc<Doors>,
+    /// Where the connection is kept for a further request to the same destination.
+    pub(super) keep: Option<(Arc<Kept>, Destination)>,
+}
+
+impl Carrier {
+    /// The answer has come to its end.
+    pub(super) fn answered(self) {
+        match self.keep {
+            Some((kept, destination)) => {
+                kept.put(self.upstream, destination, &self.doors.registry);
+            }
+            None => self.upstream.close(&self.doors.drivers),
+        }
+    }
+}
+
+impl Upstream {
+    /// Ends the connection in order, so that the target sees an end and no reset; unless it still waits for the target to
+    /// take the rest of a request that nobody wants any more.
+    pub(super) fn close(self, drivers: &TaskTracker) {
+        let Self { sender, driver, .. } = self;
+        drop(sender);
+        drivers.spawn(timeout(CLOSE_LIMIT, driver));
+    }
+}
+
 fn tls_failure(error: &std::io::Error, place: &str) -> Failure {
     let failure = Failure::from_stream(error, place, Outcome::TargetTls);
     match failure.outcome {
@@ -163,14 +272,11 @@ fn tls_failure(error: &std::io::Error, place: &str) -> Failure {
     }
 }
 
-async fn handshake<S>(doors: &Arc<Doors>, stream: S, place: &str) -> Result<Upstream, Failure>
+async fn handshake<S>(doors: &Arc<Doors>, stream: S, place: &str) -> Result<Connection, Failure>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let built = Builder::new()
-        .preserve_header_case(true)
-        .handshake(TokioIo::new(stream))
-        .await;
+    let built = client().handshake(TokioIo::new(stream)).await;
     let (sender, connection) =
         built.map_err(|error| Failure::from_stream(&error, place, Outcome::TargetBadResponse))?;
     let drive = async move {
@@ -178,6 +284,14 @@ where
             debug!(%error, "connection to a target ended");
         }
     };
-    let connection = AbortOnDropHandle::new(doors.drivers.spawn(drive));
-    Ok(Upstream { sender, connection })
+    Ok((sender, AbortOnDropHandle::new(doors.drivers.spawn(drive))))
+}
+
+/// How targets are spoken to.
+pub(super) fn client() -> Builder {
+    let mut builder = Builder::new();
+    builder
+        .preserve_header_case(true)
+        .max_header_size(ANSWER_HEAD_MAX_BYTES);
+    builder
 }

@@ -76,6 +76,7 @@ impl Bench {
                 handshake: Duration::from_secs(5),
                 request_head_time: Duration::from_secs(10),
                 request_head_bytes: 64 << 10,
+                idle: Duration::from_secs(180),
                 open: Duration::from_secs(10),
             },
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
@@ -107,7 +108,12 @@ impl Bench {
             tls: None,
         });
         let peer = "192.0.2.1:5".parse().unwrap();
-        let serve = serve(self.doors.clone(), door, served, peer, Arc::default());
+        let line = Line {
+            peer,
+            fate: Arc::default(),
+            hangup: Hangup::never(),
+        };
+        let serve = serve(self.doors.clone(), door, served, line);
         let ask = async {
             caller.write_all(request.as_bytes()).await.unwrap();
             let mut answer = String::new();

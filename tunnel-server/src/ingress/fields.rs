@@ -1,18 +1,24 @@
 //! Header fields on their way between caller and target: what is one hop's stays, what the tunnel needs is set; pure.
 
-use http::header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRANSFER_ENCODING, UPGRADE};
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
+};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Version};
 use hyper::body::Body;
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
-use crate::ingress::answer::ERROR_HEADER;
-use crate::ingress::target::{Destination, SELECT_DEST, SELECT_HOST};
+use super::answer::ERROR_HEADER;
+use super::target::{Destination, SELECT_DEST, SELECT_HOST};
 
 /// Fields that concern one hop only (RFC 9110, section 7.6.1) and are not passed either way.
-const HOP_BY_HOP: [HeaderName; 5] = [
+const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     TRANSFER_ENCODING,
     UPGRADE,
+    TE,
+    PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
 ];
@@ -28,19 +34,60 @@ pub(super) fn trace_parent(headers: &HeaderMap) -> String {
     plain.unwrap_or_default().to_owned()
 }
 
-/// The protocol that a request wants to switch to. HTTP/1.0 cannot (RFC 9110, section 7.8).
+/// The protocols that a request wants to switch to. HTTP/1.0 cannot (RFC 9110, section 7.8).
 pub(super) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
-    if version < Version::HTTP_11 {
+    if version < Version::HTTP_11 || !lists(headers, &CONNECTION, "upgrade") {
         return None;
     }
-    let connection = headers
-        .get_all(CONNECTION)
+    let mut protocols = headers.get_all(UPGRADE).iter();
+    let first = protocols.next()?;
+    // Several lines are one list.
+    let joined = protocols.fold(first.as_bytes().to_vec(), |mut list, more| {
+        list.extend_from_slice(b", ");
+        list.extend_from_slice(more.as_bytes());
+        list
+    });
+    HeaderValue::from_bytes(&joined).ok()
+}
+
+/// Whether a message is delimited by its chunks or not at all by Transfer-Encoding. Other codings would be lost on the
+/// way, since the field is one hop's.
+pub(super) fn is_plainly_coded(headers: &HeaderMap) -> bool {
+    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
+    let first = codings.next();
+    let chunked = |coding: &HeaderValue| {
+        let coding = coding.as_bytes().trim_ascii();
+        coding.eq_ignore_ascii_case(b"chunked")
+    };
+    codings.next().is_none() && first.is_none_or(chunked)
+}
+
+/// Whether a message says its length in two ways: somebody may have meant the other one.
+pub(super) fn is_framed_twice(headers: &HeaderMap) -> bool {
+    headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH)
+}
+
+/// Whether a request allows its connection to the target to be kept for a next one: it can be sent again without harm,
+/// has nothing behind its head, and its caller means to go on.
+pub(super) fn may_share_connection(request: &Request<impl Body>) -> bool {
+    matches!(
+        *request.method(),
+        Method::GET | Method::HEAD | Method::OPTIONS
+    ) && request.version() == Version::HTTP_11
+        && request.body().is_end_stream()
+        && !request.headers().contains_key(UPGRADE)
+        && !lists(request.headers(), &CONNECTION, "close")
+}
+
+/// Whether a list field has a member.
+fn lists(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
+    let values = headers
+        .get_all(field)
         .iter()
         .filter_map(|value| value.to_str().ok());
-    let asks = connection
+    values
         .flat_map(|value| value.split(','))
-        .any(|option| option.trim().eq_ignore_ascii_case("upgrade"));
-    headers.get(UPGRADE).filter(|_| asks).cloned()
+        .any(|listed| listed.trim().eq_ignore_ascii_case(member))
 }
 
 /// Whether a 101 names a protocol of the request's list.
@@ -56,50 +103,56 @@ pub(super) fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
         .any(|protocol| protocol.trim().eq_ignore_ascii_case(chosen.trim()))
 }
 
-/// Turns the caller's request into the target's: hop-by-hop and routing fields out, Host as the target expects it.
+/// Turns the caller's request into the target's: hop-by-hop and routing fields out, Host as the target expects it. `last`
+/// when the connection to the target serves no request after this one.
 pub(super) fn prepare(
     request: &mut Request<impl Body>,
     destination: &Destination,
     upgrade: Option<&HeaderValue>,
+    last: bool,
 ) {
     *request.version_mut() = Version::HTTP_11;
-    let unknown_length =
-        !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
+    let body = request.body();
+    let length = body.size_hint().exact();
+    let unknown_length = !body.is_end_stream() && length.is_none();
     let headers = request.headers_mut();
-    let wants_trailers = headers
-        .get(TE)
-        .is_some_and(|te| te.as_bytes().eq_ignore_ascii_case(b"trailers"));
+    let wants_trailers = lists(headers, &TE, "trailers");
     strip_hop_by_hop(headers);
     if unknown_length {
         // Without it hyper sends no body at all for methods that seldom have one.
         headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
+    write_length_plainly(headers, length);
     // 100-continue is answered hop by hop: hyper tells the caller to go on when the body is wanted.
-    for name in [TE, EXPECT, SELECT_HOST, SELECT_DEST] {
+    for name in [EXPECT, SELECT_HOST, SELECT_DEST] {
         headers.remove(name);
-    }
-    if wants_trailers {
-        headers.insert(TE, HeaderValue::from_static("trailers"));
     }
     // A destination's text is made of checked names and numbers, so it is a valid field.
     if let Ok(host) = HeaderValue::try_from(destination.host_field()) {
         headers.insert(HOST, host);
     }
-    match upgrade {
-        Some(protocol) => {
-            headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-            headers.insert(UPGRADE, protocol.clone());
-        }
-        // One connection to the target for each request.
-        None => {
-            headers.insert(CONNECTION, HeaderValue::from_static("close"));
-        }
+    let connection = match (upgrade, last, wants_trailers) {
+        (Some(_), _, _) => Some("Upgrade"),
+        (None, true, true) => Some("close, TE"),
+        (None, true, false) => Some("close"),
+        (None, false, true) => Some("TE"),
+        (None, false, false) => None,
+    };
+    if let Some(options) = connection {
+        headers.insert(CONNECTION, HeaderValue::from_static(options));
+    }
+    if let Some(protocols) = upgrade {
+        headers.insert(UPGRADE, protocols.clone());
+    } else if wants_trailers {
+        headers.insert(TE, HeaderValue::from_static("trailers"));
     }
 }
 
 /// Turns the target's answer into the caller's; `switched` when it is the 101 that was asked for.
 pub(super) fn clean_response(response: &mut Response<impl Body>, switched: bool) {
     *response.version_mut() = Version::HTTP_11;
+    let length = response.body().size_hint().exact();
+    let length = length.filter(|_| !response.body().is_end_stream());
     let headers = response.headers_mut();
     let protocol = headers.get(UPGRADE).cloned().filter(|_| switched);
     if headers.contains_key(TRANSFER_ENCODING) {
@@ -107,11 +160,47 @@ pub(super) fn clean_response(response: &mut Response<impl Body>, switched: bool)
         headers.remove(CONTENT_LENGTH);
     }
     strip_hop_by_hop(headers);
+    write_length_plainly(headers, length);
     // Marks answers of ours; a target must not forge it.
     headers.remove(ERROR_HEADER);
     if let Some(protocol) = protocol {
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(UPGRADE, protocol);
+    }
+}
+
+/// Leaves one Content-Length in plain digits: that of the body where there is one, else (HEAD, 304) what was said if it can
+/// only mean one thing.
+fn write_length_plainly(headers: &mut HeaderMap, body: Option<u64>) {
+    let mut said = headers.get_all(CONTENT_LENGTH).iter().peekable();
+    if said.peek().is_none() {
+        return;
+    }
+    let plain = |value: &HeaderValue| value.to_str().ok()?.trim().parse::<u64>().ok();
+    let first = said.peek().and_then(|value| plain(value));
+    let length = body.or_else(|| first.filter(|_| said.all(|value| plain(value) == first)));
+    match length {
+        Some(length) => {
+            headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
+        }
+        None => {
+            headers.remove(CONTENT_LENGTH);
+        }
+    }
+}
+
+/// Removes from trailer fields what would count in a head: one hop's fields, the tunnel's, and Host and length.
+pub(super) fn strip_trailers(trailers: &mut HeaderMap) {
+    strip_hop_by_hop(trailers);
+    for name in [
+        HOST,
+        CONTENT_LENGTH,
+        TRAILER,
+        SELECT_HOST,
+        SELECT_DEST,
+        ERROR_HEADER,
+    ] {
+        trailers.remove(name);
     }
 }
 
