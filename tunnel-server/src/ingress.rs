@@ -10,6 +10,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug, info_span};
 use tunnel_proto::process::accept::Accepting;
+use tunnel_proto::process::places::{Place, Places};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::Port;
 
@@ -46,6 +47,8 @@ pub struct Doors {
     pub target_tls: Arc<ClientConfig>,
     /// Limits.
     pub limits: DoorLimits,
+    /// Places for callers that have sent no whole request head yet.
+    pub strangers: Arc<Places>,
     /// Counters.
     pub metrics: Metrics,
     /// Stopping.
@@ -107,6 +110,8 @@ struct Line {
     peer: SocketAddr,
     fate: Arc<Fate>,
     hangup: Hangup,
+    /// Kept up to the first request head.
+    place: Place,
 }
 
 impl Doors {
@@ -141,13 +146,22 @@ impl Doors {
         let fate = Arc::new(Fate::default());
         let socket = DoorSocket::new(tcp, fate.clone());
         let hangup = socket.hangup();
-        let line = Line { peer, fate, hangup };
+        let line = Line {
+            peer,
+            fate,
+            hangup,
+            place: self.strangers.enter(peer.ip()),
+        };
         let Some(tls) = door.tls.clone() else {
             return http::serve(self, door, socket, line).await;
         };
-        match tokio::time::timeout(self.limits.handshake, TlsAcceptor::from(tls).accept(socket))
-            .await
-        {
+        let handshake = TlsAcceptor::from(tls).accept(socket);
+        let shaken = tokio::select! {
+            biased;
+            () = line.place.evicted() => return self.metrics.evicted_caller(),
+            shaken = tokio::time::timeout(self.limits.handshake, handshake) => shaken,
+        };
+        match shaken {
             Ok(Ok(stream)) => http::serve(self, door, stream, line).await,
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
             Err(_elapsed) => debug!("TLS handshake of a caller did not finish in time"),

@@ -38,6 +38,7 @@ pub struct Metrics {
     known_nodes: Gauge,
     handshakes: Family<HandshakeLabel, Counter>,
     enrollments: Family<HandshakeLabel, Counter>,
+    evicted_callers: Counter,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -92,6 +93,7 @@ impl Metrics {
             known_nodes: Gauge::default(),
             handshakes: Family::default(),
             enrollments: Family::default(),
+            evicted_callers: Counter::default(),
         };
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register("agents", "Connected agent sessions", metrics.agents.clone());
@@ -153,6 +155,11 @@ impl Metrics {
             "enrollments",
             "Enrolment requests by result",
             metrics.enrollments.clone(),
+        );
+        registry.register(
+            "callers_evicted",
+            "Connections of callers that gave way to newer ones before their first request (limits.preAuthPerSource)",
+            metrics.evicted_callers.clone(),
         );
         metrics
     }
@@ -219,6 +226,11 @@ impl Metrics {
                 result: Word(result),
             })
             .inc();
+    }
+
+    /// Counts a caller whose connection gave way to a newer one before its first request.
+    pub fn evicted_caller(&self) {
+        self.evicted_callers.inc();
     }
 
     /// Counts an enrolment: `ok` or the name of the failure.

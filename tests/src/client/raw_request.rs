@@ -68,7 +68,8 @@ impl RawRequest {
     }
 
     /// The bytes up to the end of the head.
-    pub(crate) fn head_bytes(&self) -> Vec<u8> {
+    #[must_use]
+    pub fn head_bytes(&self) -> Vec<u8> {
         [&self.head, self.end_of_head].concat()
     }
 

@@ -44,8 +44,8 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "preAuthPerSource",
         "1024",
-        "connections of agents without a verified credential yet from one address (IPv6: one /64); one more pushes \
-         out the oldest of that address",
+        "connections from one address (IPv6: one /64) without a verified credential yet, or on the doors without a \
+         request; one more pushes out the oldest of that address; agents and callers are counted apart",
     ),
     (
         "preAuthTotal",

@@ -117,6 +117,14 @@ pub(super) struct Course {
 }
 
 impl Course {
+    /// Waits until the first request head is there.
+    pub(super) async fn opened(&self) {
+        let is_open = |state: &State| !matches!(state.stage, Stage::Opening { .. });
+        let mut state = self.state.subscribe();
+        // The sender is this very value.
+        let _opened = state.wait_for(is_open).await;
+    }
+
     /// A connection that begins at this moment.
     pub(super) fn begin(patience: Patience) -> Arc<Self> {
         let state = State {

@@ -14,6 +14,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tracing::debug;
+use tunnel_proto::process::places::Place;
 use tunnel_proto::relay::{RelayEnd, relay};
 
 use super::answer::{Failure, Outcome};
@@ -34,7 +35,12 @@ pub(super) async fn serve<S>(doors: Arc<Doors>, door: Arc<Door>, stream: S, line
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let Line { peer, fate, hangup } = line;
+    let Line {
+        peer,
+        fate,
+        hangup,
+        place,
+    } = line;
     let limits = doors.limits;
     let course = Course::begin(Patience {
         head: limits.request_head_time,
@@ -58,7 +64,7 @@ where
     let connection = builder(&limits)
         .serve_connection(stream, service)
         .with_upgrades();
-    let ended = caller.attend(connection, &hangup).await;
+    let ended = caller.attend(connection, &hangup, place).await;
     caller.kept.close();
     match ended {
         Ok(()) => caller.shut_down_unswitched().await,
@@ -71,6 +77,7 @@ where
         Err(End::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
         Err(End::Silent) => debug!(%peer, "caller sent no request in time"),
         Err(End::Gone) => debug!(%peer, "caller went away"),
+        Err(End::Evicted) => caller.doors.metrics.evicted_caller(),
     }
 }
 
@@ -96,6 +103,8 @@ enum End {
     Silent,
     /// The caller ended its direction, or the connection, while a request was under way.
     Gone,
+    /// It sent no head yet, and a newer one needed its place.
+    Evicted,
 }
 
 type Connection<S, F> = hyper::server::conn::http1::UpgradeableConnection<TokioIo<Followed<S>>, F>;
@@ -114,7 +123,12 @@ struct Caller {
 
 impl Caller {
     /// Drives the connection and watches over it.
-    async fn attend<S, F>(&self, connection: Connection<S, F>, hangup: &Hangup) -> Result<(), End>
+    async fn attend<S, F>(
+        &self,
+        connection: Connection<S, F>,
+        hangup: &Hangup,
+        place: Place,
+    ) -> Result<(), End>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
         F: hyper::service::HttpService<Incoming, ResBody = DoorBody>,
@@ -128,11 +142,26 @@ impl Caller {
             self.course.in_request().await;
         });
         let drain = self.doors.shutdown.drain();
-        let (mut draining, mut waited) = (false, false);
+        let mut opening = pin!(async {
+            tokio::select! {
+                biased;
+                () = self.course.opened() => true,
+                () = place.evicted() => false,
+            }
+        });
+        let (mut draining, mut waited, mut opened) = (false, false, false);
         loop {
             tokio::select! {
                 biased;
                 ended = connection.as_mut() => return ended.map_err(End::Http),
+                has_head = opening.as_mut(), if !opened => match has_head {
+                    true => {
+                        opened = true;
+                        place.leave();
+                        continue;
+                    }
+                    false => return Err(End::Evicted),
+                },
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(End::Gone),
                 () = drain.cancelled(), if !draining => draining = true,

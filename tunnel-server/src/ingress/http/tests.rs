@@ -4,6 +4,7 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
+use tunnel_proto::process::places::{PlaceLimits, Places};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -79,6 +80,10 @@ impl Bench {
                 idle: Duration::from_secs(180),
                 open: Duration::from_secs(10),
             },
+            strangers: Places::new(PlaceLimits {
+                per_source: 8,
+                total: 8,
+            }),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
             drivers: TaskTracker::new(),
@@ -107,11 +112,12 @@ impl Bench {
             implied_port: None,
             tls: None,
         });
-        let peer = "192.0.2.1:5".parse().unwrap();
+        let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let line = Line {
             peer,
             fate: Arc::default(),
             hangup: Hangup::never(),
+            place: self.doors.strangers.enter(peer.ip()),
         };
         let serve = serve(self.doors.clone(), door, served, line);
         let ask = async {
