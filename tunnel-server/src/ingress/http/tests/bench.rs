@@ -1,0 +1,216 @@
+//! A plain door, callers, and agents that the test plays.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+use tunnel_proto::process::places::{PlaceLimits, Places};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls;
+use tunnel_proto::transport::{BufferPool, Session, Stream};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::name::InstanceId;
+
+use crate::ingress::http::serve;
+use crate::ingress::socket::Hangup;
+use crate::ingress::target::Scheme;
+use crate::ingress::{Door, DoorLimits, Doors, Line, Mode};
+use crate::metrics::Metrics;
+use crate::policy::PortPolicy;
+use crate::registry::{AgentSession, Registration, Registry, RegistryLimits};
+use crate::routes::{RouteTable, Routes};
+use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
+
+/// A plain door, and agents that the test plays.
+pub(super) struct Bench {
+    pub(super) doors: Arc<Doors>,
+    counters: MetricsRegistry,
+}
+
+/// An agent's end, newest first.
+pub(super) struct Agent {
+    pub(super) far: Arc<dyn Session>,
+    _registered: Registration,
+}
+
+impl Agent {
+    pub(super) async fn stream(&self) -> Stream {
+        let incoming = within(self.far.accept()).await.unwrap();
+        incoming.header(Instant::now() + PATIENCE).await.unwrap().1
+    }
+
+    pub(super) async fn refuses(&self, code: RefusalCode) {
+        self.stream().await.refuse(code, "as the agent says").await;
+    }
+
+    /// Takes a request and returns it as it came.
+    pub(super) async fn answers(&self) -> String {
+        self.answers_with(HI).await
+    }
+
+    /// The same with an answer of the test's, after which the target closes.
+    pub(super) async fn answers_with(&self, answer: &str) -> String {
+        let mut stream = self.accepts().await;
+        let head = head(&mut stream).await;
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        stream.shutdown().await.unwrap();
+        head
+    }
+
+    /// The next stream, its target connected.
+    pub(super) async fn accepts(&self) -> Stream {
+        let mut stream = self.stream().await;
+        stream.accept("").await.unwrap();
+        stream
+    }
+
+    /// Whether no stream comes for a while.
+    pub(super) async fn is_left_alone(&self) -> bool {
+        tokio::time::timeout(Duration::from_millis(20), self.far.accept())
+            .await
+            .is_err()
+    }
+}
+
+impl Bench {
+    pub(super) fn new() -> Self {
+        let routes = Routes::default();
+        routes.replace(RouteTable::new([(&node(), &[][..])]));
+        let limits = RegistryLimits {
+            streams_per_agent: STREAMS,
+            buffer_pool: POOL,
+        };
+        let mut counters = MetricsRegistry::default();
+        let doors = Doors {
+            routes,
+            registry: Arc::new(Registry::new(limits)),
+            policy: PortPolicy {
+                http: "9100, 9101".parse().unwrap(),
+                ..PortPolicy::default()
+            },
+            target_tls: tls::target_client().unwrap(),
+            limits: DoorLimits {
+                handshake: Duration::from_secs(5),
+                request_head_time: Duration::from_secs(10),
+                request_head_bytes: 64 << 10,
+                idle: Duration::from_secs(180),
+                open: Duration::from_secs(10),
+            },
+            strangers: Places::new(PlaceLimits {
+                per_source: 64,
+                total: 64,
+            }),
+            metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+            shutdown: Shutdown::new(),
+            drivers: TaskTracker::new(),
+        };
+        Self {
+            doors: Arc::new(doors),
+            counters,
+        }
+    }
+
+    pub(super) fn agent(&self) -> Agent {
+        let (near, far) = session();
+        let id = self.doors.registry.next_id();
+        let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
+        Agent {
+            far,
+            _registered: self.doors.registry.register(entry, &[]).unwrap(),
+        }
+    }
+
+    /// The sum of a metric's series.
+    pub(super) fn metric(&self, series: &str) -> u64 {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(series));
+        line.map_or(0, |value| value.trim().parse().unwrap())
+    }
+
+    /// The whole answer to a request.
+    pub(super) async fn ask(&self, request: &str) -> String {
+        let mut caller = self.connect();
+        let ask = async {
+            caller.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            caller.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        within(ask).await
+    }
+
+    /// A caller's connection in memory.
+    pub(super) fn connect(&self) -> DuplexStream {
+        let (caller, served) = tokio::io::duplex(64 << 10);
+        let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
+        let line = Line {
+            peer,
+            fate: Arc::default(),
+            hangup: Hangup::never(),
+            place: self.doors.strangers.enter(peer.ip()),
+        };
+        let serve = serve(self.doors.clone(), door(), served, line);
+        self.doors.shutdown.spawn_work(serve);
+        caller
+    }
+
+    /// A caller's connection over TCP.
+    pub(super) async fn dial(&self) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        self.doors.start(listener, Mode::Http(door()));
+        TcpStream::connect(address).await.unwrap()
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.doors.shutdown.drain().cancel();
+        self.doors.shutdown.stop().cancel();
+    }
+}
+
+fn door() -> Arc<Door> {
+    Arc::new(Door {
+        name: "http",
+        scheme: Scheme::Http,
+        implied_port: None,
+        tls: None,
+    })
+}
+
+/// A short answer whose connection may go on.
+pub(super) const HI: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi";
+
+/// A request that asks for nothing after it, without its empty line.
+pub(super) fn get(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: worker-1:9100\r\n")
+}
+
+/// Reads through the next empty line.
+pub(super) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(within(stream.read_u8()).await.unwrap());
+    }
+    String::from_utf8(head).unwrap()
+}
+
+/// Sends a request and reads exactly the answer [`HI`].
+pub(super) async fn hears_hi<S>(caller: &mut S, request: &str)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    caller.write_all(request.as_bytes()).await.unwrap();
+    let head = head(caller).await;
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    let mut body = [0; 2];
+    within(caller.read_exact(&mut body)).await.unwrap();
+    assert_eq!(&body, b"hi");
+}

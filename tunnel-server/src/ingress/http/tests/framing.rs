@@ -1,0 +1,263 @@
+//! Heads that could be understood in two ways are refused or said plainly, and everything has its bound (T07, T08, T12).
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::bench::{Bench, HI, get};
+
+/// The target's view of a request, and the caller's of the answer.
+async fn passes(fields: &str, answer: &str) -> (String, String) {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let asked = format!("{}Connection: close\r\n{fields}\r\n", get("/"));
+    let (told, seen) = tokio::join!(bench.ask(&asked), agent.answers_with(answer));
+    (seen, told)
+}
+
+/// The answer of the door to bytes that no target is to see, up to the connection's end.
+async fn refused(request: &[u8]) -> String {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let (mut reader, mut writer) = tokio::io::split(bench.connect());
+    let mut told = String::new();
+    let asks = async {
+        // The door may have closed before all was sent.
+        let _refused_early = writer.write_all(request).await;
+    };
+    let (_, read) = tokio::join!(asks, reader.read_to_string(&mut told));
+    read.unwrap();
+    assert!(agent.is_left_alone().await, "{told}");
+    told
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_transfer_codings_are_refused() {
+    for coding in [
+        "gzip, chunked",
+        "chunked, chunked",
+        "chunked\r\nTransfer-Encoding: chunked",
+    ] {
+        let request = format!(
+            "{}Connection: close\r\nTransfer-Encoding: {coding}\r\n\r\n0\r\n\r\n",
+            get("/")
+        );
+        let told = refused(request.as_bytes()).await;
+        assert!(told.starts_with("HTTP/1.1 400 "), "{coding}: {told}");
+        assert!(
+            told.contains("X-Tunnel-Error: bad_request"),
+            "{coding}: {told}"
+        );
+        let answer =
+            format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: {coding}\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
+        let (_, told) = passes("", &answer).await;
+        assert!(
+            told.contains("X-Tunnel-Error: target_bad_response"),
+            "{coding}: {told}"
+        );
+    }
+    let unframed = format!("{}Transfer-Encoding: gzip\r\n\r\n", get("/"));
+    assert!(
+        refused(unframed.as_bytes())
+            .await
+            .starts_with("HTTP/1.1 400 ")
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn length_is_said_once_in_plain_digits() {
+    let upload = |length: &str| format!("{}Connection: close\r\n{length}\r\nab", get("/"));
+    for length in [
+        "Content-Length: 2\r\nContent-Length: 2\r\n",
+        "Content-Length: 0002\r\n",
+    ] {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let asked = upload(length);
+        let (_, seen) = tokio::join!(bench.ask(&asked), agent.answers());
+        let seen = seen.to_lowercase();
+        assert_eq!(seen.matches("content-length").count(), 1, "{seen}");
+        assert!(seen.contains("content-length: 2\r\n"), "{seen}");
+    }
+    for length in [
+        "2\r\nContent-Length: 3",
+        "2, 2",
+        "+2",
+        "0x2",
+        "2 2",
+        "",
+        "99999999999999999999",
+    ] {
+        let told = refused(upload(&format!("Content-Length: {length}\r\n")).as_bytes()).await;
+        assert!(told.starts_with("HTTP/1.1 400 "), "{length}: {told}");
+    }
+    for (length, told_length) in [
+        ("2, 2", Some(2)),
+        ("2\r\nContent-Length: 2", Some(2)),
+        ("02", Some(2)),
+    ] {
+        let answer = HI.replace("Content-Length: 2", &format!("Content-Length: {length}"));
+        let (_, told) = passes("", &answer).await;
+        let expected = told_length.map(|length| format!("Content-Length: {length}\r\n"));
+        assert!(told.contains(&expected.unwrap()), "{length}: {told}");
+        assert_eq!(
+            told.to_lowercase().matches("content-length").count(),
+            1,
+            "{told}"
+        );
+        assert!(told.ends_with("hi"), "{told}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn length_beside_chunks_is_dropped_and_the_connection_closed() {
+    for fields in [
+        "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
+        "Transfer-Encoding: chunked\r\nContent-Length: 3\r\n",
+    ] {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let post = get("/").replace("GET", "POST");
+        let asked = format!("{post}{fields}\r\n0\r\n\r\n{}\r\n", get("/smuggled"));
+        let (told, seen) = tokio::join!(bench.ask(&asked), agent.answers());
+        assert_eq!(told.matches("HTTP/1.1 ").count(), 1, "{told}");
+        assert!(!seen.to_lowercase().contains("content-length"), "{seen}");
+        assert!(agent.is_left_alone().await);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn malformed_heads_are_refused() {
+    let host = "Host: worker-1:9100\r\n";
+    for request in [
+        format!("GET / HTTP/1.1\r\n{host}X : 1\r\n\r\n"),
+        format!("GET / HTTP/1.1\r\n{host}X: 1\r\n 2\r\n\r\n"),
+        format!("GET / HTTP/1.1\r\n{host}X: 1\r2\r\n\r\n"),
+        format!("GET / HTTP/1.1\r\n{host}X: \0\r\n\r\n"),
+        format!("GET / HTTP/1.1\r\n{host}: 1\r\n\r\n"),
+        format!("GET / HTTP/1.0\r\n{host}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        format!("GET  / HTTP/1.1\r\n{host}\r\n"),
+        format!("GET / HTTP/1.1 \r\n{host}\r\n"),
+        format!("GET / HTTP/3.0\r\n{host}\r\n"),
+        "GET / HTTP/1.1\r\nConnection: close\r\n\r\n".into(),
+        format!("GET / HTTP/1.1\r\nConnection: close\r\n{host}{host}\r\n"),
+    ] {
+        let told = refused(request.as_bytes()).await;
+        assert!(told.starts_with("HTTP/1.1 400 "), "{request:?}: {told}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn heads_fields_and_targets_have_their_bounds() {
+    let head = |size: usize| {
+        let fixed = format!("{}Connection: close\r\nX: \r\n\r\n", get("/")).len();
+        format!("X: {}\r\n", "x".repeat(size - fixed))
+    };
+    // Host and Connection are two more.
+    let fields = |count: usize| (2..count).map(|_| "X: 1\r\n").collect::<String>();
+    for (small, large, status) in [
+        (head(64 << 10), head((64 << 10) + 1), 431),
+        (fields(100), fields(101), 431),
+    ] {
+        assert!(passes(&small, HI).await.1.ends_with("hi"));
+        let told =
+            refused(format!("{}Connection: close\r\n{large}\r\n", get("/")).as_bytes()).await;
+        assert!(told.starts_with(&format!("HTTP/1.1 {status} ")), "{told}");
+    }
+    for (length, status) in [(8191, 200), (8192, 200), (8193, 414)] {
+        let path = format!("/{}", "p".repeat(length - 1));
+        let asked = format!("{}Connection: close\r\n\r\n", get(&path));
+        let told = if status == 200 {
+            let bench = Bench::new();
+            let agent = bench.agent();
+            tokio::join!(bench.ask(&asked), agent.answers()).0
+        } else {
+            refused(asked.as_bytes()).await
+        };
+        assert!(
+            told.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{length}: {told}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn interim_answers_are_consumed_up_to_a_bound() {
+    let interim = "HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n";
+    let (_, told) = passes("", &format!("{}{HI}", interim.repeat(64))).await;
+    assert!(
+        told.starts_with("HTTP/1.1 200 ") && told.ends_with("hi"),
+        "{told}"
+    );
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let endless = async {
+        let (mut reader, mut writer) = tokio::io::split(agent.accepts().await);
+        let write = async {
+            while writer.write_all(interim.as_bytes()).await.is_ok() {
+                tokio::task::yield_now().await;
+            }
+        };
+        let mut seen = Vec::new();
+        // A writer alone would not be told that nobody reads any more.
+        tokio::select! {
+            _ended = reader.read_to_end(&mut seen) => {}
+            () = write => {}
+        }
+    };
+    let asked = format!("{}Connection: close\r\n\r\n", get("/"));
+    let (told, ()) = tokio::join!(bench.ask(&asked), endless);
+    assert!(
+        told.contains("X-Tunnel-Error: target_bad_response"),
+        "{told}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn fields_of_one_hop_do_not_cross_and_others_do() {
+    let (seen, told) = passes(
+        "Keep-Alive: 5\r\nProxy-Authorization: Basic x\r\nProxy-Connection: close\r\nAccept-Encoding: gzip\r\n",
+        &HI.replace("\r\n\r\nhi", "\r\nKeep-Alive: 5\r\nProxy-Authenticate: Basic\r\nX-Tunnel-Error: forged\r\nContent-Encoding: gzip\r\nConnection: X-Hop\r\nX-Hop: 1\r\nUpgrade: h2c\r\n\r\nhi"),
+    )
+    .await;
+    let lower = seen.to_lowercase();
+    for gone in ["keep-alive", "proxy-", "via:", "x-forwarded"] {
+        assert!(!lower.contains(gone), "{gone}: {seen}");
+    }
+    assert!(seen.contains("Accept-Encoding: gzip\r\n"), "{seen}");
+    let lower = told.to_lowercase();
+    for gone in ["keep-alive", "proxy-", "x-tunnel-error", "x-hop", "upgrade"] {
+        assert!(!lower.contains(gone), "{gone}: {told}");
+    }
+    assert!(told.contains("Content-Encoding: gzip\r\n"), "{told}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_without_a_body_keep_what_they_say_of_it() {
+    for (method, answer, kept) in [
+        (
+            "HEAD",
+            "HTTP/1.1 200 OK\r\nContent-Length: 1234\r\n\r\n",
+            "Content-Length: 1234\r\n",
+        ),
+        (
+            "GET",
+            "HTTP/1.1 304 Not Modified\r\nETag: \"a\"\r\n\r\n",
+            "ETag: \"a\"\r\n",
+        ),
+        (
+            "GET",
+            "HTTP/1.1 204 No Content\r\nX-Own: 1\r\n\r\n",
+            "X-Own: 1\r\n",
+        ),
+    ] {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let asked = format!(
+            "{}Connection: close\r\n\r\n",
+            get("/").replace("GET", method)
+        );
+        let (told, _) = tokio::join!(bench.ask(&asked), agent.answers_with(answer));
+        assert!(told.contains(kept), "{told}");
+        assert!(told.ends_with("\r\n\r\n"), "{told}");
+        assert!(!told.to_lowercase().contains("transfer-encoding"), "{told}");
+    }
+}

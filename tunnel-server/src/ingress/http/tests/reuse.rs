@@ -1,0 +1,193 @@
+//! A connection to a target serves several requests of one caller's connection, and never where a request could be lost or
+//! delivered twice.
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::Instant;
+use tunnel_proto::transport::Stream;
+
+use super::bench::{Bench, HI, get, head, hears_hi};
+use crate::testing::{STREAMS, eventually, within};
+
+async fn serves(stream: &mut Stream, answer: &str) -> String {
+    let head = head(stream).await;
+    stream.write_all(answer.as_bytes()).await.unwrap();
+    head
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let target = async {
+        let mut stream = agent.accepts().await;
+        let mut bytes = 0;
+        for number in 0..3 {
+            let head = serves(&mut stream, HI).await;
+            assert!(head.starts_with(&format!("GET /{number} ")), "{head}");
+            assert!(!head.to_lowercase().contains("\r\nconnection:"), "{head}");
+            bytes += head.len();
+        }
+        (stream, bytes)
+    };
+    let calls = async {
+        for number in 0..3 {
+            hears_hi(&mut caller, &format!("{}\r\n", get(&format!("/{number}")))).await;
+        }
+    };
+    let ((mut stream, bytes), ()) = tokio::join!(target, calls);
+    let count = |series: &str| bench.metric(series);
+    let told = "tunnel_server_streams_total{result=\"ok\"}";
+    eventually("records", || count(told) == 3).await;
+    let direction = |way| {
+        count(&format!(
+            "tunnel_server_stream_bytes_total{{direction=\"{way}\"}}"
+        ))
+    };
+    assert_eq!(direction("out"), bytes as u64);
+    assert_eq!(direction("in"), 3 * HI.len() as u64);
+    assert!(agent.is_left_alone().await);
+    // An idle one is closed in order.
+    let began = Instant::now();
+    assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
+    assert!(
+        began.elapsed() < Duration::from_millis(1100),
+        "{:?}",
+        began.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
+    let plain = format!("{}\r\n", get("/"));
+    let elsewhere = plain.replace(":9100", ":9101");
+    let post = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 0\r\n\r\n".to_owned();
+    let body = plain.replace("\r\n\r\n", "\r\nContent-Length: 1\r\n\r\nx");
+    let both = HI.replace(
+        "\r\n\r\nhi",
+        "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    );
+    let closing = HI.replace("\r\n\r\nhi", "\r\nConnection: close\r\n\r\nhi");
+    let old = HI.replace("HTTP/1.1", "HTTP/1.0");
+    let more = format!("{HI}HTTP/1.1 200 OK\r\n");
+    for (first, answer, second) in [
+        (&plain, HI, &elsewhere),
+        (&plain, HI, &post),
+        (&plain, HI, &body),
+        (&post, HI, &plain),
+        (&plain, &*closing, &plain),
+        (&plain, &*old, &plain),
+        (&plain, &*more, &plain),
+        // Framed in two ways.
+        (&plain, &*both, &plain),
+    ] {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let mut caller = bench.connect();
+        let case = format!("{first:?} {answer:?} {second:?}");
+        let target = async {
+            let mut one = agent.accepts().await;
+            serves(&mut one, answer).await;
+            let mut two = agent.accepts().await;
+            let head = serves(&mut two, HI).await;
+            (one, two, head)
+        };
+        let calls = async {
+            caller.write_all(first.as_bytes()).await.unwrap();
+            head(&mut caller).await;
+            let chunked = answer.contains("chunked");
+            let mut body = vec![0; if chunked { 12 } else { 2 }];
+            within(caller.read_exact(&mut body)).await.unwrap();
+            hears_hi(&mut caller, second).await;
+        };
+        let ((mut one, _two, _), ()) = within(async { tokio::join!(target, calls) }).await;
+        // The first has been closed, in order.
+        let mut rest = Vec::new();
+        let ended = within(one.read_to_end(&mut rest)).await;
+        assert!(ended.is_ok() || answer == more, "{case}: {ended:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let request = format!("{}\r\n", get("/"));
+    for _ in 0..5 {
+        let target = async {
+            let mut stream = agent.accepts().await;
+            serves(&mut stream, HI).await;
+            stream.shutdown().await.unwrap();
+            stream
+        };
+        let (mut stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
+        // Not a byte of another request came over it.
+        let mut rest = Vec::new();
+        let _closed_or_cut = within(stream.read_to_end(&mut rest)).await;
+        assert!(rest.is_empty(), "{rest:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_that_a_kept_connection_swallowed_is_not_repeated() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let request = format!("{}\r\n", get("/"));
+    let target = async {
+        let mut stream = agent.accepts().await;
+        serves(&mut stream, HI).await;
+        head(&mut stream).await;
+        drop(stream);
+    };
+    let calls = async {
+        hears_hi(&mut caller, &request).await;
+        caller.write_all(request.as_bytes()).await.unwrap();
+        head(&mut caller).await
+    };
+    let ((), answer) = tokio::join!(target, calls);
+    assert!(answer.starts_with("HTTP/1.1 502 "), "{answer}");
+    assert!(agent.is_left_alone().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn newer_session_of_the_node_takes_the_next_request() {
+    let bench = Bench::new();
+    let old = bench.agent();
+    let mut caller = bench.connect();
+    let request = format!("{}\r\n", get("/"));
+    let target = async {
+        let mut stream = old.accepts().await;
+        serves(&mut stream, HI).await;
+        stream
+    };
+    let (_stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
+    let new = bench.agent();
+    tokio::join!(hears_hi(&mut caller, &request), new.answers());
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_kept_when_the_agent_has_few_places_left() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let request = format!("{}\r\n", get("/"));
+    let mut waiting = Vec::new();
+    for _ in 0..STREAMS / 2 {
+        let mut caller = bench.connect();
+        caller.write_all(request.as_bytes()).await.unwrap();
+        waiting.push((caller, agent.accepts().await));
+    }
+    let mut caller = bench.connect();
+    let target = async {
+        let mut stream = agent.accepts().await;
+        serves(&mut stream, HI).await;
+        stream
+    };
+    let (mut stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
+    let began = Instant::now();
+    assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
+    assert!(began.elapsed() < Duration::from_millis(100));
+}

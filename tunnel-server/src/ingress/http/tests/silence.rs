@@ -1,0 +1,110 @@
+//! How long a caller may be silent: for its first head, between requests, and in the middle of a head.
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::time::{Instant, timeout};
+
+use super::bench::{Bench, get, hears_hi};
+
+/// Limits of the bench.
+const HEAD: Duration = Duration::from_secs(10);
+const IDLE: Duration = Duration::from_secs(180);
+
+/// How long the connection stays open.
+async fn lasts(caller: &mut DuplexStream) -> Duration {
+    let began = Instant::now();
+    let ended = timeout(Duration::from_secs(3600), caller.read_u8()).await;
+    assert!(ended.expect("still open").is_err(), "a byte came");
+    began.elapsed()
+}
+
+#[track_caller]
+fn about(took: Duration, limit: Duration) {
+    let slack = Duration::from_millis(50);
+    assert!(took >= limit && took < limit + slack, "{took:?}");
+}
+
+/// A caller whose request was answered.
+async fn answered(bench: &Bench, request: &str) -> DuplexStream {
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    tokio::join!(hears_hi(&mut caller, request), agent.answers());
+    caller
+}
+
+#[tokio::test(start_paused = true)]
+async fn first_head_that_does_not_end_is_cut() {
+    let bench = Bench::new();
+    for begun in ["", "GET / HT"] {
+        let mut caller = bench.connect();
+        caller.write_all(begun.as_bytes()).await.unwrap();
+        about(lasts(&mut caller).await, HEAD);
+    }
+    // One byte a second does not make it longer.
+    let mut caller = bench.connect();
+    let began = Instant::now();
+    while caller.write_all(b"G").await.is_ok() {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(began.elapsed() < HEAD * 2);
+    }
+    assert!(began.elapsed() >= HEAD);
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_caller_stays_between_requests() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let request = format!("{}\r\n", get("/metrics"));
+    for _ in 0..4 {
+        tokio::join!(hears_hi(&mut caller, &request), agent.answers());
+        tokio::time::sleep(Duration::from_secs(60)).await;
+    }
+    about(lasts(&mut caller).await, IDLE - Duration::from_secs(60));
+}
+
+#[tokio::test(start_paused = true)]
+async fn next_head_that_does_not_end_is_cut() {
+    let bench = Bench::new();
+    let mut caller = answered(&bench, &format!("{}\r\n", get("/"))).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    caller.write_all(b"GET / HT").await.unwrap();
+    about(lasts(&mut caller).await, HEAD);
+}
+
+#[tokio::test(start_paused = true)]
+async fn next_head_that_began_in_the_packet_of_the_request_is_cut() {
+    let bench = Bench::new();
+    let mut caller = answered(&bench, &format!("{}\r\nGET / HT", get("/"))).await;
+    about(lasts(&mut caller).await, HEAD);
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_caller_stays_after_a_body() {
+    let bench = Bench::new();
+    let post = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\r\nab";
+    let mut caller = answered(&bench, post).await;
+    about(lasts(&mut caller).await, IDLE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_that_waits_is_never_too_long() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let slow = async {
+        let mut stream = agent.accepts().await;
+        tokio::time::sleep(Duration::from_secs(86_400)).await;
+        stream.write_all(super::bench::HI.as_bytes()).await.unwrap();
+        stream
+    };
+    let request = format!("{}\r\n", get("/"));
+    let asks = async {
+        caller.write_all(request.as_bytes()).await.unwrap();
+        let mut first = [0; 12];
+        caller.read_exact(&mut first).await.unwrap();
+        assert_eq!(&first, b"HTTP/1.1 200");
+    };
+    tokio::join!(asks, slow);
+}

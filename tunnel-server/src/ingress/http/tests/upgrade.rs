@@ -1,0 +1,123 @@
+//! Upgrades that are not granted leave nothing open (S40, CVE-2018-1002105) and are not followed elsewhere (S41).
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::bench::{Bench, get, head};
+use crate::testing::within;
+
+const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+
+#[tokio::test]
+async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
+    let head_of = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
+    let mut cases: Vec<(String, u16)> = ["400 Bad Request", "403 Forbidden", "500 Oops"]
+        .map(|status| (head_of(status), status[..3].parse().unwrap()))
+        .into();
+    for status in [
+        "200 OK",
+        "204 No Content",
+        "301 A",
+        "302 Found",
+        "307 B",
+        "308 C",
+    ] {
+        cases.push((head_of(status), 502));
+    }
+    let switching = "HTTP/1.1 101 Switching Protocols\r\n";
+    cases.push((format!("{switching}\r\n"), 502));
+    cases.push((
+        format!("{switching}Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"),
+        502,
+    ));
+    cases.push(("\0\u{1}garbage\r\n\r\n".into(), 502));
+    cases.push((String::new(), 502));
+    for (answer, status) in cases {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let mut caller = bench.dial().await;
+        let asked = format!("{}{UPGRADE}{}\r\n", get("/exec"), get("/secret"));
+        caller.write_all(asked.as_bytes()).await.unwrap();
+        let mut stream = agent.accepts().await;
+        let first = head(&mut stream).await;
+        assert!(first.starts_with("GET /exec "), "{first}");
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        if answer.is_empty() {
+            stream.shutdown().await.unwrap();
+        }
+        // The answer, then an end and no reset.
+        let mut told = String::new();
+        let closed = tokio::time::timeout(Duration::from_secs(5), caller.read_to_string(&mut told));
+        closed.await.expect("open").unwrap();
+        assert!(
+            told.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{answer:?}: {told}"
+        );
+        assert!(told.contains("Connection: close\r\n"), "{told}");
+        assert_eq!(told.matches("HTTP/1.1 ").count(), 1, "{told}");
+        let mut rest = Vec::new();
+        let _ended_or_cut = within(stream.read_to_end(&mut rest)).await;
+        let rest = String::from_utf8_lossy(&rest);
+        assert!(!rest.contains("secret"), "{answer:?}: {rest}");
+        assert!(agent.is_left_alone().await, "{answer:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn redirect_is_passed_on_and_never_followed() {
+    for status in [301, 302, 303, 307, 308] {
+        let bench = Bench::new();
+        let agent = bench.agent();
+        let location = "Location: http://169.254.169.254/\r\n";
+        let answer = format!("HTTP/1.1 {status} Go\r\n{location}Content-Length: 0\r\n\r\n");
+        let asked = format!(
+            "{}Authorization: Bearer x\r\nConnection: close\r\n\r\n",
+            get("/")
+        );
+        let (told, _) = tokio::join!(bench.ask(&asked), agent.answers_with(&answer));
+        assert!(
+            told.starts_with(&format!("HTTP/1.1 {status} Go\r\n")),
+            "{told}"
+        );
+        assert!(told.contains(location), "{told}");
+        assert!(agent.is_left_alone().await);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn upgrade_field_without_the_option_is_no_upgrade_and_ends_in_order() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let asked = format!("{}Upgrade: h2c\r\nConnection: close\r\n\r\n", get("/"));
+    let (told, asked) = tokio::join!(bench.ask(&asked), agent.answers());
+    assert!(told.ends_with("\r\n\r\nhi"), "{told}");
+    assert!(!asked.to_lowercase().contains("upgrade"), "{asked}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_protocols_of_the_list_are_offered_and_bytes_pass_both_ways() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect();
+    let asked = format!(
+        "{}Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nUpgrade: SPDY/3.1\r\n\r\nearly",
+        get("/exec")
+    );
+    caller.write_all(asked.as_bytes()).await.unwrap();
+    let mut stream = agent.accepts().await;
+    let request = head(&mut stream).await;
+    assert!(
+        request.contains("pgrade: websocket, SPDY/3.1\r\n"),
+        "{request}"
+    );
+    let answer = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: spdy/3.1\r\n\r\nhello";
+    stream.write_all(answer).await.unwrap();
+    let told = head(&mut caller).await;
+    assert!(told.starts_with("HTTP/1.1 101 "), "{told}");
+    let mut bytes = [0; 5];
+    within(caller.read_exact(&mut bytes)).await.unwrap();
+    assert_eq!(&bytes, b"hello");
+    within(stream.read_exact(&mut bytes)).await.unwrap();
+    assert_eq!(&bytes, b"early");
+}
