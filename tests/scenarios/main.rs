@@ -6,6 +6,7 @@ mod cuts;
 mod drain;
 mod faults;
 mod house;
+mod http;
 mod identity;
 mod limits;
 mod namespaces;

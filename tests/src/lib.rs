@@ -11,6 +11,7 @@ pub mod link;
 pub mod netns;
 pub mod process;
 pub mod reference;
+pub mod strict;
 pub mod targets;
 pub mod tools;
 pub mod world;

@@ -12,6 +12,7 @@ mod feed;
 mod head;
 mod kubelet;
 mod raw;
+mod recorder;
 mod script;
 mod tls;
 mod wire;
@@ -22,6 +23,7 @@ pub use data::{Sha256, deterministic_bytes, sha256_hex};
 pub use exporter::Exporter;
 pub use kubelet::StandInKubelet;
 pub use raw::{EchoTarget, HalfCloseTarget, ResetTarget, SilentTarget};
+pub use recorder::{RecordingTarget, Seen};
 pub use script::Received;
 pub use tls::TargetTls;
 

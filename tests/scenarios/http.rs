@@ -1,0 +1,3 @@
+//! HTTP to the letter: what a caller sends, what a target gets, and what comes back.
+
+mod smuggling;

@@ -1,0 +1,224 @@
+//! Requests that two parsers may read differently (S35, T07): each is refused, or reaches its target as exactly one request
+//! that a strict parser reads as we routed it.
+
+use std::io;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::join_all;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::targets::{RecordingTarget, Seen};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use case::{Case, Expect, Ports, Want};
+
+mod case;
+mod chunks;
+mod framing;
+mod heads;
+mod pipelines;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result<()> {
+    let site = Site::start().await?;
+    let cases: Vec<Case> = [
+        framing::cases(),
+        chunks::cases(),
+        heads::cases(),
+        pipelines::cases(),
+    ]
+    .concat();
+    assert!(cases.len() >= 150, "{} cases", cases.len());
+    let mut wrong = Vec::new();
+    let mut left = cases.iter();
+    loop {
+        let batch: Vec<_> = left.by_ref().take(AT_ONCE).collect();
+        if batch.is_empty() {
+            break;
+        }
+        let judged = join_all(batch.iter().map(|case| site.judge(case))).await;
+        for (case, judged) in batch.iter().zip(judged) {
+            wrong.extend(
+                judged
+                    .err()
+                    .map(|error| format!("{}: {error:#}", case.name)),
+            );
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {} cases:\n{}",
+        wrong.len(),
+        cases.len(),
+        wrong.join("\n")
+    );
+    // Nothing of all that has harmed anybody else.
+    let sane = Case::new(
+        "sane",
+        "GET /sane HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
+        Expect::Routed(vec![Want::own("GET", "/sane", "")]),
+    );
+    site.judge(&sane).await
+}
+
+/// Two nodes: the one that requests are for, and another that must not be reached.
+struct Site {
+    world: World,
+    _agents: [Agent; 2],
+}
+
+impl Site {
+    async fn start() -> Result<Self> {
+        let world = World::start_with(|settings| {
+            settings.limits = World::limits("requestHeadTimeout: 1s");
+        })
+        .await?;
+        let agents = [
+            world.agent("worker-1").await?,
+            world.agent("worker-2").await?,
+        ];
+        Ok(Self {
+            world,
+            _agents: agents,
+        })
+    }
+
+    /// Sends a case on a connection of its own and compares answers and targets with what it expects.
+    async fn judge(&self, case: &Case) -> Result<()> {
+        let own = RecordingTarget::start("own").await?;
+        let other = RecordingTarget::start("other").await?;
+        let ports = Ports {
+            own: own.addr().port(),
+            other: other.addr().port(),
+        };
+        let bytes = case.bytes(ports);
+        let statuses = self.send(&bytes, &case.expect).await?;
+        match &case.expect {
+            Expect::Refused(status) => {
+                ensure!(statuses == [*status], "answered {statuses:?}");
+                ensure!(own.seen().is_empty(), "own target got {:?}", own.seen());
+            }
+            Expect::Bad(status) => {
+                ensure!(statuses == [*status], "answered {statuses:?}");
+                ensure!(own.seen().len() == 1, "own target got {:?}", own.seen());
+            }
+            Expect::Cut | Expect::Gone => {
+                ensure!(
+                    statuses.iter().all(|status| *status >= 400),
+                    "answered {statuses:?}"
+                );
+                ensure!(
+                    own.requests().is_empty(),
+                    "own target got {:?}",
+                    own.requests()
+                );
+            }
+            Expect::Routed(wants) => {
+                let wants: Vec<_> = wants.iter().map(|want| want.filled(ports)).collect();
+                ensure!(
+                    statuses.len() == wants.len() && statuses.iter().all(|status| *status == 200),
+                    "answered {statuses:?}"
+                );
+                check("own", &own.seen(), wants.iter().filter(|want| want.own))?;
+                check(
+                    "other",
+                    &other.seen(),
+                    wants.iter().filter(|want| !want.own),
+                )?;
+            }
+        }
+        if !matches!(case.expect, Expect::Routed(_)) {
+            ensure!(
+                other.seen().is_empty(),
+                "the other target got {:?}",
+                other.seen()
+            );
+        }
+        eventually("no connection to a target is left", PATIENCE, async || {
+            let open = own.traffic().open() + other.traffic().open();
+            (open == 0).then_some(()).ok_or(open)
+        })
+        .await;
+        Ok(())
+    }
+
+    /// The statuses of all answers up to the end of the connection, which the server has to bring about, unless the client
+    /// leaves.
+    async fn send(&self, bytes: &[u8], expect: &Expect) -> Result<Vec<u16>> {
+        let address = self.world.bound().http.context("plain door")?;
+        let mut stream = TcpStream::connect(address).await?;
+        let (mut reader, mut writer) = stream.split();
+        let mut answers = Vec::new();
+        let leaves = matches!(expect, Expect::Gone);
+        let write = async {
+            // The server may have refused, and closed, before it has read everything.
+            let written = writer.write_all(bytes).await;
+            if leaves && written.is_ok() {
+                let _gone = writer.shutdown().await;
+            }
+        };
+        let read = async {
+            let ended = reader.read_to_end(&mut answers).await;
+            match ended {
+                Err(error) if error.kind() != io::ErrorKind::ConnectionReset => Err(error),
+                Ok(_) | Err(_) => Ok(()),
+            }
+        };
+        let both = async { tokio::join!(write, read).1 };
+        timeout(scaled(PATIENCE + Duration::from_secs(5)), both)
+            .await
+            .context("the server does not end the connection")??;
+        statuses(&answers)
+    }
+}
+
+fn check<'a>(name: &str, seen: &[Seen], wants: impl Iterator<Item = &'a Want>) -> Result<()> {
+    let got = seen.iter().map(|seen| match seen {
+        Seen::Request(_, request) => Ok(Want {
+            own: name == "own",
+            method: request.method.clone(),
+            target: request.target.clone(),
+            body: request.text(),
+        }),
+        Seen::Fault(_) | Seen::Unfinished(_) => anyhow::bail!("{name} target got {seen:?}"),
+    });
+    let got: Vec<_> = got.collect::<Result<_>>()?;
+    let wants: Vec<_> = wants.cloned().collect();
+    ensure!(got == wants, "{name} target got {got:?}, not {wants:?}");
+    Ok(())
+}
+
+/// Reads answers one behind the other; all of them have a length.
+fn statuses(mut bytes: &[u8]) -> Result<Vec<u16>> {
+    let mut statuses = Vec::new();
+    while !bytes.is_empty() {
+        let all = String::from_utf8_lossy(bytes);
+        let (head, _) = all
+            .split_once("\r\n\r\n")
+            .context("answer without an end of head")?;
+        let status = head.split(' ').nth(1).context("no status")?.parse()?;
+        let field = |name: &str| {
+            head.lines()
+                .find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned))
+        };
+        let length: usize = match field("content-length: ") {
+            // An answer to HEAD tells the length of what it does not send.
+            Some(length) if !all.starts_with("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n") => {
+                length.trim().parse()?
+            }
+            _ => 0,
+        };
+        let taken = head.len() + 4 + if status >= 200 { length } else { 0 };
+        bytes = bytes.get(taken.min(bytes.len())..).unwrap_or_default();
+        if status >= 200 {
+            statuses.push(status);
+        }
+    }
+    Ok(statuses)
+}
+
+/// Cases judged together: most of them wait for the end of a connection.
+const AT_ONCE: usize = 16;

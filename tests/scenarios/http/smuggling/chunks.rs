@@ -1,0 +1,176 @@
+//! Chunked bodies: sizes, extensions, ends and trailers (RFC 9112, section 7.1).
+
+use super::case::{Case, Expect, HIDDEN, Want, post};
+
+pub(super) fn cases() -> Vec<Case> {
+    [sizes(), shapes(), trailers()].concat()
+}
+
+/// A chunked request, whose body is `rest`.
+fn chunked(rest: &str) -> String {
+    post("Transfer-Encoding: chunked\r\nConnection: close\r\n", rest)
+}
+
+/// A body that turns out wrong after the head has gone out reaches the target as a cut, never as a request.
+fn cut(name: &str, rest: &str) -> Case {
+    Case::new(name, chunked(rest), Expect::Cut)
+}
+
+fn sizes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for size in [
+        "0x3",
+        "+3",
+        "-3",
+        "3.",
+        "g",
+        "",
+        " ",
+        "3 3",
+        "\"3\"",
+        "3\0",
+        "3\u{b}",
+        "10000000000000000",
+        "fffffffffffffffff3",
+        "3\r",
+        "3 \u{1}",
+        "_3",
+        "3_",
+        "٣",
+    ] {
+        let rest = format!("{size}\r\nabc\r\n0\r\n\r\n{HIDDEN}");
+        cases.push(cut(&format!("chunk size {size:?}"), &rest));
+    }
+    for size in [
+        "3",
+        "03",
+        "0003",
+        "00000000000000003",
+        "3;x",
+        "3;x=y",
+        "3;x=\"y\"",
+        "3;a;b=c",
+    ] {
+        let bytes = chunked(&format!("{size}\r\nabc\r\n0\r\n\r\n"));
+        let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
+        cases.push(Case::new(&format!("chunk size {size:?}"), bytes, routed));
+    }
+    cases
+}
+
+fn shapes() -> Vec<Case> {
+    let mut cases = vec![
+        cut(
+            "chunk longer than its size",
+            &format!("3\r\nabcd\r\n0\r\n\r\n{HIDDEN}"),
+        ),
+        cut("chunk shorter than its size", "4\r\nabc\r\n0\r\n\r\n"),
+        cut(
+            "chunk data ended by LF",
+            &format!("3\r\nabc\n0\r\n\r\n{HIDDEN}"),
+        ),
+        cut(
+            "chunk data ended by CR",
+            &format!("3\r\nabc\r0\r\n\r\n{HIDDEN}"),
+        ),
+        cut("size ended by LF", &format!("3\nabc\r\n0\r\n\r\n{HIDDEN}")),
+        cut("size ended by CR", &format!("3\rabc\r\n0\r\n\r\n{HIDDEN}")),
+        cut(
+            "last size ended by LF",
+            &format!("3\r\nabc\r\n0\n\r\n{HIDDEN}"),
+        ),
+        cut("end ended by LF", &format!("3\r\nabc\r\n0\r\n\n{HIDDEN}")),
+        cut(
+            "extension with LF",
+            &format!("3;a\nb\r\nabc\r\n0\r\n\r\n{HIDDEN}"),
+        ),
+        cut(
+            "extension with CR",
+            &format!("3;a\rb\r\nabc\r\n0\r\n\r\n{HIDDEN}"),
+        ),
+        cut(
+            "extension that never ends",
+            &format!("3;{}", "x".repeat(64 << 10)),
+        ),
+        cut("a request in place of a chunk", HIDDEN),
+        cut("empty line in place of a chunk", &format!("\r\n{HIDDEN}")),
+    ];
+    let routed = |body: &str| Expect::Routed(vec![Want::own("POST", "/p", body)]);
+    let one_by_one: String = "abcdef".chars().map(|c| format!("1\r\n{c}\r\n")).collect();
+    for (name, rest, body) in [
+        ("no chunk", "0\r\n\r\n".to_owned(), ""),
+        ("several zeros", "3\r\nabc\r\n000\r\n\r\n".to_owned(), "abc"),
+        (
+            "bytes one by one",
+            format!("{one_by_one}0\r\n\r\n"),
+            "abcdef",
+        ),
+        (
+            "sizes in capitals",
+            "A\r\n0123456789\r\n0\r\n\r\n".to_owned(),
+            "0123456789",
+        ),
+        (
+            "CR LF as data",
+            "4\r\n\r\n\r\n\r\n0\r\n\r\n".to_owned(),
+            "\r\n\r\n",
+        ),
+    ] {
+        cases.push(Case::new(name, chunked(&rest), routed(body)));
+    }
+    let endless = format!("ffffffffffffffff\r\nabc\r\n0\r\n\r\n{HIDDEN}");
+    cases.push(Case::new(
+        "a chunk of all there is",
+        chunked(&endless),
+        Expect::Gone,
+    ));
+    // The body's text is a request; it stays the body.
+    let rest = format!("{:x}\r\n{HIDDEN}\r\n0\r\n\r\n", HIDDEN.len());
+    cases.push(Case::new(
+        "request inside a chunk",
+        chunked(&rest),
+        routed(HIDDEN),
+    ));
+    let length = format!("Content-Length: {}\r\nConnection: close\r\n", HIDDEN.len());
+    cases.push(Case::new(
+        "request inside a body with a length",
+        post(&length, HIDDEN),
+        routed(HIDDEN),
+    ));
+    cases
+}
+
+fn trailers() -> Vec<Case> {
+    let end = |trailers: &str| format!("3\r\nabc\r\n0\r\n{trailers}\r\n");
+    let routed = || Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
+    let mut cases = Vec::new();
+    // None of them may change framing, routing or the fields of the head.
+    for trailer in [
+        "Content-Length: 300\r\n",
+        "Transfer-Encoding: chunked\r\n",
+        "Host: worker-2:@port\r\n",
+        "X-Tunnel-Proxy-Host: worker-2\r\n",
+        "Connection: keep-alive\r\n",
+        "X-Fine: yes\r\n",
+    ] {
+        let name = format!("trailer {trailer:?}");
+        cases.push(Case::new(&name, chunked(&end(trailer)), routed()));
+    }
+    for trailer in [
+        "no colon\r\n",
+        "A : b\r\n",
+        "A: b\r\n c: d\r\n",
+        "A: b\rc\r\n",
+        "A: b\0\r\n",
+        ": b\r\n",
+    ] {
+        cases.push(cut(&format!("trailer {trailer:?}"), &end(trailer)));
+    }
+    let many: String = (0..2000).map(|index| format!("X-{index}: y\r\n")).collect();
+    cases.push(cut("2000 trailers", &end(&many)));
+    cases.push(cut(
+        "trailer of 100 KiB",
+        &end(&format!("X: {}\r\n", "y".repeat(100 << 10))),
+    ));
+    cases
+}

@@ -1,0 +1,339 @@
+//! Request lines, field lines and Host: whatever a target might read differently than we do (RFC 9112, sections 2 to 5).
+
+use super::case::{Case, Expect, HIDDEN, Want, get};
+
+pub(super) fn cases() -> Vec<Case> {
+    [
+        request_lines(),
+        line_ends(),
+        names(),
+        values(),
+        hosts(),
+        sizes(),
+    ]
+    .concat()
+}
+
+fn routed(method: &str, target: &str) -> Expect {
+    Expect::Routed(vec![Want::own(method, target, "")])
+}
+
+/// A request with this request line.
+fn line(line: &str) -> String {
+    format!("{line}\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n")
+}
+
+fn request_lines() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for wrong in [
+        "GET",
+        "GET /",
+        "GET /g HTTP/1.1 x",
+        "GET  /g HTTP/1.1",
+        "GET /g  HTTP/1.1",
+        "GET\t/g\tHTTP/1.1",
+        "GET /g\tHTTP/1.1",
+        " GET /g HTTP/1.1",
+        "GET /a b HTTP/1.1",
+        "GET /g HTTP/1.1 ",
+        "GET /g HTTP/2.0",
+        "GET /g HTTP/1.2",
+        "GET /g HTTP/0.9",
+        "GET /g HTTP/11",
+        "GET /g http/1.1",
+        "GET /g HTTP/1.10",
+        "GET /g HTTP /1.1",
+        "GET /g HTP/1.1",
+        "G(T /g HTTP/1.1",
+        "G\u{e9}T /g HTTP/1.1",
+        "GE\0T /g HTTP/1.1",
+        "GET /g\0 HTTP/1.1",
+        "GET /\u{1} HTTP/1.1",
+        "GET /\u{7f} HTTP/1.1",
+        "GET /g\rHTTP/1.1",
+        "GET \r/g HTTP/1.1",
+        "GET g HTTP/1.1",
+        "GET worker-1 HTTP/1.1",
+        "GET * HTTP/1.1",
+        "OPTIONS * HTTP/1.1",
+        "GET worker-1:@port/g HTTP/1.1",
+        "GET http://worker-1:@port/g HTTP/1.1",
+        "GET http://worker-2:@port/g HTTP/1.1",
+        "GET https://worker-1:@port/g HTTP/1.1",
+        "GET //worker-2:@port HTTP/1.1x",
+        "GET ftp://worker-2:@port/ HTTP/1.1",
+        "CONNECT worker-1:@port HTTP/1.1",
+        "CONNECT worker-2:@port HTTP/1.1",
+        "CONNECT / HTTP/1.1",
+        "GET ?x HTTP/1.1",
+        "GET #x HTTP/1.1",
+        "PRI * HTTP/2.0",
+    ] {
+        cases.push(Case::refused(
+            &format!("request line {wrong:?}"),
+            line(wrong),
+        ));
+    }
+    for (right, method, target) in [
+        ("GET /g HTTP/1.1", "GET", "/g"),
+        ("get /g HTTP/1.1", "get", "/g"),
+        ("M-SEARCH /g HTTP/1.1", "M-SEARCH", "/g"),
+        ("GET //worker-2/x HTTP/1.1", "GET", "//worker-2/x"),
+        (
+            "GET /../a/./b?c=%00%0d%0a HTTP/1.1",
+            "GET",
+            "/../a/./b?c=%00%0d%0a",
+        ),
+        (
+            "GET /?a=http://worker-2/ HTTP/1.1",
+            "GET",
+            "/?a=http://worker-2/",
+        ),
+    ] {
+        let name = format!("request line {right:?}");
+        cases.push(Case::new(&name, line(right), routed(method, target)));
+    }
+    // A fragment is never sent (RFC 9110, section 7.1), and is taken off.
+    cases.push(Case::new(
+        "fragment",
+        line("GET /g#f HTTP/1.1"),
+        routed("GET", "/g"),
+    ));
+    cases
+}
+
+fn line_ends() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (name, bytes) in [
+        (
+            "bare LF throughout",
+            "GET /g HTTP/1.1\nHost: worker-1:@port\nConnection: close\n\n".to_owned(),
+        ),
+        (
+            "bare LF behind the request line",
+            "GET /g HTTP/1.1\nHost: worker-1:@port\r\nConnection: close\r\n\r\n".to_owned(),
+        ),
+        (
+            "bare LF behind a field",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\nConnection: close\r\n\r\n".to_owned(),
+        ),
+        (
+            "bare LF as the end",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\n{HIDDEN}"),
+        ),
+        (
+            "bare CR behind the request line",
+            "GET /g HTTP/1.1\rHost: worker-1:@port\r\n\r\n".to_owned(),
+        ),
+        (
+            "bare CR behind a field",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\rX: y\r\n\r\n".to_owned(),
+        ),
+        (
+            "bare CR as the end",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\r{HIDDEN}"),
+        ),
+        (
+            "two CR",
+            "GET /g HTTP/1.1\r\r\nHost: worker-1:@port\r\n\r\n".to_owned(),
+        ),
+        (
+            "LF CR",
+            "GET /g HTTP/1.1\n\rHost: worker-1:@port\n\r\n\r".to_owned(),
+        ),
+        (
+            "folded field",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n z\r\n\r\n".to_owned(),
+        ),
+        (
+            "folded by a tab",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n\tz\r\n\r\n".to_owned(),
+        ),
+        (
+            "folded first line",
+            "GET /g HTTP/1.1\r\n Host: worker-1:@port\r\n\r\n".to_owned(),
+        ),
+        (
+            "folded Host",
+            "GET /g HTTP/1.1\r\nHost:\r\n worker-1:@port\r\n\r\n".to_owned(),
+        ),
+        (
+            "line of spaces",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n \r\n{HIDDEN}"),
+        ),
+    ] {
+        cases.push(Case::refused(name, bytes));
+    }
+    let sane = line("GET /g HTTP/1.1");
+    cases.push(Case::new(
+        "empty line before the request",
+        format!("\r\n{sane}"),
+        routed("GET", "/g"),
+    ));
+    cases.push(Case::new(
+        "head that never ends",
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n",
+        Expect::Gone,
+    ));
+    cases.push(Case::new("nothing at all", "", Expect::Gone));
+    cases
+}
+
+fn names() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for byte in *b"\"(),/;<=>?@[\\]{}\x01\x0b\x7f\x80\xff" {
+        let field = [b"X".as_slice(), &[byte], b"Y: z\r\n"].concat();
+        let name = format!("byte {byte:#04x} in a field's name");
+        cases.push(Case::refused(&name, get(field)));
+    }
+    for (name, field) in [
+        ("space before the colon", "X : y\r\n"),
+        ("tab before the colon", "X\t: y\r\n"),
+        ("space before the name", " X: y\r\n"),
+        ("no colon", "X\r\n"),
+        ("no name", ": y\r\n"),
+        ("NUL in the name", "X\0: y\r\n"),
+        ("space in the name", "X Y: z\r\n"),
+        (
+            "Host with a space before the colon",
+            "Host : worker-2:@port\r\n",
+        ),
+        (
+            "selector with a space before the colon",
+            "X-Tunnel-Proxy-Host : worker-2\r\n",
+        ),
+        (
+            "Content-Length with a space before the colon",
+            "Content-Length : 3\r\n",
+        ),
+    ] {
+        cases.push(Case::refused(name, get(field)));
+    }
+    for odd in [
+        "!#$%&'*+-.^_`|~9A: y\r\n",
+        "X:y\r\n",
+        "X: \r\n",
+        "X:\r\n",
+        "X: y \t \r\n",
+    ] {
+        cases.push(Case::new(
+            &format!("field {odd:?}"),
+            get(odd),
+            routed("GET", "/g"),
+        ));
+    }
+    cases
+}
+
+fn values() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for byte in [0_u8, 1, 7, 8, 0x0b, 0x0c, 0x0e, 0x1b, 0x1f, 0x7f] {
+        let field = [b"X: a".as_slice(), &[byte], b"b\r\n"].concat();
+        let name = format!("byte {byte:#04x} in a field's value");
+        cases.push(Case::refused(&name, get(field)));
+    }
+    for value in [
+        b"a\tb".as_slice(),
+        b"a  b",
+        b"\xe9",
+        b"\xff\xfe",
+        b"a, b;c=\"d\\\"e\"",
+    ] {
+        let field = [b"X: ", value, b"\r\n"].concat();
+        let name = format!("value {:?}", String::from_utf8_lossy(value));
+        cases.push(Case::new(&name, get(field), routed("GET", "/g")));
+    }
+    cases
+}
+
+/// What Host may be; the selectors have scenarios of their own.
+fn hosts() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for host in [
+        "",
+        "worker-1:@port, worker-2:@port",
+        "worker-1:@port worker-2:@port",
+        "worker-1:@port@worker-2:@port",
+        "worker-2@worker-1:@port",
+        "worker-1:@port/",
+        "worker-1:@port:@port",
+        "worker-1:",
+        "worker-1:0",
+        "worker-1:+80",
+        "worker-1:99999",
+        "http://worker-1:@port",
+        "[worker-1]:@port",
+        "worker_1:@port",
+        "worker-1:@port#",
+        "worker-1:@port?",
+        "worker-1%00:@port",
+        "*:@port",
+        "-:@port",
+        "worker-1:80 ,",
+        "worker-1\t:@port",
+    ] {
+        let bytes = format!("GET /g HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+        cases.push(Case::refused(&format!("Host {host:?}"), bytes));
+    }
+    for (name, hosts) in [
+        ("no Host", ""),
+        (
+            "two Hosts, equal",
+            "Host: worker-1:@port\r\nHost: worker-1:@port\r\n",
+        ),
+        (
+            "two Hosts, different",
+            "Host: worker-1:@port\r\nHost: worker-2:@port\r\n",
+        ),
+        (
+            "two Hosts, spelt differently",
+            "host: worker-1:@port\r\nHOST: worker-2:@port\r\n",
+        ),
+    ] {
+        let bytes = format!("GET /g HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n");
+        cases.push(Case::refused(name, bytes));
+    }
+    for host in ["WORKER-1:@port", "worker-1.:@port", " worker-1:@port "] {
+        let bytes = format!("GET /g HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+        cases.push(Case::new(
+            &format!("Host {host:?}"),
+            bytes,
+            routed("GET", "/g"),
+        ));
+    }
+    let named = "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close, Host\r\n\r\n";
+    cases.push(Case::new(
+        "Host named by Connection",
+        named,
+        routed("GET", "/g"),
+    ));
+    cases
+}
+
+fn sizes() -> Vec<Case> {
+    let many = |n: usize| -> String { (0..n).map(|index| format!("X-{index}: y\r\n")).collect() };
+    vec![
+        Case::new(
+            "field of 70 KiB",
+            get(format!("X: {}\r\n", "y".repeat(70 << 10))),
+            Expect::Refused(431),
+        ),
+        Case::new(
+            "name of 70 KiB",
+            get(format!("{}: y\r\n", "X".repeat(70 << 10))),
+            Expect::Refused(431),
+        ),
+        Case::new("101 fields", get(many(99)), Expect::Refused(431)),
+        Case::new("10,000 fields", get(many(10_000)), Expect::Refused(431)),
+        Case::new(
+            "request target of 9 KiB",
+            line(&format!("GET /{} HTTP/1.1", "x".repeat(9 << 10))),
+            Expect::Refused(414),
+        ),
+        Case::new(
+            "method of 2 KiB",
+            line(&format!("{} / HTTP/1.1", "X".repeat(2 << 10))),
+            routed(&"X".repeat(2 << 10), "/"),
+        ),
+    ]
+}

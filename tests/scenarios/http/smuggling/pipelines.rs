@@ -1,0 +1,79 @@
+//! Several requests in one write: each goes where its own Host says, and nothing that belongs to a body or to an upgrade does.
+
+use super::case::{Case, Expect, HIDDEN, Want, post};
+
+pub(super) fn cases() -> Vec<Case> {
+    let get = "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\r\n";
+    let own = |target: &str| Want::own("GET", target, "");
+    let hidden = || Want::other("GET", "/hidden", "");
+    let body = "Content-Length: 3\r\n";
+    let mut cases = vec![
+        Case::new(
+            "two requests, two nodes",
+            format!("{get}{HIDDEN}"),
+            Expect::Routed(vec![own("/g"), hidden()]),
+        ),
+        Case::new(
+            "body, then a request",
+            format!("{}{HIDDEN}", post(body, "abc")),
+            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
+        ),
+        Case::new(
+            "chunked body, then a request",
+            format!(
+                "{}{HIDDEN}",
+                post("Transfer-Encoding: chunked\r\n", "3\r\nabc\r\n0\r\n\r\n")
+            ),
+            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
+        ),
+        Case::new(
+            "an empty line between two requests",
+            format!("{}\r\n{HIDDEN}", post(body, "abc")),
+            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
+        ),
+        Case::new(
+            "GET with a body, then a request",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n{body}\r\nabc{HIDDEN}"),
+            Expect::Routed(vec![Want::own("GET", "/g", "abc"), hidden()]),
+        ),
+        Case::new(
+            "Connection: close, then a request",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n{HIDDEN}"),
+            Expect::Routed(vec![own("/g")]),
+        ),
+        Case::new(
+            "fifty requests to and fro",
+            {
+                let pair = format!("{get}{}", HIDDEN.replace("Connection: close\r\n", ""));
+                format!("{}{HIDDEN}", pair.repeat(25))
+            },
+            Expect::Routed(
+                (0..51)
+                    .map(|index| {
+                        if index % 2 == 0 && index < 50 {
+                            own("/g")
+                        } else {
+                            hidden()
+                        }
+                    })
+                    .collect(),
+            ),
+        ),
+        Case::refused(
+            "a body that was not announced is the next request",
+            format!("{}xyz {HIDDEN}", ""),
+        ),
+    ];
+    // Bytes behind a request for an upgrade that is not granted belong to nobody (S40).
+    for protocol in ["SPDY/3.1", "websocket", "h2c", "TLS/1.0"] {
+        let bytes = format!(
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n{HIDDEN}"
+        );
+        cases.push(Case::new(
+            &format!("a request behind one for an upgrade to {protocol} that is answered with 200"),
+            bytes,
+            Expect::Bad(502),
+        ));
+    }
+    cases
+}

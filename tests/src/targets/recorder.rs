@@ -1,0 +1,131 @@
+//! A target that keeps every request exactly as it came, judged by the strict parser.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use tokio::io::AsyncWriteExt;
+
+use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
+use super::wire::Wire;
+use crate::strict::{Parsed, StrictRequest, parse};
+
+/// Answers each whole request with 200 and `METHOD TARGET by NAME`, keeps connections open unless told to close, and records
+/// all it got.
+#[derive(Debug)]
+pub struct RecordingTarget {
+    listening: Listening,
+    seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+/// One thing that reached a [`RecordingTarget`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    /// A request, and the number of its connection, from 0.
+    Request(u64, Box<StrictRequest>),
+    /// Bytes that are no request, and why.
+    Fault(String),
+    /// The peer ended, or cut the connection, within a request.
+    Unfinished(Vec<u8>),
+}
+
+target_methods!(RecordingTarget);
+
+impl RecordingTarget {
+    /// A recorder on a free loopback port.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start(name: &str) -> Result<Self> {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let (kept, name) = (Arc::clone(&seen), name.to_owned());
+        let connections = Arc::new(AtomicU64::new(0));
+        let listening = Listening::start(ANY_LOOPBACK_PORT, None, move |wire, traffic| {
+            let recording = Recording {
+                connection: connections.fetch_add(1, SeqCst),
+                name: name.clone(),
+                seen: Arc::clone(&kept),
+            };
+            recording.serve(wire, traffic)
+        });
+        Ok(Self {
+            listening: listening.await?,
+            seen,
+        })
+    }
+
+    /// All that came so far, in its order.
+    pub fn seen(&self) -> Vec<Seen> {
+        self.seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// The requests that came so far.
+    pub fn requests(&self) -> Vec<StrictRequest> {
+        let requests = self.seen().into_iter().filter_map(|seen| match seen {
+            Seen::Request(_, request) => Some(*request),
+            Seen::Fault(_) | Seen::Unfinished(_) => None,
+        });
+        requests.collect()
+    }
+}
+
+/// One connection of a recorder.
+struct Recording {
+    connection: u64,
+    name: String,
+    seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+impl Recording {
+    async fn serve(self, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+        loop {
+            match parse(wire.ahead()) {
+                Ok(Parsed::Whole(request, taken)) => {
+                    let _taken = wire.ahead().split_to(taken);
+                    traffic.count_request();
+                    let answer = answer(&request, &self.name);
+                    let closes = request.field("connection") == Some("close");
+                    self.record(Seen::Request(self.connection, request));
+                    wire.write_all(&answer).await?;
+                    wire.flush().await?;
+                    if closes {
+                        return wire.close().await;
+                    }
+                }
+                Ok(Parsed::Partial) => {
+                    let filled = wire.fill().await;
+                    if !matches!(filled, Ok(1..)) {
+                        if !wire.ahead().is_empty() {
+                            let bytes = wire.ahead().to_vec();
+                            self.record(Seen::Unfinished(bytes));
+                        }
+                        return filled.map(drop);
+                    }
+                }
+                Err(fault) => {
+                    self.record(Seen::Fault(fault));
+                    return wire.close().await;
+                }
+            }
+        }
+    }
+
+    fn record(&self, seen: Seen) {
+        self.seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(seen);
+    }
+}
+
+fn answer(request: &StrictRequest, name: &str) -> Vec<u8> {
+    let StrictRequest { method, target, .. } = request;
+    let body = format!("{method} {target} by {name}\n");
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len());
+    let body = if method == "HEAD" { "" } else { &body };
+    [head.as_bytes(), body.as_bytes()].concat()
+}
