@@ -1,3 +1,4 @@
 //! HTTP to the letter: what a caller sends, what a target gets, and what comes back.
 
+mod hostile;
 mod smuggling;

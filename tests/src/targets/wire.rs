@@ -168,6 +168,11 @@ impl Wire {
         self.tcp().set_zero_linger()
     }
 
+    /// Ends the TCP connection with FIN, over TLS without close_notify.
+    pub(crate) fn finish_below_tls(self) -> io::Result<()> {
+        socket2::SockRef::from(self.tcp()).shutdown(std::net::Shutdown::Write)
+    }
+
     pub(crate) fn tcp(&self) -> &TcpStream {
         match &self.stream {
             Stream::Plain(tcp) => tcp,

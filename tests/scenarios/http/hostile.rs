@@ -1,0 +1,278 @@
+//! Targets that mean harm (T12): each gets the answer that the contract says, the server stays well, and nothing of what they
+//! send shows up in anybody else's answer.
+
+use std::io::ErrorKind;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::join_all;
+use tokio::time::timeout;
+use tunnel_agent::config::TransportChoice;
+use tunnel_tests::client::{
+    BodyEnd, ByteStream, Door, HttpReply, KeepAliveClient, RawRequest, request,
+};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::targets::{HostileTarget, RecordingTarget};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use behaviour::{Answer, Behaviour};
+
+mod behaviour;
+mod bodies;
+mod heads;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t12_each_hostile_behaviour_has_its_answer_over_quic() -> Result<()> {
+    all_behaviours(TransportChoice::Quic).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t12_each_hostile_behaviour_has_its_answer_over_h2() -> Result<()> {
+    all_behaviours(TransportChoice::H2).await
+}
+
+async fn all_behaviours(transport: TransportChoice) -> Result<()> {
+    let site = Site::start(transport).await?;
+    let behaviours = [heads::behaviours(), bodies::behaviours()].concat();
+    assert!(behaviours.len() >= 60, "{} behaviours", behaviours.len());
+    let mut wrong = Vec::new();
+    let mut left = behaviours.iter();
+    loop {
+        let batch: Vec<_> = left.by_ref().take(AT_ONCE).collect();
+        if batch.is_empty() {
+            break;
+        }
+        let judged = join_all(batch.iter().map(|behaviour| site.judge(behaviour))).await;
+        for (behaviour, judged) in batch.iter().zip(judged) {
+            wrong.extend(
+                judged
+                    .err()
+                    .map(|error| format!("{}: {error:#}", behaviour.name)),
+            );
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {} behaviours:\n{}",
+        wrong.len(),
+        behaviours.len(),
+        wrong.join("\n")
+    );
+    let session = site
+        .world
+        .registry()
+        .of_node(&"worker-1".parse()?)
+        .remove(0);
+    eventually("no stream is left", PATIENCE, async || {
+        let streams = session.session.health().streams;
+        (streams == 0).then_some(()).ok_or(streams)
+    })
+    .await;
+    Ok(())
+}
+
+struct Site {
+    world: World,
+    healthy: RecordingTarget,
+    _agents: [Agent; 2],
+}
+
+impl Site {
+    async fn start(transport: TransportChoice) -> Result<Self> {
+        let world = World::start_with(|settings| {
+            settings.limits = World::limits("{handshakeTimeout: 500ms, openTimeout: 2s}");
+        })
+        .await?;
+        let agents = [
+            world
+                .agent_with("worker-1", |config| config.transport = transport)
+                .await?,
+            world
+                .agent_with("worker-2", |config| config.transport = transport)
+                .await?,
+        ];
+        let healthy = RecordingTarget::start("healthy").await?;
+        Ok(Self {
+            world,
+            healthy,
+            _agents: agents,
+        })
+    }
+
+    /// One hostile target: a caller that meets it and goes on with another node on the same connection, a caller beside it,
+    /// and afterwards nothing left of the target's connections.
+    async fn judge(&self, behaviour: &Behaviour) -> Result<()> {
+        let target = behaviour.start().await?;
+        let door = if behaviour.tls {
+            self.world.https("worker-1")?
+        } else {
+            self.world.http()
+        };
+        let host = format!("worker-1:{}", target.addr().port());
+        let (met, beside) = tokio::join!(
+            timeout(
+                scaled(PATIENCE + Duration::from_secs(5)),
+                self.meet(behaviour, &target, door, &host)
+            ),
+            self.healthy_answer(None)
+        );
+        met.context("no end in time")??;
+        beside.context("a caller beside it")?;
+        let gone = async || (target.traffic().open() == 0).then_some(());
+        let gone = eventually("the target's connections are gone", PATIENCE, gone);
+        gone.await;
+        Ok(())
+    }
+
+    async fn meet(
+        &self,
+        behaviour: &Behaviour,
+        target: &HostileTarget,
+        door: Door,
+        host: &str,
+    ) -> Result<()> {
+        let asked = RawRequest::new(behaviour.method, "/", host);
+        if let Answer::None = behaviour.answer {
+            let mut stream = ByteStream::connect(door).await?;
+            let head = format!("{} / HTTP/1.1\r\nHost: {host}\r\n\r\n", behaviour.method);
+            stream.send(head.as_bytes()).await?;
+            eventually("the target is reached", PATIENCE, async || {
+                (target.traffic().requests() == 1).then_some(())
+            })
+            .await;
+            // The caller has nothing and leaves; the target's side is closed at once.
+            drop(stream);
+            return Ok(());
+        }
+        let mut caller = KeepAliveClient::connect(door.clone()).await?;
+        let reply = caller.request(&asked).await;
+        behaviour.answer.check(&reply)?;
+        // What the target sent beyond its answer is nobody's: neither the next answer on this connection, nor another's.
+        if reply.is_ok_and(|reply| reply.header("connection") != Some("close")) && !behaviour.tls {
+            match self.healthy_answer(Some(&mut caller)).await {
+                Ok(()) => {}
+                // Closing is fine, a wrong answer is not.
+                Err(error) => ensure!(is_end(&error), "the next answer: {error:#}"),
+            }
+        }
+        let again = request(door, &asked).await;
+        behaviour.answer.check(&again).context("asked again")
+    }
+
+    /// Asks the healthy target of the other node, on a connection of its own or on `caller`'s.
+    async fn healthy_answer(&self, caller: Option<&mut KeepAliveClient>) -> Result<()> {
+        let host = format!("worker-2:{}", self.healthy.addr().port());
+        let get = RawRequest::new("GET", "/good", &host);
+        let reply = match caller {
+            Some(caller) => caller.request(&get).await?,
+            None => {
+                let mut own = KeepAliveClient::connect(self.world.http()).await?;
+                own.request(&get).await?
+            }
+        };
+        ensure!(
+            reply.status == 200 && reply.text() == "GET /good by healthy\n",
+            "{} {:?}",
+            reply.status,
+            reply.text()
+        );
+        Ok(())
+    }
+}
+
+impl Behaviour {
+    async fn start(&self) -> Result<HostileTarget> {
+        if self.tls && self.speaks_tls {
+            HostileTarget::start_tls(self.steps.clone()).await
+        } else {
+            HostileTarget::start(self.steps.clone()).await
+        }
+    }
+}
+
+impl Answer {
+    fn check(&self, reply: &Result<HttpReply>) -> Result<()> {
+        let told = |status: u16, codes: &[&str]| -> Result<()> {
+            let reply = reply
+                .as_ref()
+                .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+            let code = reply.header("x-tunnel-error").unwrap_or("none");
+            ensure!(
+                reply.status == status && codes.contains(&code),
+                "{} {code} {}",
+                reply.status,
+                reply.text()
+            );
+            let text = reply.text();
+            ensure!(
+                text.contains("worker-1") && text.lines().count() == 1,
+                "{text:?}"
+            );
+            Ok(())
+        };
+        match self {
+            Self::None => Ok(()),
+            Self::Told(status, codes) => told(*status, codes),
+            Self::Passed(status, body) => {
+                let reply = reply
+                    .as_ref()
+                    .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                ensure!(
+                    reply.status == *status && reply.text() == *body && reply.ended.is_clean(),
+                    "{} {:?} {:?}",
+                    reply.status,
+                    reply.text(),
+                    reply.ended
+                );
+                ensure!(
+                    reply.header("x-tunnel-error").is_none(),
+                    "a forged field was passed"
+                );
+                Ok(())
+            }
+            Self::Cut => match reply {
+                Ok(reply) if reply.status == 200 => {
+                    ensure!(
+                        matches!(reply.ended, BodyEnd::Reset(_)),
+                        "{:?}",
+                        reply.ended
+                    );
+                    Ok(())
+                }
+                // Nothing of the answer had been passed yet.
+                Ok(_) => told(502, &["target_bad_response"]),
+                Err(error) => {
+                    ensure!(is_end(error), "{error:#}");
+                    Ok(())
+                }
+            },
+            Self::PassedOrCut(status, body) => match reply {
+                Ok(reply) if reply.ended.is_clean() && reply.status == *status => {
+                    Self::Passed(*status, body).check(&Ok(reply.clone()))
+                }
+                Ok(_) | Err(_) => Self::Cut.check(reply),
+            },
+        }
+    }
+}
+
+/// Whether the connection ended or was reset, in contrast to any other failure.
+fn is_end(error: &anyhow::Error) -> bool {
+    let kinds = error.chain().filter_map(|cause| {
+        let error = cause.downcast_ref::<std::io::Error>()?;
+        Some(error.kind())
+    });
+    let ended = kinds.into_iter().any(|kind| {
+        matches!(
+            kind,
+            ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe
+        )
+    });
+    ended
+        || error
+            .to_string()
+            .contains("an earlier answer ended this connection")
+}
+
+/// Behaviours judged together.
+const AT_ONCE: usize = 12;
