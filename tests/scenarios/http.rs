@@ -1,4 +1,5 @@
 //! HTTP to the letter: what a caller sends, what a target gets, and what comes back.
 
 mod hostile;
+mod kubelet;
 mod smuggling;

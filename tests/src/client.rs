@@ -13,7 +13,7 @@ pub use door::Door;
 pub use exchange::{Exchange, HttpReply, KeepAliveClient, request};
 pub use raw_request::RawRequest;
 pub use tls::{ClientCertificate, ClientTls};
-pub use upgrade::{UpgradeClient, Upgraded};
+pub use upgrade::{UpgradeClient, Upgraded, WEBSOCKET_KEY};
 
 #[cfg(test)]
 mod tests;

@@ -67,6 +67,11 @@ impl RawRequest {
         }
     }
 
+    /// All its bytes.
+    pub fn bytes(&self) -> Vec<u8> {
+        [self.head_bytes().as_slice(), &self.body].concat()
+    }
+
     /// The bytes up to the end of the head.
     #[must_use]
     pub fn head_bytes(&self) -> Vec<u8> {

@@ -60,6 +60,22 @@ impl UpgradeClient {
         }
     }
 
+    /// A request written by hand that asks for SPDY/3.1.
+    pub fn asking_for_spdy(request: RawRequest) -> Self {
+        Self {
+            request,
+            protocol: Protocol::Spdy,
+        }
+    }
+
+    /// A request written by hand that asks for a WebSocket, with [`WEBSOCKET_KEY`].
+    pub fn asking_for_websocket(request: RawRequest) -> Self {
+        Self {
+            request,
+            protocol: Protocol::WebSocket,
+        }
+    }
+
     /// Adds a header line.
     pub fn header(self, name: &str, value: &str) -> Self {
         Self {
@@ -146,4 +162,4 @@ impl Upgraded {
 }
 
 /// That of RFC 6455, section 1.3; a client that does not care for caches may use the same one always.
-const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
+pub const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";

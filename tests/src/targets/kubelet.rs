@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Result;
+use tokio::io::AsyncWriteExt;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, segments};
@@ -15,17 +16,25 @@ use super::head::Head;
 use super::script::{Received, ReceivedLog, Script};
 use super::tls::TargetTls;
 use super::wire::Wire;
+use streams::Streams;
+
+mod streams;
 
 /// A server with the paths of a kubelet, and for all others those of an [`Exporter`](super::Exporter).
 ///
 /// | path | answer |
 /// |---|---|
 /// | `/healthz` | `ok` |
-/// | `/containerLogs/NS/POD/C` | one line that names the node; with `?follow=true` further ones from [`Self::emit`] |
-/// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the protocol asked for, then a script on the bare bytes |
+/// | `/containerLogs/NS/POD/C` | one line that names the node (`?tailLines=N`: N lines); with `?follow=true` further ones from [`Self::emit`] |
+/// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the protocol asked for, then remote commands or a script |
+/// | `/metrics/cadvisor`, `/stats/summary`, `/pods`, `POST /checkpoint/NS/POD/C` | short ones that name the node |
 /// | `/client-certificate` | SHA-256 of the certificate the client presented, or `none` |
 ///
-/// Query of the upgrades:
+/// An upgrade that asks for streams as kube-apiserver does (`input=1`, `output=1` ..., or the protocol
+/// `portforward.k8s.io`) is served in SPDY/3.1 or in WebSocket `v5.channel.k8s.io`: a command that sends its stdin back on
+/// stdout, tells each resize on stdout, counts on stderr, and succeeds at the end of stdin; ports that echo.
+///
+/// Query of the other upgrades:
 /// - `script=echo` (the default): sends back what comes, until FIN, then FIN;
 /// - `script=sink-then-send&bytes=N`: reads to FIN, then sends the SHA-256 of what came as a line, N bytes of sequence 0
 ///   and FIN;
@@ -118,11 +127,41 @@ async fn serve(
         let after = match *segments(&path) {
             ["healthz"] => request.answer(&mut wire, 200, "ok").await?,
             ["containerLogs", _, pod, container] => {
-                let first_line = format!("{}: log of {pod}/{container}", site.node);
-                logs(&site, &mut wire, &request, first_line).await?
+                let line = format!("{}: log of {pod}/{container}", site.node);
+                let lines = request.query("tailLines").and_then(|n| n.parse().ok());
+                let lines = vec![line; lines.unwrap_or(1)].join("\n");
+                logs(&site, &mut wire, &request, lines).await?
             }
             ["exec" | "attach" | "portForward", ..] => {
                 upgrade(&mut wire, &request, &traffic, &log).await?
+            }
+            ["metrics", "cadvisor" | "resource" | "probes"] => {
+                let text = format!(
+                    "# {path}\ncontainer_scrape_error{{node=\"{}\"}} 0\n",
+                    site.node
+                );
+                request.answer(&mut wire, 200, &text).await?
+            }
+            ["stats", "summary"] => {
+                let text = format!(
+                    "{{\"node\":{{\"nodeName\":\"{}\"}},\"pods\":[]}}\n",
+                    site.node
+                );
+                request.answer(&mut wire, 200, &text).await?
+            }
+            ["pods"] => {
+                let text = format!(
+                    "{{\"kind\":\"PodList\",\"node\":\"{}\",\"items\":[]}}\n",
+                    site.node
+                );
+                request.answer(&mut wire, 200, &text).await?
+            }
+            ["checkpoint", _, pod, container] => {
+                let text = format!(
+                    "{{\"items\":[\"{}/checkpoint-{pod}-{container}.tar\"]}}\n",
+                    site.node
+                );
+                request.answer(&mut wire, 200, &text).await?
             }
             ["client-certificate"] => {
                 let digest = wire
@@ -174,6 +213,7 @@ async fn upgrade(
             .answer(wire, status, &format!("refused with {status} as ordered\n"))
             .await;
     }
+    let streams = Streams::asked_for(request);
     let Some(script) = Script::asked_for(request) else {
         return request.answer(wire, 400, "no such script\n").await;
     };
@@ -187,6 +227,11 @@ async fn upgrade(
         fields.push(("Upgrade", "something-else/1".to_owned()));
     }
     let head = switching_head(&fields);
+    if let Some(streams) = streams {
+        wire.write_all(&head).await?;
+        streams.serve(wire, request).await?;
+        return Ok(After::Close);
+    }
     script.act(wire, head, traffic, log).await
 }
 

@@ -1,0 +1,370 @@
+//! kube-apiserver's requests to a kubelet through the doors, over both transports: heads, streams and their ends.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_agent::config::TransportChoice;
+use tunnel_tests::client::{
+    BodyEnd, ByteStream, Door, Exchange, RawRequest, UpgradeClient, Upgraded, request,
+};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::spdy::{Frame, Spdy};
+use tunnel_tests::strict::{Parsed, parse};
+use tunnel_tests::targets::{RecordingTarget, StandInKubelet, deterministic_bytes};
+use tunnel_tests::websocket::{Message, WebSocket};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+mod heads;
+
+const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice::H2];
+
+/// A node with a kubelet, and how kube-apiserver reaches it.
+struct Site {
+    world: World,
+    kubelet: StandInKubelet,
+    host: String,
+    _agent: Agent,
+}
+
+impl Site {
+    async fn start(transport: TransportChoice) -> Result<Self> {
+        let world = World::start().await?;
+        let kubelet = StandInKubelet::start("worker-1").await?;
+        let agent = world.agent_with("worker-1", |config| config.transport = transport);
+        Ok(Self {
+            _agent: agent.await?,
+            host: format!("worker-1:{}", kubelet.addr().port()),
+            world,
+            kubelet,
+        })
+    }
+
+    fn door(&self) -> Result<Door> {
+        self.world.https("worker-1")
+    }
+
+    async fn spdy(&self, head: RawRequest, protocol: &str) -> Result<Spdy<ByteStream>> {
+        let asked = UpgradeClient::asking_for_spdy(head)
+            .connect(self.door()?)
+            .await?;
+        let Upgraded::Switched { headers, stream } = asked else {
+            anyhow::bail!("{asked:?}");
+        };
+        let chosen = headers
+            .iter()
+            .find(|(name, _)| name.eq_ignore_ascii_case("x-stream-protocol-version"));
+        ensure!(
+            chosen.is_some_and(|(_, value)| value == protocol),
+            "{headers:?}"
+        );
+        Ok(Spdy::client(stream))
+    }
+
+    /// How many connections to the kubelet are open.
+    async fn has_connections(&self, n: u64) {
+        eventually(
+            &format!("{n} connections to the kubelet"),
+            PATIENCE,
+            async || {
+                let open = self.kubelet.traffic().open();
+                (open == n).then_some(()).ok_or(open)
+            },
+        )
+        .await;
+    }
+}
+
+/// The fields that a hop sets anew (RFC 9110, section 7.6.1); Host is the same on both sides here.
+const OF_THE_HOP: [&str; 2] = ["connection", "upgrade"];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
+    let world = World::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let target = RecordingTarget::start("kubelet").await?;
+    let host = format!("worker-1:{}", target.addr().port());
+    for (name, head) in heads::all(&host) {
+        let Ok(Parsed::Whole(written, _)) = parse(&head.bytes()) else {
+            anyhow::bail!("{name} is no request");
+        };
+        let reply = request(world.http(), &head).await?;
+        let upgrade = written.field("upgrade").is_some();
+        // The recorder answers 200, which is no answer to an upgrade.
+        assert_eq!(reply.status, if upgrade { 502 } else { 200 }, "{name}");
+        let arrived = target.requests().pop().context("nothing arrived")?;
+        assert_eq!(
+            (&arrived.method, &arrived.target),
+            (&written.method, &written.target),
+            "{name}"
+        );
+        let end_to_end = |fields: &[(String, String)]| -> Vec<(String, String)> {
+            let kept = fields
+                .iter()
+                .filter(|(name, _)| !OF_THE_HOP.contains(&name.to_lowercase().as_str()));
+            let mut kept: Vec<_> = kept.cloned().collect();
+            // Stable: the order of a field's values counts.
+            kept.sort_by_key(|(name, _)| name.to_lowercase());
+            kept
+        };
+        assert_eq!(
+            end_to_end(&arrived.fields),
+            end_to_end(&written.fields),
+            "{name}"
+        );
+        assert_eq!(arrived.field("upgrade"), written.field("upgrade"), "{name}");
+        assert_eq!(
+            upgrade,
+            arrived.field("connection") == Some("Upgrade"),
+            "{name}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_of_the_kubelet_are_read() -> Result<()> {
+    for transport in TRANSPORTS {
+        let site = Site::start(transport).await?;
+        for (head, expected) in [
+            (
+                heads::logs(&site.host, "?tailLines=3"),
+                "worker-1: log of web-0/app\n".repeat(3),
+            ),
+            (
+                heads::node_proxy(&site.host, "GET", "/stats/summary"),
+                "{\"node\":{\"nodeName\":\"worker-1\"},\"pods\":[]}\n".into(),
+            ),
+            (
+                heads::node_proxy(&site.host, "GET", "/pods"),
+                "{\"kind\":\"PodList\",\"node\":\"worker-1\",\"items\":[]}\n".into(),
+            ),
+            (
+                heads::node_proxy(&site.host, "POST", "/checkpoint/default/web-0/app"),
+                "{\"items\":[\"worker-1/checkpoint-web-0-app.tar\"]}\n".into(),
+            ),
+            (
+                heads::scrape(&site.host, "/metrics/cadvisor"),
+                "# /metrics/cadvisor\ncontainer_scrape_error{node=\"worker-1\"} 0\n".into(),
+            ),
+        ] {
+            let reply = request(site.door()?, &head).await?;
+            assert_eq!((reply.status, reply.text()), (200, expected), "{head:?}");
+            assert_eq!(reply.ended, BodyEnd::CleanLength);
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn followed_logs_flush_each_line_and_hold_one_connection_each() -> Result<()> {
+    for transport in TRANSPORTS {
+        let site = Site::start(transport).await?;
+        let head = heads::logs(&site.host, "?follow=true&tailLines=1");
+        let mut followed = Vec::new();
+        for index in 1..=5 {
+            let mut follow = Exchange::start(site.door()?, &head).await?;
+            assert_eq!(
+                follow.line().await.as_deref(),
+                Some("worker-1: log of web-0/app")
+            );
+            followed.push(follow);
+            site.has_connections(index).await;
+        }
+        for line in ["one", "two", "three"] {
+            // The next line is written after this one has arrived everywhere.
+            assert_eq!(site.kubelet.emit(line), 5);
+            for follow in &mut followed {
+                assert_eq!(follow.line().await.as_deref(), Some(line));
+            }
+        }
+        // Ctrl-C: that one's connection closes, and no other.
+        drop(followed.pop());
+        site.has_connections(4).await;
+        assert_eq!(site.kubelet.end_follows(), 4);
+        for follow in &mut followed {
+            assert_eq!(follow.line().await, None);
+            assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
+        }
+    }
+    Ok(())
+}
+
+/// The streams of a command in the order in which client-go opens them:
+/// `staging/src/k8s.io/client-go/tools/remotecommand/v2.go` `createStreams` and `v3.go`.
+async fn open_streams(spdy: &mut Spdy<ByteStream>, kinds: &[&str]) -> Result<Vec<u32>> {
+    let mut ids = Vec::new();
+    for kind in kinds {
+        ids.push(spdy.open(&[("streamType", kind)]).await?);
+    }
+    for id in &ids {
+        assert_eq!(spdy.next().await?, Some(Frame::Reply(*id)));
+    }
+    Ok(ids)
+}
+
+fn data(id: u32, bytes: &[u8], fin: bool) -> Option<Frame> {
+    Some(Frame::Data {
+        id,
+        bytes: bytes.to_vec(),
+        fin,
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn exec_over_spdy_has_all_its_streams() -> Result<()> {
+    for transport in TRANSPORTS {
+        let site = Site::start(transport).await?;
+        let query = "command=cat&error=1&input=1&output=1";
+        for verb in ["exec", "attach"] {
+            let head = heads::command_over_spdy(&site.host, verb, query);
+            let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+            let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "stderr"]).await?;
+            let [error, stdin, stdout, stderr] = *ids else {
+                anyhow::bail!("{ids:?}");
+            };
+            site.has_connections(1).await;
+            let input = deterministic_bytes(1, 256 << 10);
+            for piece in input.chunks(32 << 10) {
+                spdy.data(stdin, piece, false).await?;
+                assert_eq!(spdy.next().await?, data(stdout, piece, false));
+            }
+            spdy.ping(1).await?;
+            assert_eq!(spdy.next().await?, Some(Frame::Ping(1)));
+            spdy.data(stdin, b"", true).await?;
+            assert_eq!(spdy.next().await?, data(stderr, b"262144 bytes\n", true));
+            assert_eq!(spdy.next().await?, data(stdout, b"", true));
+            let success = b"{\"metadata\":{},\"status\":\"Success\"}";
+            assert_eq!(spdy.next().await?, data(error, success, true));
+            assert_eq!(spdy.next().await?, Some(Frame::GoAway));
+            assert_eq!(spdy.next().await?, None, "the kubelet's FIN arrives as one");
+            let mut stream = spdy.into_inner();
+            stream.finish().await?;
+            site.has_connections(0).await;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn terminal_over_spdy_is_resized() -> Result<()> {
+    for transport in TRANSPORTS {
+        let site = Site::start(transport).await?;
+        let head =
+            heads::command_over_spdy(&site.host, "exec", "command=sh&input=1&output=1&tty=1");
+        let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+        let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "resize"]).await?;
+        let [_error, stdin, stdout, resize] = *ids else {
+            anyhow::bail!("{ids:?}");
+        };
+        spdy.data(resize, b"{\"Width\":80,\"Height\":24}\n", false)
+            .await?;
+        let told = b"resized to {\"Width\":80,\"Height\":24}\r\n";
+        assert_eq!(spdy.next().await?, data(stdout, told, false));
+        // Keystrokes, each on its own.
+        for key in b"ls -l\r" {
+            spdy.data(stdin, &[*key], false).await?;
+            assert_eq!(spdy.next().await?, data(stdout, &[*key], false));
+        }
+        // The terminal is closed by the user: the kubelet's connection goes with it.
+        drop(spdy);
+        site.has_connections(0).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn port_forward_carries_many_connections_in_one() -> Result<()> {
+    for transport in TRANSPORTS {
+        let site = Site::start(transport).await?;
+        let mut spdy = site
+            .spdy(heads::port_forward(&site.host), "portforward.k8s.io")
+            .await?;
+        let mut pairs = Vec::new();
+        for request_id in ["0", "1", "2"] {
+            // portforward.go `handleConnection`: the error stream first, which the client ends at once.
+            let fields = |kind| {
+                [
+                    ("streamType", kind),
+                    ("port", "8080"),
+                    ("requestID", request_id),
+                ]
+            };
+            let error = spdy.open(&fields("error")).await?;
+            spdy.data(error, b"", true).await?;
+            assert_eq!(spdy.next().await?, Some(Frame::Reply(error)));
+            let data = spdy.open(&fields("data")).await?;
+            assert_eq!(spdy.next().await?, Some(Frame::Reply(data)));
+            pairs.push((error, data));
+        }
+        site.has_connections(1).await;
+        for (index, (error, id)) in pairs.into_iter().enumerate() {
+            let bytes = deterministic_bytes(index as u64, 100_000);
+            spdy.data(id, &bytes, false).await?;
+            assert_eq!(spdy.next().await?, data(id, &bytes, false));
+            spdy.data(id, b"", true).await?;
+            assert_eq!(spdy.next().await?, data(id, b"", true));
+            assert_eq!(spdy.next().await?, data(error, b"", true));
+        }
+        spdy.go_away().await?;
+        assert_eq!(spdy.next().await?, None);
+        drop(spdy);
+        site.has_connections(0).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() -> Result<()> {
+    let sites = (
+        Site::start(TransportChoice::Quic).await?,
+        Site::start(TransportChoice::H2).await?,
+    );
+    let both = tokio::join!(websocket_session(&sites.0), websocket_session(&sites.1));
+    both.0.and(both.1)
+}
+
+async fn websocket_session(site: &Site) -> Result<()> {
+    let query = "command=sh&error=1&input=1&output=1&tty=1";
+    let head = heads::command_over_websocket(&site.host, "exec", query);
+    let stream = UpgradeClient::asking_for_websocket(head)
+        .connect(site.door()?)
+        .await?
+        .switched()?;
+    let mut socket = WebSocket::client(stream);
+    site.has_connections(1).await;
+    let binary = |channel: u8, bytes: &[u8]| Message::Binary([&[channel], bytes].concat());
+    socket
+        .send(&binary(4, b"{\"Width\":80,\"Height\":24}"))
+        .await?;
+    let told = binary(1, b"resized to {\"Width\":80,\"Height\":24}\r\n");
+    ensure!(socket.next().await? == Some(told), "no resize");
+    // websocket.go `pingPeriod`: nothing but pings for a while, each answered.
+    let mut period = tokio::time::interval(Duration::from_secs(5));
+    for _ in 0..3 {
+        period.tick().await;
+        socket.send(&Message::Ping(Vec::new())).await?;
+        ensure!(
+            socket.next().await? == Some(Message::Pong(Vec::new())),
+            "no pong"
+        );
+    }
+    let bytes = deterministic_bytes(2, 100_000);
+    socket.send(&binary(0, &bytes)).await?;
+    ensure!(socket.next().await? == Some(binary(1, &bytes)), "no echo");
+    // `StreamClose`: 255 and the channel that ends.
+    socket.send(&Message::Binary(vec![255, 0])).await?;
+    ensure!(
+        socket.next().await? == Some(binary(2, b"100000 bytes\n")),
+        "no stderr"
+    );
+    let success = binary(3, b"{\"metadata\":{},\"status\":\"Success\"}");
+    ensure!(socket.next().await? == Some(success), "no status");
+    ensure!(
+        socket.next().await? == Some(Message::Close(Some(1000))),
+        "no close"
+    );
+    ensure!(socket.next().await?.is_none(), "bytes behind the close");
+    drop(socket);
+    site.has_connections(0).await;
+    Ok(())
+}

@@ -1,0 +1,187 @@
+//! What kube-apiserver and its like write to a kubelet, byte for byte.
+//!
+//! Paths in `kubernetes/kubernetes` unless said otherwise. Go's `http.Request.Write` puts Host, User-Agent and Content-Length
+//! first, then all other fields sorted by name (`net/http/request.go` `Request.write`, `net/http/header.go` `Header.writeSubset`);
+//! a POST without a body says `Content-Length: 0` (`net/http/transfer.go` `shouldSendContentLength`).
+
+use tunnel_tests::client::{RawRequest, WEBSOCKET_KEY};
+
+/// A head by its lines; `HOST` in them stands for the node and its port.
+fn head(host: &str, lines: &[&str]) -> RawRequest {
+    let lines: String = lines
+        .iter()
+        .map(|line| format!("{}\r\n", line.replace("HOST", host)))
+        .collect();
+    RawRequest::raw(format!("{lines}\r\n"))
+}
+
+/// `kubectl logs`: `pkg/registry/core/pod/strategy.go` `LogLocation`, sent by
+/// `staging/src/k8s.io/apiserver/pkg/registry/generic/rest/streamer.go` `LocationStreamer.InputStream`. Go's transport asks
+/// for gzip by itself.
+pub(super) fn logs(host: &str, query: &str) -> RawRequest {
+    let request_line = format!("GET /containerLogs/default/web-0/app{query} HTTP/1.1");
+    let agent = "User-Agent: Go-http-client/1.1";
+    head(
+        host,
+        &[&request_line, "Host: HOST", agent, "Accept-Encoding: gzip"],
+    )
+}
+
+/// `kubectl exec` and `attach` over SPDY: `pkg/registry/core/pod/strategy.go` `streamLocation` and `streamParams`
+/// (`url.Values.Encode` sorts), proxied by `staging/src/k8s.io/apimachinery/pkg/util/proxy/upgradeaware.go` `tryUpgrade` and
+/// `dial`, which keep kubectl's fields (`staging/src/k8s.io/client-go/transport/spdy/spdy.go` `Negotiate`,
+/// `staging/src/k8s.io/apimachinery/pkg/util/httpstream/spdy/roundtripper.go` `RoundTrip`) and add X-Forwarded-For.
+pub(super) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawRequest {
+    let request_line = format!("POST /{verb}/default/web-0/app?{query} HTTP/1.1");
+    head(
+        host,
+        &[
+            &request_line,
+            "Host: HOST",
+            "User-Agent: kubectl/v1.33.1 (linux/amd64) kubernetes/8adc0f0",
+            "Content-Length: 0",
+            "Connection: Upgrade",
+            "Kubectl-Command: kubectl exec",
+            "Kubectl-Session: 3b7a6f1e-9c1d-4a56-8f0e-6f3f0f4f2a11",
+            "Upgrade: SPDY/3.1",
+            "X-Forwarded-For: 10.0.0.9",
+            "X-Stream-Protocol-Version: v5.channel.k8s.io",
+            "X-Stream-Protocol-Version: v4.channel.k8s.io",
+            "X-Stream-Protocol-Version: v3.channel.k8s.io",
+            "X-Stream-Protocol-Version: v2.channel.k8s.io",
+            "X-Stream-Protocol-Version: channel.k8s.io",
+        ],
+    )
+}
+
+/// `kubectl exec` and `attach` where the WebSocket reaches the kubelet (KEP 4006):
+/// `staging/src/k8s.io/client-go/tools/remotecommand/websocket.go` `NewWebSocketExecutor` and
+/// `staging/src/k8s.io/client-go/transport/websocket/roundtripper.go` `Negotiate`, through `tryUpgrade` as above.
+pub(super) fn command_over_websocket(host: &str, verb: &str, query: &str) -> RawRequest {
+    let request_line = format!("GET /{verb}/default/web-0/app?{query} HTTP/1.1");
+    let key = format!("Sec-Websocket-Key: {WEBSOCKET_KEY}");
+    head(
+        host,
+        &[
+            &request_line,
+            "Host: HOST",
+            "User-Agent: kubectl/v1.36.0 (linux/amd64) kubernetes/ab12cd3",
+            "Connection: Upgrade",
+            "Kubectl-Command: kubectl exec",
+            &key,
+            "Sec-Websocket-Protocol: v5.channel.k8s.io",
+            "Sec-Websocket-Version: 13",
+            "Upgrade: websocket",
+            "X-Forwarded-For: 10.0.0.9",
+        ],
+    )
+}
+
+/// `kubectl port-forward`: `pkg/registry/core/pod/strategy.go` `PortForwardLocation`;
+/// `staging/src/k8s.io/client-go/tools/portforward/portforward.go` `PortForwardProtocolV1Name`.
+pub(super) fn port_forward(host: &str) -> RawRequest {
+    head(
+        host,
+        &[
+            "POST /portForward/default/web-0 HTTP/1.1",
+            "Host: HOST",
+            "User-Agent: kubectl/v1.33.1 (linux/amd64) kubernetes/8adc0f0",
+            "Content-Length: 0",
+            "Connection: Upgrade",
+            "Kubectl-Command: kubectl port-forward",
+            "Upgrade: SPDY/3.1",
+            "X-Forwarded-For: 10.0.0.9",
+            "X-Stream-Protocol-Version: portforward.k8s.io",
+        ],
+    )
+}
+
+/// `kubectl get --raw /api/v1/nodes/NODE/proxy/PATH`: `pkg/registry/core/node/rest/proxy.go` `ProxyREST.Connect`, then
+/// `upgradeaware.go` `ServeHTTP` (Go's `httputil.ReverseProxy` adds X-Forwarded-For) and
+/// `staging/src/k8s.io/apimachinery/pkg/util/proxy/transport.go` `RoundTrip` (X-Forwarded-Uri).
+pub(super) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
+    let request_line = format!("{method} {path} HTTP/1.1");
+    let uri = format!("X-Forwarded-Uri: /api/v1/nodes/worker-1/proxy{path}");
+    let mut lines = vec![
+        request_line.as_str(),
+        "Host: HOST",
+        "User-Agent: kubectl/v1.33.1 (linux/amd64) kubernetes/8adc0f0",
+    ];
+    if method == "POST" {
+        lines.push("Content-Length: 0");
+    }
+    lines.extend([
+        "Accept: application/json, */*",
+        "Accept-Encoding: gzip",
+        "X-Forwarded-For: 10.0.0.9",
+        &uri,
+    ]);
+    head(host, &lines)
+}
+
+/// A scrape of the kubelet: `prometheus/prometheus` `scrape/scrape.go` `targetScraper.scrape` (and metrics-server's
+/// `pkg/scraper/client/resource/client.go` for `/metrics/resource`), with a ServiceAccount's token.
+pub(super) fn scrape(host: &str, path: &str) -> RawRequest {
+    let request_line = format!("GET {path} HTTP/1.1");
+    head(
+        host,
+        &[
+            &request_line,
+            "Host: HOST",
+            "User-Agent: Prometheus/2.42.0",
+            "Accept: application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+            "Accept-Encoding: gzip",
+            "Authorization: Bearer eyJhbGciOiJSUzI1NiJ9.e30.c2lnbmF0dXJl",
+            "X-Prometheus-Scrape-Timeout-Seconds: 10",
+        ],
+    )
+}
+
+/// All heads with their names, for checks that hold for each.
+pub(super) fn all(host: &str) -> Vec<(&'static str, RawRequest)> {
+    vec![
+        ("logs", logs(host, "")),
+        ("logs -f", logs(host, "?follow=true&tailLines=10")),
+        (
+            "logs --since-time",
+            logs(
+                host,
+                "?limitBytes=1048576&sinceTime=2026-01-02T03%3A04%3A05Z&timestamps=true",
+            ),
+        ),
+        (
+            "exec",
+            command_over_spdy(
+                host,
+                "exec",
+                "command=sh&command=-c&command=cat+%26%26+true&error=1&input=1&output=1",
+            ),
+        ),
+        (
+            "exec -t",
+            command_over_spdy(host, "exec", "command=sh&input=1&output=1&tty=1"),
+        ),
+        (
+            "attach",
+            command_over_spdy(host, "attach", "error=1&input=1&output=1"),
+        ),
+        (
+            "exec over WebSocket",
+            command_over_websocket(host, "exec", "command=sh&error=1&input=1&output=1"),
+        ),
+        ("port-forward", port_forward(host)),
+        ("metrics by proxy", node_proxy(host, "GET", "/metrics")),
+        (
+            "summary by proxy",
+            node_proxy(host, "GET", "/stats/summary?only_cpu_and_memory=true"),
+        ),
+        ("pods by proxy", node_proxy(host, "GET", "/pods")),
+        (
+            "checkpoint",
+            node_proxy(host, "POST", "/checkpoint/default/web-0/app"),
+        ),
+        ("scrape", scrape(host, "/metrics")),
+        ("scrape of cadvisor", scrape(host, "/metrics/cadvisor")),
+        ("scrape of resources", scrape(host, "/metrics/resource")),
+    ]
+}

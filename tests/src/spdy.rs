@@ -1,0 +1,318 @@
+//! SPDY/3.1 as client-go and the kubelet speak it: streams over one upgraded connection.
+//!
+//! Upstream: `moby/spdystream` `connection.go`, `spdy/write.go`, `spdy/read.go`. Field blocks are zlib streams of stored blocks
+//! without the preset dictionary: Go's reader takes those, and both ends are ours here.
+
+use std::io;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// One end of a connection.
+#[derive(Debug)]
+pub struct Spdy<S> {
+    stream: S,
+    /// The id of the next stream that this end opens: odd for clients, even for servers.
+    next_id: u32,
+    /// Whether the zlib header of each direction has passed.
+    compressing: bool,
+    decompressing: bool,
+}
+
+/// What the peer sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Frame {
+    /// SYN_STREAM: a new stream with its fields, names in lower case.
+    Open {
+        /// Its id.
+        id: u32,
+        /// Its fields.
+        fields: Vec<(String, String)>,
+        /// The opener sends nothing on it.
+        fin: bool,
+    },
+    /// SYN_REPLY: the peer took our stream.
+    Reply(u32),
+    /// Bytes of a stream, perhaps its last.
+    Data {
+        /// The stream.
+        id: u32,
+        /// The bytes.
+        bytes: Vec<u8>,
+        /// Nothing follows.
+        fin: bool,
+    },
+    /// RST_STREAM.
+    Reset(u32),
+    /// PING; our own ones come back.
+    Ping(u32),
+    /// GOAWAY.
+    GoAway,
+    /// Any other control frame, by its type.
+    Other(u16),
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
+    /// The end that asked for the upgrade.
+    pub fn client(stream: S) -> Self {
+        Self::new(stream, 1)
+    }
+
+    /// The end that granted it.
+    pub fn server(stream: S) -> Self {
+        Self::new(stream, 2)
+    }
+
+    fn new(stream: S, next_id: u32) -> Self {
+        Self {
+            stream,
+            next_id,
+            compressing: false,
+            decompressing: false,
+        }
+    }
+
+    /// The connection below.
+    pub fn into_inner(self) -> S {
+        self.stream
+    }
+
+    /// Opens a stream.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub async fn open(&mut self, fields: &[(&str, &str)]) -> io::Result<u32> {
+        let id = self.next_id;
+        self.next_id += 2;
+        let mut payload = id.to_be_bytes().to_vec();
+        // No associated stream, highest priority, no credential slot.
+        payload.extend_from_slice(&[0; 6]);
+        payload.extend(self.compress(&block(fields)));
+        self.control(SYN_STREAM, 0, &payload).await?;
+        Ok(id)
+    }
+
+    /// Takes the peer's stream.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub async fn reply(&mut self, id: u32) -> io::Result<()> {
+        let mut payload = id.to_be_bytes().to_vec();
+        payload.extend(self.compress(&block(&[])));
+        self.control(SYN_REPLY, 0, &payload).await
+    }
+
+    /// Sends bytes of a stream; `fin` ends our half of it.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub async fn data(&mut self, id: u32, bytes: &[u8], fin: bool) -> io::Result<()> {
+        let mut frame = id.to_be_bytes().to_vec();
+        frame.extend_from_slice(&flags_and_length(u8::from(fin), bytes.len())?);
+        frame.extend_from_slice(bytes);
+        self.stream.write_all(&frame).await?;
+        self.stream.flush().await
+    }
+
+    /// Sends a PING.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub async fn ping(&mut self, id: u32) -> io::Result<()> {
+        self.control(PING, 0, &id.to_be_bytes()).await
+    }
+
+    /// Says that no further stream is wanted.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub async fn go_away(&mut self) -> io::Result<()> {
+        self.control(GOAWAY, 0, &[0; 8]).await
+    }
+
+    /// The next frame; `None` at the clean end between two frames.
+    ///
+    /// # Errors
+    /// The connection is broken, or what came is not SPDY/3.
+    pub async fn next(&mut self) -> io::Result<Option<Frame>> {
+        let mut head = [0; 8];
+        if self.stream.read(&mut head[..1]).await? == 0 {
+            return Ok(None);
+        }
+        self.stream.read_exact(&mut head[1..]).await?;
+        let [a, b, c, d, flags, e, f, g] = head;
+        let length = u32::from_be_bytes([0, e, f, g]);
+        let mut payload = vec![0; length as usize];
+        self.stream.read_exact(&mut payload).await?;
+        let (fin, word) = (flags & 1 == 1, u32::from_be_bytes([a, b, c, d]));
+        if word >> 31 == 0 {
+            return Ok(Some(Frame::Data {
+                id: word,
+                bytes: payload,
+                fin,
+            }));
+        }
+        if (a & 0x7f, b) != (0, 3) {
+            return Err(invalid(format!("version {}", word >> 16 & 0x7fff)));
+        }
+        let first = payload.first_chunk().copied().map(u32::from_be_bytes);
+        let id = first.unwrap_or_default() & 0x7fff_ffff;
+        Ok(Some(match u16::from_be_bytes([c, d]) {
+            SYN_STREAM => Frame::Open {
+                id,
+                fields: self.fields(payload.get(10..).unwrap_or_default())?,
+                fin,
+            },
+            SYN_REPLY => {
+                self.fields(payload.get(4..).unwrap_or_default())?;
+                Frame::Reply(id)
+            }
+            RST_STREAM => Frame::Reset(id),
+            PING => Frame::Ping(first.unwrap_or_default()),
+            GOAWAY => Frame::GoAway,
+            other => Frame::Other(other),
+        }))
+    }
+
+    async fn control(&mut self, kind: u16, flags: u8, payload: &[u8]) -> io::Result<()> {
+        let mut frame = vec![0x80, 3];
+        frame.extend_from_slice(&kind.to_be_bytes());
+        frame.extend_from_slice(&flags_and_length(flags, payload.len())?);
+        frame.extend_from_slice(payload);
+        self.stream.write_all(&frame).await?;
+        self.stream.flush().await
+    }
+
+    /// RFC 1950 and RFC 1951, section 3.2.4.
+    fn compress(&mut self, bytes: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        if !std::mem::replace(&mut self.compressing, true) {
+            out.extend_from_slice(&ZLIB_HEADER);
+        }
+        for piece in bytes.chunks(usize::from(u16::MAX)) {
+            // Pieces are as long as 16 bits can say.
+            let length = u16::try_from(piece.len()).unwrap_or(u16::MAX);
+            out.push(0);
+            out.extend_from_slice(&length.to_le_bytes());
+            out.extend_from_slice(&(!length).to_le_bytes());
+            out.extend_from_slice(piece);
+        }
+        out
+    }
+
+    fn fields(&mut self, compressed: &[u8]) -> io::Result<Vec<(String, String)>> {
+        let mut rest = compressed;
+        if !std::mem::replace(&mut self.decompressing, true) {
+            rest = rest
+                .strip_prefix(&ZLIB_HEADER)
+                .ok_or_else(|| invalid("no zlib header"))?;
+        }
+        let mut bytes = Vec::new();
+        while let [0, low, high, _, _, more @ ..] = rest {
+            let length = usize::from(u16::from_le_bytes([*low, *high]));
+            bytes.extend_from_slice(more.get(..length).ok_or_else(|| invalid("short block"))?);
+            rest = more.get(length..).unwrap_or_default();
+        }
+        if !rest.is_empty() {
+            return Err(invalid("a block that is not stored"));
+        }
+        parse_block(&bytes).ok_or_else(|| invalid("short field block"))
+    }
+}
+
+/// Fields as SPDY/3 writes them.
+fn block(fields: &[(&str, &str)]) -> Vec<u8> {
+    let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX).to_be_bytes();
+    let mut block = word(fields.len()).to_vec();
+    for (name, value) in fields {
+        for text in [name.to_lowercase().as_bytes(), value.as_bytes()] {
+            block.extend_from_slice(&word(text.len()));
+            block.extend_from_slice(text);
+        }
+    }
+    block
+}
+
+fn parse_block(mut rest: &[u8]) -> Option<Vec<(String, String)>> {
+    let word = |rest: &mut &[u8]| -> Option<usize> {
+        let (word, more) = rest.split_first_chunk()?;
+        *rest = more;
+        usize::try_from(u32::from_be_bytes(*word)).ok()
+    };
+    let count = word(&mut rest)?;
+    let text = |rest: &mut &[u8]| -> Option<String> {
+        let length = word(rest)?;
+        let (text, more) = rest.split_at_checked(length)?;
+        *rest = more;
+        String::from_utf8(text.to_vec()).ok()
+    };
+    (0..count)
+        .map(|_| Some((text(&mut rest)?, text(&mut rest)?)))
+        .collect()
+}
+
+fn flags_and_length(flags: u8, length: usize) -> io::Result<[u8; 4]> {
+    let length = u32::try_from(length)
+        .ok()
+        .filter(|length| *length < 1 << 24);
+    let [_, a, b, c] = length
+        .ok_or_else(|| invalid("frame is too long"))?
+        .to_be_bytes();
+    Ok([flags, a, b, c])
+}
+
+fn invalid(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text.into())
+}
+
+const SYN_STREAM: u16 = 1;
+const SYN_REPLY: u16 = 2;
+const RST_STREAM: u16 = 3;
+const PING: u16 = 6;
+const GOAWAY: u16 = 7;
+
+/// Window of 32 KiB, no dictionary, fastest.
+const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn frames_arrive_as_they_were_sent() {
+        let (a, b) = tokio::io::duplex(1 << 20);
+        let (mut client, mut server) = (Spdy::client(a), Spdy::server(b));
+        let stdin = client.open(&[("streamType", "stdin")]).await.unwrap();
+        let data = client
+            .open(&[("streamType", "data"), ("port", "80")])
+            .await
+            .unwrap();
+        client.data(stdin, b"abc", true).await.unwrap();
+        client.ping(7).await.unwrap();
+        let open = |id, fields: &[(&str, &str)]| Frame::Open {
+            id,
+            fields: fields
+                .iter()
+                .map(|(name, value)| ((*name).into(), (*value).into()))
+                .collect(),
+            fin: false,
+        };
+        let next = server.next().await.unwrap().unwrap();
+        assert_eq!((stdin, next), (1, open(1, &[("streamtype", "stdin")])));
+        let next = server.next().await.unwrap().unwrap();
+        assert_eq!(
+            (data, next),
+            (3, open(3, &[("streamtype", "data"), ("port", "80")]))
+        );
+        server.reply(1).await.unwrap();
+        let bytes = Frame::Data {
+            id: 1,
+            bytes: b"abc".to_vec(),
+            fin: true,
+        };
+        assert_eq!(server.next().await.unwrap(), Some(bytes));
+        assert_eq!(server.next().await.unwrap(), Some(Frame::Ping(7)));
+        assert_eq!(client.next().await.unwrap(), Some(Frame::Reply(1)));
+        drop(client);
+        assert_eq!(server.next().await.unwrap(), None);
+    }
+}
