@@ -180,49 +180,6 @@ async fn refusal_after_64_kib_of_optimistic_data_keeps_code_and_detail() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn exec_like_upgrade_gets_16_mib_after_its_fin_100_times() -> Result<()> {
-    let world = World::start().await?;
-    let (plain, tls) = (
-        StandInKubelet::plain("worker-1").await?,
-        StandInKubelet::start("worker-1").await?,
-    );
-    let _agent = world.agent("worker-1").await?;
-    let expected = tunnel_tests::targets::sha256_hex(&deterministic_bytes(0, 16 * MIB));
-    let stdin = deterministic_bytes(3, 100_000);
-    for round in 0..100 {
-        let (door, target) = if round % 2 == 0 {
-            (world.http(), plain.addr())
-        } else {
-            (world.https("worker-1")?, tls.addr())
-        };
-        let host = format!("worker-1:{}", target.port());
-        let path = format!(
-            "/exec/default/pod/c?script=sink-then-send&bytes={}",
-            16 * MIB
-        );
-        let client = if round % 4 < 2 {
-            UpgradeClient::spdy(&host, &path)
-        } else {
-            UpgradeClient::websocket(&host, &path)
-        };
-        let reading = client.connect(door).await?.switched()?.talk(&stdin).await?;
-        assert_eq!(reading.ended, BodyEnd::CleanClose, "round {round}");
-        let (line, answer) = reading.bytes.split_at(65);
-        assert_eq!(
-            line[..64],
-            *tunnel_tests::targets::sha256_hex(&stdin).as_bytes(),
-            "round {round}"
-        );
-        assert_eq!(
-            tunnel_tests::targets::sha256_hex(answer),
-            expected,
-            "round {round}"
-        );
-    }
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
     let world = World::start().await?;
     let agent = ScriptedAgent::connect(&world, "worker-1").await?;

@@ -2,4 +2,7 @@
 
 mod hostile;
 mod kubelet;
+mod limits;
+mod selectors;
 mod smuggling;
+mod upgrades;

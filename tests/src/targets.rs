@@ -23,7 +23,7 @@ pub use body::BodyEnd;
 pub use data::{Sha256, deterministic_bytes, sha256_hex};
 pub use exporter::Exporter;
 pub use hostile::{HostileTarget, Step};
-pub use kubelet::StandInKubelet;
+pub use kubelet::{StandInKubelet, refusal};
 pub use raw::{EchoTarget, HalfCloseTarget, ResetTarget, SilentTarget};
 pub use recorder::{RecordingTarget, Seen};
 pub use script::Received;

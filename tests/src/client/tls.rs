@@ -81,6 +81,20 @@ impl ClientTls {
         Self::from_config(server_name, Arc::new(config))
     }
 
+    /// The first message of a handshake, as it goes over the wire.
+    ///
+    /// # Errors
+    /// The configuration does not allow a handshake.
+    pub fn hello(&self) -> Result<Vec<u8>> {
+        let mut client =
+            rustls::ClientConnection::new(Arc::clone(&self.config), self.server_name())?;
+        let mut hello = Vec::new();
+        while client.wants_write() {
+            client.write_tls(&mut hello)?;
+        }
+        Ok(hello)
+    }
+
     pub(crate) fn connector(&self) -> TlsConnector {
         TlsConnector::from(Arc::clone(&self.config))
     }

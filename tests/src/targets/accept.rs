@@ -51,7 +51,7 @@ impl Traffic {
         self.cuts.load(SeqCst)
     }
 
-    /// Bytes received (raw targets only).
+    /// Bytes received (raw targets; hostile ones while they hold).
     pub fn bytes_in(&self) -> u64 {
         self.bytes_in.load(SeqCst)
     }

@@ -27,7 +27,7 @@ pub enum Step {
     Drip(Vec<u8>),
     /// Sends bytes over and over, for as long as the peer takes them.
     Flood(Vec<u8>),
-    /// Says nothing more and waits for the peer's end.
+    /// Says nothing more and waits for the peer's end; what comes until then counts as bytes received.
     Hold,
     /// Cuts the connection with a TCP reset.
     Reset,
@@ -89,7 +89,9 @@ async fn act(mut wire: Wire, traffic: Arc<Traffic>, steps: Arc<[Step]>) -> io::R
                 wire.flush().await?;
             },
             Step::Hold => {
-                wire.peer_gone().await?;
+                let gone = wire.peer_gone().await;
+                traffic.count_bytes_in(wire.ahead().len());
+                gone?;
                 return wire.close().await;
             }
             Step::Reset => return wire.reset().await,

@@ -42,7 +42,7 @@ mod streams;
 ///   reads to FIN;
 /// - `script=reset`: after the first byte sends 64 KiB, then a TCP reset;
 /// - `script=silent`: reads to FIN; `script=deaf`: does not even read;
-/// - `refuse=STATUS`: no upgrade, but an answer with that status and a body;
+/// - `refuse=STATUS`: no upgrade, but an answer with that status and a body, with `&id=N` that of [`refusal`];
 /// - `mismatch=true`: a 101 for another protocol than the one asked for.
 #[derive(Debug)]
 pub struct StandInKubelet {
@@ -209,9 +209,11 @@ async fn upgrade(
 ) -> io::Result<After> {
     if let Some(status) = request.query("refuse") {
         let status = status.parse().unwrap_or(403);
-        return request
-            .answer(wire, status, &format!("refused with {status} as ordered\n"))
-            .await;
+        let body = match request.query("id").map(str::parse) {
+            Some(Ok(id)) => refusal(id),
+            Some(Err(_)) | None => format!("refused with {status} as ordered\n"),
+        };
+        return request.answer(wire, status, &body).await;
     }
     let streams = Streams::asked_for(request);
     let Some(script) = Script::asked_for(request) else {
@@ -233,6 +235,12 @@ async fn upgrade(
         return Ok(After::Close);
     }
     script.act(wire, head, traffic, log).await
+}
+
+/// What the refusal of the upgrade with this id says: lines with the id and its SHA-256, more of them for some ids.
+pub fn refusal(id: u64) -> String {
+    let lines = usize::try_from(id % 97).unwrap_or_default() + 1;
+    format!("{id} {}\n", sha256_hex(&id.to_be_bytes())).repeat(lines)
 }
 
 /// The fields of the 101 that answers `request`, if that asks for an upgrade.

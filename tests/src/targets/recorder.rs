@@ -1,6 +1,7 @@
 //! A target that keeps every request exactly as it came, judged by the strict parser.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,10 +39,18 @@ impl RecordingTarget {
     /// # Errors
     /// The port cannot be bound.
     pub async fn start(name: &str) -> Result<Self> {
+        Self::start_on(ANY_LOOPBACK_PORT, name).await
+    }
+
+    /// A recorder on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr, name: &str) -> Result<Self> {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let (kept, name) = (Arc::clone(&seen), name.to_owned());
         let connections = Arc::new(AtomicU64::new(0));
-        let listening = Listening::start(ANY_LOOPBACK_PORT, None, move |wire, traffic| {
+        let listening = Listening::start(bind, None, move |wire, traffic| {
             let recording = Recording {
                 connection: connections.fetch_add(1, SeqCst),
                 name: name.clone(),

@@ -1,0 +1,205 @@
+//! Bounds of what a caller may send, and what never comes out again: oversize heads (T08), split and slow handshakes (S37), line
+//! ends inside values (S36).
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tunnel_tests::client::{BodyEnd, ByteStream, ClientTls, RawRequest, request};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::targets::{RecordingTarget, Seen};
+use tunnel_tests::world::{PATIENCE, World};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
+    let world = World::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let target = RecordingTarget::start("own").await?;
+    let host = format!("worker-1:{}", target.addr().port());
+    let sane = RawRequest::get(&host, "/");
+    let empty = sane.clone().header("X", "").bytes().len();
+    for (over, status) in [(-1_i64, 200), (0, 200), (1, 431)] {
+        let size = usize::try_from(64 * 1024 + over)?;
+        let head = sane.clone().header("X", &"y".repeat(size - empty));
+        assert_eq!(head.bytes().len(), size);
+        assert_eq!(
+            request(world.http(), &head).await?.status,
+            status,
+            "head of {size} bytes"
+        );
+    }
+    for (fields, status) in [(99, 200), (100, 200), (101, 431), (10_000, 431)] {
+        // Host and Connection are there already.
+        let head = (2..fields).fold(sane.clone(), |head, index| {
+            head.header(&format!("X-{index}"), "y")
+        });
+        assert_eq!(
+            request(world.http(), &head).await?.status,
+            status,
+            "{fields} fields"
+        );
+    }
+    for (bytes, status) in [(8191, 200), (8192, 200), (8193, 414), (60_000, 414)] {
+        let path = format!("/{}", "x".repeat(bytes - 1));
+        let reply = request(world.http(), &RawRequest::get(&host, &path)).await?;
+        assert_eq!(reply.status, status, "request target of {bytes} bytes");
+    }
+    assert_eq!(target.requests().len(), 6);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s37_client_hello_may_be_split_at_every_byte() -> Result<()> {
+    let world = World::start().await?;
+    let address = world.bound().https.expect("TLS door");
+    let tls = ClientTls::insecure("worker-1", None)?;
+    let hello = tls.hello()?;
+    assert!(hello.len() > 200, "{} bytes", hello.len());
+    for split in 1..hello.len() {
+        let mut stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        let (first, second) = hello.split_at(split);
+        stream.write_all(first).await?;
+        tokio::task::yield_now().await;
+        stream.write_all(second).await?;
+        let mut record = [0; 6];
+        stream.read_exact(&mut record).await?;
+        // A handshake record that begins with ServerHello.
+        assert_eq!((record[0], record[5]), (22, 2), "split at {split}");
+    }
+    let mut stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    for byte in &hello {
+        stream.write_all(&[*byte]).await?;
+        tokio::task::yield_now().await;
+    }
+    let mut record = [0; 6];
+    stream.read_exact(&mut record).await?;
+    assert_eq!((record[0], record[5]), (22, 2), "byte by byte");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
+    let limit = Duration::from_secs(1);
+    let world =
+        World::start_with(|settings| settings.limits = World::limits("handshakeTimeout: 1s"))
+            .await?;
+    let address = world.bound().https.expect("TLS door");
+    let hello = ClientTls::insecure("worker-1", None)?.hello()?;
+    for sent in [0, 1, 5, 6, hello.len() / 2, hello.len() - 1] {
+        let began = tokio::time::Instant::now();
+        let mut stream = ByteStream::connect(address).await?;
+        stream.send(&hello[..sent]).await?;
+        let reading = tokio::time::timeout(scaled(PATIENCE), stream.read_to_end()).await?;
+        let took = began.elapsed();
+        assert!(reading.bytes.is_empty(), "{:?}", reading.bytes);
+        assert!(took >= limit, "{sent} bytes: {took:?}");
+        assert!(
+            took < limit + scaled(Duration::from_secs(2)),
+            "{sent} bytes: {took:?}"
+        );
+    }
+    Ok(())
+}
+
+/// Whatever comes in, no head that goes out, to a target or to a caller, has a line that was not meant as one.
+#[tokio::test(flavor = "multi_thread")]
+async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
+    let world = World::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let target = RecordingTarget::start("own").await?;
+    let own = format!("worker-1:{}", target.addr().port());
+    let seed = rand::random();
+    let mut random = StdRng::seed_from_u64(seed);
+    for round in 0..2000 {
+        let mut evil = |at_most: usize| -> Vec<u8> {
+            let pieces = random.random_range(0..=at_most);
+            (0..pieces)
+                .flat_map(|_| PIECES[random.random_range(0..PIECES.len())].to_vec())
+                .collect()
+        };
+        let mut bytes = [b"GET /".as_slice(), &evil(3), b" HTTP/1.1\r\nHost: "].concat();
+        if round % 2 == 0 {
+            bytes.extend_from_slice(own.as_bytes());
+        }
+        bytes.extend(if round % 4 < 2 { evil(1) } else { Vec::new() });
+        for name in [
+            "\r\nX-Tunnel-Proxy-Host: worker-1",
+            "\r\nX-A: ",
+            "\r\nX-B: c",
+            "\r\nTraceparent: ",
+        ] {
+            if round % 3 > 0 || !name.contains("Proxy") {
+                bytes.extend_from_slice(name.as_bytes());
+                bytes.extend(evil(2));
+            }
+        }
+        bytes.extend_from_slice(b"\r\nConnection: close\r\n\r\n");
+        let mut stream = ByteStream::connect(world.http()).await?;
+        stream.send(&bytes).await?;
+        let reading = stream.read_to_end().await;
+        let shown = String::from_utf8_lossy(&bytes);
+        check_answer(&reading.bytes)
+            .map_err(|error| error.context(format!("seed {seed}: {shown:?}")))?;
+        assert_eq!(reading.ended, BodyEnd::CleanClose, "seed {seed}: {shown:?}");
+    }
+    for seen in target.seen() {
+        let Seen::Request(_, request) = seen else {
+            panic!("seed {seed}: {seen:?}");
+        };
+        assert_eq!(request.field("Injected"), None, "seed {seed}: {request:?}");
+    }
+    assert!(
+        target.requests().len() > 100,
+        "{} got through",
+        target.requests().len()
+    );
+    Ok(())
+}
+
+const PIECES: [&[u8]; 18] = [
+    b"\r\nInjected: 1",
+    b"\nInjected: 1",
+    b"\rInjected: 1",
+    b"%0d%0aInjected: 1",
+    b"\\r\\nInjected: 1",
+    b"\0",
+    b"\x0b",
+    b"\x0c",
+    b"\xc2\x85",
+    b"\xe2\x80\xa8",
+    b"\xe5\x98\x8a\xe5\x98\x8d",
+    b"\xff",
+    b"a",
+    b" ",
+    b"\t",
+    b":",
+    b"\r\n Folded: 1",
+    b"\x7f",
+];
+
+/// Field lines of an answer are of these names, and nothing in them is a line end.
+fn check_answer(bytes: &[u8]) -> Result<()> {
+    let text = String::from_utf8_lossy(bytes);
+    let Some((head, body)) = text.split_once("\r\n\r\n") else {
+        anyhow::bail!("no head: {text:?}");
+    };
+    for line in head.split("\r\n").skip(1) {
+        let name = line.split(':').next().unwrap_or_default().to_lowercase();
+        let known = [
+            "content-length",
+            "content-type",
+            "connection",
+            "x-tunnel-error",
+            "date",
+        ];
+        ensure!(known.contains(&name.as_str()), "field {line:?}");
+        ensure!(!line.contains(['\r', '\n', '\0']), "line end in {line:?}");
+    }
+    ensure!(body.lines().count() <= 1, "body {body:?}");
+    Ok(())
+}

@@ -1,0 +1,274 @@
+//! Which node a request is for: one decision for routing and policy alike, and never "first wins" (R10, S06).
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::Result;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::targets::RecordingTarget;
+use tunnel_tests::world::{Agent, World};
+
+/// Two nodes, each with a target on the same two ports of its own address, and addresses that only operators told.
+struct Site {
+    world: World,
+    /// By node and port.
+    targets: [[RecordingTarget; 2]; 2],
+    ports: [u16; 2],
+    _agents: [Agent; 2],
+}
+
+/// Only the first node's, only the second's, both nodes', nobody's.
+const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.12", "10.0.0.9"];
+
+impl Site {
+    async fn start() -> Result<Self> {
+        let world = World::start().await?;
+        let mut agents = Vec::new();
+        for (node, address) in [("worker-1", "127.0.0.2"), ("worker-2", "127.0.0.3")] {
+            let address: IpAddr = address.parse()?;
+            agents.push(
+                world
+                    .agent_with(node, |config| config.node_ip = Some(address))
+                    .await?,
+            );
+        }
+        let [one, two, both, _nobody] = ADDRESSES.map(|address| address.parse::<IpAddr>());
+        let both = both?;
+        world.nodes().record(&"worker-1".parse()?, &[one?, both]);
+        world.nodes().record(&"worker-2".parse()?, &[two?, both]);
+        world.token("worker-1", &[ADDRESSES[0].parse()?, both])?;
+        world.token("worker-2", &[ADDRESSES[1].parse()?, both])?;
+        let [first, second] = [pair().await?, pair().await?];
+        let ports = [first[0].addr().port(), second[0].addr().port()];
+        let ([a, b], [c, d]) = (first, second);
+        let [one, two]: [Agent; 2] = agents.try_into().map_err(|_| anyhow::anyhow!("agents"))?;
+        Ok(Self {
+            world,
+            targets: [[a, c], [b, d]],
+            ports,
+            _agents: [one, two],
+        })
+    }
+}
+
+/// Targets of both nodes on one port.
+async fn pair() -> Result<[RecordingTarget; 2]> {
+    loop {
+        let one = RecordingTarget::start_on("127.0.0.2:0".parse()?, "worker-1").await?;
+        let same = SocketAddr::new("127.0.0.3".parse()?, one.addr().port());
+        // Another test may have that port on the other address.
+        if let Ok(two) = RecordingTarget::start_on(same, "worker-2").await {
+            return Ok([one, two]);
+        }
+    }
+}
+
+/// A host with a port as it may stand in Host and in X-Tunnel-Proxy-Dest: the node it names, if it does, and the port's index.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    text: &'static str,
+    is_name: bool,
+    /// Node indexes that it may mean.
+    nodes: &'static [usize],
+    port: usize,
+}
+
+const fn place(text: &'static str, is_name: bool, nodes: &'static [usize], port: usize) -> Place {
+    Place {
+        text,
+        is_name,
+        nodes,
+        port,
+    }
+}
+
+const PLACES: [Place; 9] = [
+    place("worker-1", true, &[0], 0),
+    place("worker-2", true, &[1], 0),
+    place("WORKER-1.", true, &[0], 1),
+    place("worker-2", true, &[1], 1),
+    place(ADDRESSES[0], false, &[0], 0),
+    place(ADDRESSES[1], false, &[1], 0),
+    place(ADDRESSES[2], false, &[0, 1], 1),
+    place(ADDRESSES[3], false, &[], 0),
+    place("nobody", true, &[], 0),
+];
+
+const NODES: [(&str, &[usize]); 4] = [
+    ("worker-1", &[0]),
+    ("WORKER-2.", &[1]),
+    ("nobody", &[]),
+    ("worker-2", &[1]),
+];
+
+/// What the contract says of a request, written down anew: the node and the port's index, or a refusal.
+fn expected(
+    host: Place,
+    node: Option<(&str, &[usize])>,
+    dest: Option<Place>,
+) -> Option<(usize, usize)> {
+    let port = dest.map_or(host.port, |dest| dest.port);
+    let only = |nodes: &[usize]| match nodes {
+        [node] => Some(*node),
+        _ => None,
+    };
+    let chosen = match (host.is_name, node, dest) {
+        // A name decides; selectors may only say the same.
+        (true, node, dest) => {
+            let named = only(host.nodes)?;
+            let same = |nodes: &[usize]| only(nodes) == Some(named);
+            let agree = node.is_none_or(|(_, nodes)| same(nodes))
+                && dest.is_none_or(|dest| same(dest.nodes));
+            agree.then_some(named)?
+        }
+        // An address may be the server's own: the selectors decide, and must not contradict each other. Dest may be an
+        // address that several nodes have, the chosen one among them, or that nobody knows.
+        (false, Some((_, nodes)), dest) => {
+            let named = only(nodes)?;
+            let agree = dest.is_none_or(|dest| {
+                dest.nodes.contains(&named) || (!dest.is_name && dest.nodes.is_empty())
+            });
+            agree.then_some(named)?
+        }
+        (false, None, Some(dest)) => only(dest.nodes)?,
+        (false, None, None) => only(host.nodes)?,
+    };
+    Some((chosen, port))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
+    let site = Site::start().await?;
+    let mut wrong = Vec::new();
+    let nodes: Vec<_> = std::iter::once(None).chain(NODES.map(Some)).collect();
+    let dests: Vec<_> = std::iter::once(None).chain(PLACES.map(Some)).collect();
+    let mut asked = 0;
+    for host in PLACES {
+        for node in &nodes {
+            for dest in &dests {
+                let at = |place: Place| format!("{}:{}", place.text, site.ports[place.port]);
+                let mut get = RawRequest::new("GET", &format!("/{asked}"), &at(host))
+                    .header("Connection", "close");
+                if let Some((name, _)) = node {
+                    get = get.header("X-Tunnel-Proxy-Host", name);
+                }
+                if let Some(dest) = dest {
+                    get = get.header("x-tunnel-proxy-dest", &at(*dest));
+                }
+                let reply = request(site.world.http(), &get).await?;
+                let reached: Vec<_> = (0..2)
+                    .flat_map(|node| (0..2).map(move |port| (node, port)))
+                    .filter(|(node, port)| {
+                        let requests = site.targets[*node][*port].requests();
+                        requests
+                            .iter()
+                            .any(|request| request.target == format!("/{asked}"))
+                    })
+                    .collect();
+                let expected: Vec<_> = expected(host, *node, *dest).into_iter().collect();
+                let status = if expected.is_empty() { 400 } else { 200 };
+                if reached != expected || reply.status != status {
+                    let (got, said) = (reply.status, reply.text());
+                    wrong.push(format!("Host {host:?}, {node:?}, {dest:?}: {got} {reached:?}, not {expected:?}: {said}"));
+                }
+                asked += 1;
+            }
+        }
+    }
+    assert_eq!(asked, 9 * 5 * 10);
+    assert!(
+        wrong.is_empty(),
+        "{} of {asked}:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    // Selectors are the server's: no target sees them.
+    for target in site.targets.iter().flatten() {
+        for seen in target.requests() {
+            let selector = seen
+                .fields
+                .iter()
+                .find(|(name, _)| name.to_lowercase().starts_with("x-tunnel"));
+            assert_eq!(selector, None);
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s06_r10_selectors_given_twice_or_malformed_are_400() -> Result<()> {
+    let site = Site::start().await?;
+    let port = site.ports[0];
+    let own = format!("worker-1:{port}");
+    let (node, dest) = ("X-Tunnel-Proxy-Host", "X-Tunnel-Proxy-Dest");
+    let (other, address) = (
+        format!("worker-2:{port}"),
+        format!("{}:{port}", ADDRESSES[0]),
+    );
+    let mut cases: Vec<Vec<(&str, String)>> = Vec::new();
+    for pair in [
+        ["worker-1", "worker-1"],
+        ["worker-1", "worker-2"],
+        ["worker-2", "worker-1"],
+        ["worker-1", ""],
+    ] {
+        cases.push(pair.map(|value| (node, value.to_owned())).to_vec());
+    }
+    for pair in [
+        [&own, &own],
+        [&own, &other],
+        [&other, &own],
+        [&own, &address],
+        [&address, &own],
+    ] {
+        cases.push(pair.map(|value| (dest, value.clone())).to_vec());
+    }
+    for value in [
+        "",
+        "worker-1, worker-2",
+        "worker-1 worker-2",
+        "worker_1",
+        "worker-1/",
+        "-",
+        "\u{e9}",
+        &own,
+    ] {
+        cases.push(vec![(node, value.to_owned())]);
+    }
+    for value in [
+        "",
+        "worker-1",
+        "worker-1:",
+        "worker-1:0",
+        "worker-1:x",
+        "worker-1:99999",
+        ":80",
+        "http://worker-1:80",
+        "[::1",
+        "worker-1:80:80",
+    ] {
+        cases.push(vec![(dest, value.to_owned())]);
+    }
+    for host in [&own, &address] {
+        for case in &cases {
+            let get = RawRequest::new("GET", "/", host).header("Connection", "close");
+            let get = case
+                .iter()
+                .fold(get, |get, (name, value)| get.header(name, value));
+            let reply = request(site.world.http(), &get).await?;
+            let code = reply.header("x-tunnel-error");
+            assert_eq!(
+                (reply.status, code),
+                (400, Some("bad_request")),
+                "{host} {case:?}: {}",
+                reply.text()
+            );
+        }
+    }
+    assert!(
+        site.targets
+            .iter()
+            .flatten()
+            .all(|target| target.seen().is_empty())
+    );
+    Ok(())
+}

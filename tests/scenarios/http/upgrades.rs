@@ -1,0 +1,245 @@
+//! Upgraded streams and upgrades that are refused: half-closes, mix-ups, and connections that must not stay open.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use tunnel_agent::config::TransportChoice;
+use tunnel_tests::client::{BodyEnd, ByteStream, Door, RawRequest, UpgradeClient, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{
+    HostileTarget, RecordingTarget, StandInKubelet, Step, deterministic_bytes, refusal, sha256_hex,
+};
+use tunnel_tests::world::{PATIENCE, World};
+
+const BULK: usize = 16 << 20;
+const ROUNDS: usize = 100;
+
+/// Which end is the first to end its half.
+#[derive(Clone, Copy, PartialEq)]
+enum EndsFirst {
+    Caller,
+    Target,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r05_16_mib_arrive_behind_the_callers_fin_100_times_over_quic() -> Result<()> {
+    half_closes(TransportChoice::Quic, EndsFirst::Caller).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r05_16_mib_arrive_behind_the_callers_fin_100_times_over_h2() -> Result<()> {
+    half_closes(TransportChoice::H2, EndsFirst::Caller).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_quic() -> Result<()> {
+    half_closes(TransportChoice::Quic, EndsFirst::Target).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_h2() -> Result<()> {
+    half_closes(TransportChoice::H2, EndsFirst::Target).await
+}
+
+/// By turns over both doors and as SPDY and WebSocket.
+async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()> {
+    let world = World::start().await?;
+    let plain = StandInKubelet::plain("worker-1").await?;
+    let tls = StandInKubelet::start("worker-1").await?;
+    let _agent = world
+        .agent_with("worker-1", |config| config.transport = transport)
+        .await?;
+    let bulk = deterministic_bytes(0, BULK);
+    let digest = sha256_hex(&bulk);
+    for round in 0..ROUNDS {
+        let (door, kubelet) = if round % 2 == 0 {
+            (world.http(), &plain)
+        } else {
+            (world.https("worker-1")?, &tls)
+        };
+        let host = format!("worker-1:{}", kubelet.addr().port());
+        let (script, bytes) = match first {
+            EndsFirst::Caller => ("sink-then-send", BULK),
+            EndsFirst::Target => ("send-then-sink", 1000),
+        };
+        let path = format!("/exec/default/pod/c?script={script}&bytes={bytes}");
+        let client = if round % 4 < 2 {
+            UpgradeClient::spdy(&host, &path)
+        } else {
+            UpgradeClient::websocket(&host, &path)
+        };
+        let mut stream = client.connect(door).await?.switched()?;
+        match first {
+            EndsFirst::Caller => {
+                let stdin = deterministic_bytes(3, 100_000);
+                let reading = stream.talk(&stdin).await?;
+                assert_eq!(reading.ended, BodyEnd::CleanClose, "round {round}");
+                let (line, answer) = reading.bytes.split_at(65);
+                assert_eq!(line[..64], *sha256_hex(&stdin).as_bytes(), "round {round}");
+                assert_eq!(sha256_hex(answer), digest, "round {round}");
+            }
+            EndsFirst::Target => {
+                let before = kubelet.received().len();
+                let reading = stream.read_to_end().await;
+                assert_eq!(reading.ended, BodyEnd::CleanClose, "round {round}");
+                assert_eq!(reading.bytes, deterministic_bytes(0, 1000), "round {round}");
+                stream.send(&bulk).await?;
+                stream.finish().await?;
+                let received = eventually("the target has all of it", PATIENCE, async || {
+                    kubelet.received().into_iter().nth(before)
+                });
+                assert_eq!(received.await.sha256, digest, "round {round}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// As many at once as the limit of open files allows.
+#[tokio::test(flavor = "multi_thread")]
+async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
+    let world = World::start_with(|settings| {
+        settings.limits = World::limits("streamsPerAgent: 12000");
+    })
+    .await?;
+    let kubelet = StandInKubelet::plain("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let at_once = open_files()?.saturating_sub(500).clamp(400, 40_000) / FILES_EACH;
+    let ids: Vec<u64> = (0..10_000).collect();
+    for batch in ids.chunks(at_once) {
+        let refused = batch.iter().map(|id| {
+            let path = format!("/exec/a/b/c?refuse=403&id={id}");
+            let client = UpgradeClient::spdy(&host, &path);
+            let door = world.http();
+            async move {
+                let reply = client.connect(door).await?.refused()?;
+                ensure!(
+                    reply.status == 403 && reply.ended.is_clean(),
+                    "{id}: {} {}",
+                    reply.status,
+                    reply.text()
+                );
+                ensure!(reply.text() == refusal(*id), "{id} got {}", reply.text());
+                anyhow::Ok(())
+            }
+        });
+        try_join_all(refused).await?;
+    }
+    assert_eq!(kubelet.traffic().requests(), 10_000);
+    eventually("no connection is left", PATIENCE, async || {
+        let open = kubelet.traffic().open();
+        (open == 0).then_some(()).ok_or(open)
+    })
+    .await;
+    Ok(())
+}
+
+/// Both ends of the caller's connection and of the target's are in this process.
+const FILES_EACH: usize = 4;
+
+fn open_files() -> Result<usize> {
+    let limits = std::fs::read_to_string("/proc/self/limits")?;
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"));
+    let soft = line.and_then(|line| line.split_whitespace().next());
+    Ok(soft.context("limit of open files")?.parse()?)
+}
+
+/// The lesson of CVE-2018-1002105: a connection whose upgrade failed carries nothing more.
+#[tokio::test(flavor = "multi_thread")]
+async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> Result<()> {
+    let world = World::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let answer = |status: u16| format!("HTTP/1.1 {status} X\r\nContent-Length: 3\r\n\r\nabc");
+    let wrong_protocol = "HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: other/1\r\n\r\n";
+    for (sent, status) in [
+        (answer(200), 502),
+        (answer(204), 502),
+        (answer(302), 502),
+        (answer(400), 400),
+        (answer(403), 403),
+        (answer(500), 500),
+        ("garbage\r\n\r\n".to_owned(), 502),
+        (wrong_protocol.to_owned(), 502),
+        ("HTTP/1.1 101 X\r\n\r\n".to_owned(), 502),
+    ] {
+        let steps = vec![Step::ReadHead, Step::Send(sent.clone().into()), Step::Hold];
+        let target = HostileTarget::start(steps).await?;
+        let mut stream = ByteStream::connect(world.http()).await?;
+        stream.send(&upgrade_with_another_behind(&target)).await?;
+        let reading = stream.read_to_end().await;
+        let text = String::from_utf8_lossy(&reading.bytes);
+        assert!(
+            text.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{sent:?}: {text}"
+        );
+        assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{sent:?}: {text}");
+        is_closed_untouched(&target).await;
+    }
+    // No answer at all: the target's side closes with the caller's.
+    let target = HostileTarget::start(vec![Step::ReadHead, Step::Hold]).await?;
+    let mut stream = ByteStream::connect(world.http()).await?;
+    stream.send(&upgrade_with_another_behind(&target)).await?;
+    eventually("the target is reached", PATIENCE, async || {
+        (target.traffic().requests() == 1).then_some(())
+    })
+    .await;
+    drop(stream);
+    is_closed_untouched(&target).await;
+    Ok(())
+}
+
+fn upgrade_with_another_behind(target: &HostileTarget) -> Vec<u8> {
+    let host = format!("Host: worker-1:{}", target.addr().port());
+    let upgrade = format!("POST /exec/a/b/c HTTP/1.1\r\n{host}\r\nContent-Length: 0\r\n");
+    let wanted = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    format!("{upgrade}{wanted}GET /secrets HTTP/1.1\r\n{host}\r\n\r\n").into_bytes()
+}
+
+/// Its only connection is closed within a second, and nothing came behind the first head.
+async fn is_closed_untouched(target: &HostileTarget) {
+    eventually(
+        "the connection is closed",
+        Duration::from_secs(1),
+        async || (target.traffic().open() == 0).then_some(()),
+    )
+    .await;
+    let traffic = target.traffic();
+    assert_eq!(
+        (traffic.accepted(), traffic.requests(), traffic.bytes_in()),
+        (1, 1, 0)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s41_redirects_are_passed_or_refused_and_never_followed() -> Result<()> {
+    let world = World::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let elsewhere = RecordingTarget::start("elsewhere").await?;
+    let location = format!("http://127.0.0.1:{}/stolen", elsewhere.addr().port());
+    for status in [300, 301, 302, 303, 307, 308] {
+        let answer =
+            format!("HTTP/1.1 {status} X\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n");
+        let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer.into())]).await?;
+        let host = format!("worker-1:{}", target.addr().port());
+        let with_token = |request: RawRequest| request.header("Authorization", "Bearer secret");
+        for method in ["GET", "POST"] {
+            let plain =
+                with_token(RawRequest::new(method, "/", &host)).header("Connection", "close");
+            let reply = request(Door::clone(&world.http()), &plain).await?;
+            assert_eq!(reply.status, status);
+            assert_eq!(reply.header("location"), Some(location.as_str()));
+        }
+        let upgrade =
+            UpgradeClient::spdy(&host, "/exec/a/b/c").header("Authorization", "Bearer secret");
+        let reply = upgrade.connect(world.http()).await?.refused()?;
+        let code = reply.header("x-tunnel-error");
+        assert_eq!((reply.status, code), (502, Some("target_bad_response")));
+        assert_eq!(reply.header("location"), None);
+    }
+    assert_eq!(elsewhere.traffic().accepted(), 0);
+    Ok(())
+}
