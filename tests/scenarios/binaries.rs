@@ -1,5 +1,6 @@
 //! The two binaries as processes: verbs and exit codes, kills and restarts, and ends that lose nothing.
 
+mod bulk;
 mod drain;
 mod exhaustion;
 mod many;

@@ -1,5 +1,7 @@
 //! HTTP to the letter: what a caller sends, what a target gets, and what comes back.
 
+mod bodies;
+mod connections;
 mod hostile;
 mod kubelet;
 mod limits;

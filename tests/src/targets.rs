@@ -20,7 +20,7 @@ mod wire;
 
 pub use accept::Traffic;
 pub use body::BodyEnd;
-pub use data::{Sha256, deterministic_bytes, sha256_hex};
+pub use data::{Sha256, deterministic_bytes, repeated_block, sha256_hex};
 pub use exporter::Exporter;
 pub use hostile::{HostileTarget, Step};
 pub use kubelet::{StandInKubelet, refusal};

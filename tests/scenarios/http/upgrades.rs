@@ -100,11 +100,17 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let world = World::start_with(|settings| {
-        settings.limits = World::limits("streamsPerAgent: 12000");
+        settings.limits = World::limits("{streamsPerAgent: 12000, bufferPool: 64GiB}");
     })
     .await?;
     let kubelet = StandInKubelet::plain("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = world
+        .agent_with("worker-1", |config| {
+            // What is full must not be the tunnel.
+            config.limits.streams_per_agent = 12_000;
+            config.limits.buffer_pool = 64 << 30;
+        })
+        .await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
     let at_once = open_files()?.saturating_sub(500).clamp(400, 40_000) / FILES_EACH;
     let ids: Vec<u64> = (0..10_000).collect();

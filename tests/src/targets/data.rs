@@ -13,6 +13,11 @@ pub fn deterministic_bytes(seed: u64, n: usize) -> Vec<u8> {
     bytes
 }
 
+/// 64 KiB that a large answer repeats: cheap to make, and wrong or missing bytes are still seen.
+pub fn repeated_block() -> Vec<u8> {
+    deterministic_bytes(0, 64 << 10)
+}
+
 /// SHA-256 of `data` in lower-case hexadecimal.
 pub fn sha256_hex(data: &[u8]) -> String {
     hex(&digest(&SHA256, data))

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, chunk, last_chunk, segments, send_bytes, send_chunks};
-use super::data::{ByteSource, Sha256};
+use super::data::{ByteSource, Sha256, repeated_block};
 use super::feed::{Feed, Following};
 use super::tls::TargetTls;
 use super::wire::Wire;
@@ -22,6 +22,8 @@ use super::wire::Wire;
 /// |---|---|
 /// | `/`, `/metrics` | text that names the node |
 /// | `/size/N`, `/chunked/N`, `/close-delimited/N` | N bytes of sequence 0 (`?seed=S`: of S), digest in `X-Sha256` |
+/// | `/repeated/N` | N bytes: [`repeated_block`](super::repeated_block) over and over |
+/// | `/echo` | the request's body in chunks, each as it comes |
 /// | `/follow` | endless chunked lines, from [`Self::emit`], with `?interval_ms=M` also from a timer |
 /// | `/headers` | the request head exactly as received |
 /// | `/upload` | `COUNT SHA256` of the request's body; sends 100 Continue where expected |
@@ -141,6 +143,8 @@ impl Site {
                 self.bytes(wire, request, n.parse().ok(), BodyKind::UntilClose)
                     .await
             }
+            ["repeated", n] => repeated(wire, request, n.parse().unwrap_or(0)).await,
+            ["echo"] => echo(wire, request).await,
             ["follow"] => self.follow(wire, request).await,
             ["headers"] => {
                 request
@@ -287,6 +291,35 @@ async fn upload(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
     }
     let answer = format!("{} {}\n", digest.bytes(), digest.finish());
     request.answer(wire, 200, &answer).await
+}
+
+async fn repeated(wire: &mut Wire, request: &Request, n: u64) -> io::Result<After> {
+    let length = n.to_string();
+    let head = request.head(200, &[("Content-Length", &length)]);
+    wire.write_all(&head).await?;
+    let block = repeated_block();
+    let mut left = n;
+    while left > 0 {
+        let piece = usize::try_from(left).map_or(block.len(), |left| left.min(block.len()));
+        wire.write_all(block.get(..piece).unwrap_or_default())
+            .await?;
+        left -= piece as u64;
+    }
+    wire.flush().await?;
+    Ok(After::KeepAlive)
+}
+
+async fn echo(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
+    let head = request.head(200, &[("Transfer-Encoding", "chunked")]);
+    wire.write_all(&head).await?;
+    wire.flush().await?;
+    while let Some(data) = request.body.data(wire).await {
+        wire.write_all(&chunk(&data)).await?;
+        wire.flush().await?;
+    }
+    wire.write_all(last_chunk()).await?;
+    wire.flush().await?;
+    Ok(After::KeepAlive)
 }
 
 async fn status(wire: &mut Wire, request: &Request, code: Option<u16>) -> io::Result<After> {

@@ -29,6 +29,8 @@ pub enum Step {
     Flood(Vec<u8>),
     /// Says nothing more and waits for the peer's end; what comes until then counts as bytes received.
     Hold,
+    /// Begins again with the first step.
+    Again,
     /// Cuts the connection with a TCP reset.
     Reset,
     /// Ends the TCP connection without TLS's close_notify.
@@ -66,8 +68,10 @@ impl HostileTarget {
 }
 
 async fn act(mut wire: Wire, traffic: Arc<Traffic>, steps: Arc<[Step]>) -> io::Result<()> {
-    for step in &*steps {
+    let mut left = steps.iter();
+    while let Some(step) = left.next() {
         match step {
+            Step::Again => left = steps.iter(),
             Step::ReadHead => {
                 if wire.read_head().await?.is_none() {
                     return wire.close().await;

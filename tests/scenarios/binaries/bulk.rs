@@ -1,0 +1,132 @@
+//! Large answers: whole, and with the memory of both processes flat; and scrapes without pauses.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tunnel_tests::client::{BodyEnd, Exchange, KeepAliveClient, RawRequest};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::process::Listener;
+use tunnel_tests::targets::repeated_block;
+
+use super::{NODE, Stack};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn large_answer_arrives_whole_with_flat_memory_over_quic() -> Result<()> {
+    large_answer("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn large_answer_arrives_whole_with_flat_memory_over_h2() -> Result<()> {
+    large_answer("h2").await
+}
+
+async fn large_answer(transport: &str) -> Result<()> {
+    let mut stack = Stack::start(&[], &["--transport", transport]).await?;
+    let processes = [
+        ("server", stack.server.process().id()),
+        ("agent", stack.agent.id()),
+    ];
+    // The first answer brings windows and buffers to their size.
+    read_answer(&stack, 128 << 20).await?;
+    let mut before = Vec::new();
+    for (name, id) in processes {
+        before.push((name, id, peak_memory(id)?));
+    }
+    let bytes = bulk_bytes();
+    let began = Instant::now();
+    read_answer(&stack, bytes).await?;
+    let rate = bytes as f64 / began.elapsed().as_secs_f64() / f64::from(1 << 20);
+    for (name, id, before) in before {
+        let after = peak_memory(id)?;
+        let text = format!(
+            "{bytes} bytes over {transport}: {rate:.0} MiB/s, {name} peaks at {before} KiB, then {after} KiB"
+        );
+        writeln!(std::io::stderr(), "{text}")?;
+        ensure!(after < before + GROWTH_KIB, "{text}");
+    }
+    Ok(())
+}
+
+/// Reads `n` bytes and compares each of them.
+async fn read_answer(stack: &Stack, n: u64) -> Result<()> {
+    let door = stack.server.address(Listener::Http);
+    let get = stack.get(&format!("/repeated/{n}"));
+    let mut answer = Exchange::start(door, &get).await?;
+    let block = repeated_block();
+    let twice = block.repeat(2);
+    let mut read = 0_u64;
+    while let Some(data) = answer.data().await {
+        let at = usize::try_from(read % block.len() as u64)?;
+        ensure!(
+            twice.get(at..at + data.len()) == Some(&*data),
+            "wrong bytes at {read}"
+        );
+        read += data.len() as u64;
+    }
+    ensure!(read == n, "{read} of {n} bytes");
+    ensure!(
+        answer.ended() == Some(&BodyEnd::CleanLength),
+        "{:?}",
+        answer.ended()
+    );
+    Ok(())
+}
+
+/// 1 GiB, or as many as `CULVERT_TEST_BULK_GIB` says; the figure of the reference is 10.
+fn bulk_bytes() -> u64 {
+    let gib = std::env::var("CULVERT_TEST_BULK_GIB").ok();
+    let gib = gib.and_then(|gib| gib.parse::<u64>().ok());
+    gib.unwrap_or(1) << 30
+}
+
+/// The most memory that a process has had, KiB.
+fn peak_memory(id: Option<u32>) -> Result<u64> {
+    let id = id.context("the process has ended")?;
+    let status = std::fs::read_to_string(format!("/proc/{id}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.context("VmHWM")?.parse()?)
+}
+
+/// Far below the answer, and above what an allocator keeps for itself.
+const GROWTH_KIB: u64 = 16 << 10;
+
+/// A pause of a delayed acknowledgement (40 ms) would be in each scrape of a connection that is used again.
+#[tokio::test(flavor = "multi_thread")]
+async fn scrapes_of_1_mib_have_no_pauses() -> Result<()> {
+    for transport in ["quic", "h2"] {
+        let stack = Stack::start(&[], &["--transport", transport]).await?;
+        let scrape = RawRequest::new("GET", &format!("/repeated/{}", 1 << 20), &stack.host());
+        let before = stack.exporter.traffic().accepted();
+        let mut caller = KeepAliveClient::connect(stack.server.address(Listener::Http)).await?;
+        caller.request(&scrape).await?;
+        let mut best = Duration::MAX;
+        for _ in 0..5 {
+            let began = Instant::now();
+            for _ in 0..10 {
+                let reply = caller.request(&scrape).await?;
+                ensure!(
+                    reply.body.len() == 1 << 20,
+                    "{} bytes of {NODE}",
+                    reply.body.len()
+                );
+            }
+            best = best.min(began.elapsed() / 10);
+        }
+        writeln!(
+            std::io::stderr(),
+            "a scrape of 1 MiB over {transport} takes {best:?}"
+        )?;
+        ensure!(
+            best < scaled(Duration::from_millis(30)),
+            "{best:?} for a scrape"
+        );
+        let connections = stack.exporter.traffic().accepted() - before;
+        ensure!(
+            connections == 1,
+            "{connections} connections to the target over {transport}"
+        );
+    }
+    Ok(())
+}

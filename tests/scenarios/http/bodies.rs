@@ -1,0 +1,269 @@
+//! Bodies end to end: both directions at once, 100-continue, trailers, answers without a body, codings, and flushes.
+
+use anyhow::{Context, Result};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_agent::config::TransportChoice;
+use tunnel_tests::client::{BodyEnd, ByteStream, Exchange, KeepAliveClient, RawRequest, request};
+use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Step, deterministic_bytes};
+use tunnel_tests::world::{Agent, World};
+
+use crate::scripted::ScriptedAgent;
+
+struct Site {
+    world: World,
+    exporter: Exporter,
+    host: String,
+    _agent: Agent,
+}
+
+impl Site {
+    async fn start() -> Result<Self> {
+        Self::start_over(TransportChoice::Auto).await
+    }
+
+    async fn start_over(transport: TransportChoice) -> Result<Self> {
+        let world = World::start().await?;
+        let exporter = Exporter::start("worker-1").await?;
+        let agent = world.agent_with("worker-1", |config| config.transport = transport);
+        Ok(Self {
+            _agent: agent.await?,
+            host: format!("worker-1:{}", exporter.addr().port()),
+            world,
+            exporter,
+        })
+    }
+}
+
+/// Reads up to and with `end`.
+async fn read_until(stream: &mut ByteStream, end: &[u8]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    while !bytes.ends_with(end) {
+        bytes.push(stream.read_u8().await.context("before the end")?);
+    }
+    Ok(bytes)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_pass_both_ways_at_once() -> Result<()> {
+    for transport in [TransportChoice::Quic, TransportChoice::H2] {
+        let site = Site::start_over(transport).await?;
+        let mut stream = ByteStream::connect(site.world.http()).await?;
+        let (host, fields) = (
+            &site.host,
+            "Transfer-Encoding: chunked\r\nConnection: close",
+        );
+        let head = format!("POST /echo HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n\r\n");
+        stream.send(head.as_bytes()).await?;
+        // The answer begins before the body has, and each piece comes back before the next one goes.
+        let answer = read_until(&mut stream, b"\r\n\r\n").await?;
+        assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"));
+        for round in 0..50 {
+            let piece = format!("{:x}\r\n{}\r\n", round + 1, "x".repeat(round + 1));
+            stream.send(piece.as_bytes()).await?;
+            let back = stream.receive(piece.len()).await?;
+            assert!(back.eq_ignore_ascii_case(piece.as_bytes()), "round {round}");
+        }
+        stream.send(b"0\r\n\r\n").await?;
+        let reading = stream.read_to_end().await;
+        assert_eq!(
+            (reading.bytes.as_slice(), reading.ended),
+            (b"0\r\n\r\n".as_slice(), BodyEnd::CleanClose)
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn continue_is_answered_hop_by_hop() -> Result<()> {
+    let site = Site::start().await?;
+    let upload = |host: &str| RawRequest::new("POST", "/upload", host).expecting_continue();
+    let body = deterministic_bytes(1, 300_000);
+    let reply = request(
+        site.world.http(),
+        &upload(&site.host)
+            .header("Connection", "close")
+            .body(body.clone()),
+    )
+    .await?;
+    assert_eq!(
+        (reply.status, reply.interim.as_slice()),
+        (200, [100].as_slice())
+    );
+    let direct = RawRequest::new("POST", "/upload", &site.host)
+        .header("Connection", "close")
+        .body(body.clone());
+    assert_eq!(
+        reply.text(),
+        request(site.exporter.addr(), &direct).await?.text()
+    );
+    // The target is not asked: the door has asked the caller already.
+    let target = RecordingTarget::start("one").await?;
+    let host = format!("worker-1:{}", target.addr().port());
+    request(
+        site.world.http(),
+        &upload(&host).header("Connection", "close").body("abc"),
+    )
+    .await?;
+    let arrived = target.requests().pop().context("nothing arrived")?;
+    assert_eq!(
+        (arrived.text().as_str(), arrived.field("expect")),
+        ("abc", None)
+    );
+    // Nobody is asked for a body that has nowhere to go.
+    let nowhere = upload("nobody:9100")
+        .header("Connection", "close")
+        .body(body);
+    let reply = request(site.world.http(), &nowhere).await?;
+    assert_eq!((reply.status, reply.interim.len()), (400, 0));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn trailers_are_kept_for_callers_that_ask() -> Result<()> {
+    let site = Site::start().await?;
+    let get = RawRequest::new("GET", "/trailers", &site.host);
+    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    for round in 0..10 {
+        let asked = if round % 2 == 0 {
+            get.clone()
+                .header("TE", "trailers")
+                .header("Connection", "TE")
+        } else {
+            get.clone()
+        };
+        let reply = caller.request(&asked).await?;
+        assert_eq!(
+            (reply.text().as_str(), &reply.ended),
+            ("with a trailer\n", &BodyEnd::CleanChunked)
+        );
+        let kept = [("X-Checksum".to_owned(), "42".to_owned())];
+        let trailers: Vec<_> = reply
+            .trailers
+            .iter()
+            .map(|(name, value)| (name.to_lowercase(), value.clone()))
+            .collect();
+        let expected: Vec<_> = kept
+            .iter()
+            .filter(|_| round % 2 == 0)
+            .map(|(name, value)| (name.to_lowercase(), value.clone()))
+            .collect();
+        assert_eq!(trailers, expected, "round {round}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_without_a_body_leave_the_connection_usable() -> Result<()> {
+    let site = Site::start().await?;
+    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    for _ in 0..5 {
+        let head = caller
+            .request(&RawRequest::new("HEAD", "/size/12345", &site.host))
+            .await?;
+        assert_eq!(
+            (head.status, head.header("content-length")),
+            (200, Some("12345"))
+        );
+        let head = caller
+            .request(&RawRequest::new("HEAD", "/chunked/12345", &site.host))
+            .await?;
+        assert_eq!(
+            (head.status, head.header("content-length"), head.body.len()),
+            (200, None, 0)
+        );
+        for status in [204, 304] {
+            let reply = caller
+                .request(&RawRequest::new(
+                    "GET",
+                    &format!("/status/{status}"),
+                    &site.host,
+                ))
+                .await?;
+            assert_eq!((reply.status, reply.body.len()), (status, 0));
+            assert_eq!(reply.header("transfer-encoding"), None);
+        }
+        let whole = caller
+            .request(&RawRequest::new("GET", "/size/3", &site.host))
+            .await?;
+        assert_eq!(whole.body, deterministic_bytes(0, 3));
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn content_codings_pass_untouched() -> Result<()> {
+    let site = Site::start().await?;
+    // Not even gzip: whoever looks inside, or unpacks it, fails.
+    let body = deterministic_bytes(7, 100_000);
+    let head = "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nVary: Accept-Encoding\r\nETag: \"1\"\r\nContent-Length: 100000\r\n\r\n";
+    let answer = [head.as_bytes(), &body].concat();
+    let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer)]).await?;
+    let host = format!("worker-1:{}", target.addr().port());
+    for asks in [None, Some("gzip"), Some("identity")] {
+        let get = RawRequest::get(&host, "/");
+        let get = asks
+            .iter()
+            .fold(get, |get, coding| get.header("Accept-Encoding", coding));
+        let reply = request(site.world.http(), &get).await?;
+        assert!(reply.body == body, "{asks:?}");
+        for (name, value) in [
+            ("content-encoding", "gzip"),
+            ("vary", "Accept-Encoding"),
+            ("etag", "\"1\""),
+        ] {
+            assert_eq!(reply.header(name), Some(value), "{asks:?}");
+        }
+    }
+    Ok(())
+}
+
+/// In whichever framing: the next byte is only written after the one before has arrived at the caller.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_write_of_a_target_arrives_before_the_next() -> Result<()> {
+    let world = World::start().await?;
+    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    for head in [
+        "HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n",
+        "HTTP/1.0 200 OK\r\n\r\n",
+    ] {
+        let get = RawRequest::get("worker-1:9100", "/");
+        let (answer, stream) = tokio::join!(Exchange::start(world.http(), &get), async {
+            let mut stream = agent.next_stream().await?;
+            stream.accept("").await?;
+            stream.write_all(head.as_bytes()).await?;
+            stream.flush().await?;
+            anyhow::Ok(stream)
+        });
+        let (mut answer, mut stream) = (answer?, stream?);
+        let chunked = head.contains("chunked");
+        for index in 0..40_u8 {
+            let byte = b'a' + index % 26;
+            let sent = if chunked {
+                vec![b'1', b'\r', b'\n', byte, b'\r', b'\n']
+            } else {
+                vec![byte]
+            };
+            stream.write_all(&sent).await?;
+            stream.flush().await?;
+            assert_eq!(
+                answer.data().await.as_deref(),
+                Some([byte].as_slice()),
+                "{head:?} {index}"
+            );
+        }
+        if chunked {
+            stream.write_all(b"0\r\n\r\n").await?;
+        }
+        // A door that has the whole answer may have closed already.
+        let _ended = stream.shutdown().await;
+        assert_eq!(answer.data().await, None);
+        assert!(
+            answer.ended().is_some_and(BodyEnd::is_clean),
+            "{head:?}: {:?}",
+            answer.ended()
+        );
+    }
+    Ok(())
+}

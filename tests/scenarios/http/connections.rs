@@ -1,0 +1,306 @@
+//! Connections: each request is routed by itself, target connections are used again where that is safe, and both ends close
+//! with each other.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::AsyncWriteExt;
+use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Seen, Step};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+struct Site {
+    world: World,
+    _agents: [Agent; 2],
+}
+
+impl Site {
+    async fn start() -> Result<Self> {
+        let world = World::start().await?;
+        let agents = [
+            world.agent("worker-1").await?,
+            world.agent("worker-2").await?,
+        ];
+        Ok(Self {
+            world,
+            _agents: agents,
+        })
+    }
+}
+
+fn get(node: &str, port: u16, path: &str) -> RawRequest {
+    RawRequest::new("GET", path, &format!("{node}:{port}"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
+    let site = Site::start().await?;
+    let target = RecordingTarget::start("one").await?;
+    let port = target.addr().port();
+    for callers in 1..=3 {
+        let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+        for round in 0..50 {
+            let path = format!("/{callers}/{round}");
+            let reply = caller.request(&get("worker-1", port, &path)).await?;
+            assert_eq!(reply.text(), format!("GET {path} by one\n"));
+        }
+        assert_eq!(
+            target.traffic().accepted(),
+            callers,
+            "one connection for each caller"
+        );
+        drop(caller);
+        eventually("it closes with its caller", PATIENCE, async || {
+            (target.traffic().open() == 0).then_some(())
+        })
+        .await;
+    }
+    // No connection carried the requests of two callers.
+    for seen in target.seen() {
+        let Seen::Request(connection, request) = seen else {
+            anyhow::bail!("{seen:?}");
+        };
+        assert!(
+            request.target.starts_with(&format!("/{}/", connection + 1)),
+            "{request:?}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
+    let site = Site::start().await?;
+    let target = RecordingTarget::start("one").await?;
+    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    for round in 0..20 {
+        let asked = get("worker-1", target.addr().port(), "/");
+        let asked = match round % 3 {
+            0 => asked,
+            token => asked.header("Authorization", &format!("Bearer {token}")),
+        };
+        assert_eq!(caller.request(&asked).await?.status, 200);
+    }
+    let mut used = BTreeSet::new();
+    for seen in target.seen() {
+        if let Seen::Request(connection, request) = seen {
+            used.insert((
+                connection,
+                request.field("authorization").map(str::to_owned),
+            ));
+        }
+    }
+    let connections: BTreeSet<_> = used.iter().map(|(connection, _)| *connection).collect();
+    assert_eq!(connections.len(), used.len(), "{used:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()> {
+    let site = Site::start().await?;
+    let targets = [
+        ("worker-1", RecordingTarget::start("a").await?, "a"),
+        ("worker-2", RecordingTarget::start("b").await?, "b"),
+        ("worker-1", RecordingTarget::start("c").await?, "c"),
+    ];
+    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    for round in 0..90 {
+        // Runs of one target and changes between any two.
+        let (node, target, name) = &targets[(round / 2 + round / 7) % 3];
+        let path = format!("/{round}");
+        let asked = match round % 5 {
+            0 => RawRequest::new("POST", &path, &format!("{node}:{}", target.addr().port()))
+                .body("abc"),
+            _ => get(node, target.addr().port(), &path),
+        };
+        let reply = caller.request(&asked).await?;
+        assert!(
+            reply.text().ends_with(&format!("/{round} by {name}\n")),
+            "{}",
+            reply.text()
+        );
+    }
+    let arrived: usize = targets
+        .iter()
+        .map(|(_, target, _)| target.requests().len())
+        .sum();
+    assert_eq!(arrived, 90);
+    Ok(())
+}
+
+/// A connection that may carry something of its last exchange, or that ends, is no good for the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<()> {
+    let site = Site::start().await?;
+    let answer = |fields: &str| format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 3\r\n\r\nabc");
+    let refused = "HTTP/1.1 403 Forbidden\r\nContent-Length: 3\r\n\r\nabc".to_owned();
+    let upgrade = [("Connection", "Upgrade"), ("Upgrade", "SPDY/3.1")];
+    for (name, sent, fields) in [
+        ("a refused upgrade", refused, upgrade.as_slice()),
+        ("Connection: close", answer("Connection: close\r\n"), &[]),
+        ("HTTP/1.0", answer("").replace("/1.1", "/1.0"), &[]),
+        ("bytes behind the answer", answer("") + "x", &[]),
+        ("an answer behind the answer", answer("").repeat(2), &[]),
+    ] {
+        // It answers once on each connection, and then says nothing more.
+        let steps = vec![Step::ReadHead, Step::Send(sent.into()), Step::Hold];
+        let target = HostileTarget::start(steps).await?;
+        for round in 1..=3 {
+            let asked = get("worker-1", target.addr().port(), "/");
+            let asked = fields
+                .iter()
+                .fold(asked, |asked, (name, value)| asked.header(name, value));
+            let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+            for _ in 0..2 {
+                let answered = tokio::time::timeout(PATIENCE, caller.request(&asked)).await;
+                match answered.with_context(|| format!("{name}: the connection was used again"))? {
+                    Ok(reply) => ensure!(reply.text() == "abc", "{name}: {}", reply.text()),
+                    // The caller's connection may end with the exchange.
+                    Err(_) => break,
+                }
+            }
+            let traffic = target.traffic();
+            ensure!(
+                traffic.requests() >= round,
+                "{name}: {}",
+                traffic.requests()
+            );
+            ensure!(
+                traffic.requests() == traffic.accepted(),
+                "{name}: used again"
+            );
+        }
+        eventually("all are closed", PATIENCE, async || {
+            (target.traffic().open() == 0).then_some(())
+        })
+        .await;
+        assert_eq!(target.traffic().bytes_in(), 0, "{name}");
+    }
+    Ok(())
+}
+
+/// As servers do that restart, or whose idle connections end.
+#[tokio::test(flavor = "multi_thread")]
+async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
+    let site = Site::start().await?;
+    let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
+    let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer.into())]).await?;
+    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    for round in 0..100 {
+        let reply = caller
+            .request(&get("worker-1", target.addr().port(), "/"))
+            .await?;
+        assert_eq!(
+            (reply.status, reply.text().as_str()),
+            (200, "abc"),
+            "round {round}"
+        );
+        if round % 2 == 0 {
+            eventually("the target's connection is closed", PATIENCE, async || {
+                (target.traffic().open() == 0).then_some(())
+            })
+            .await;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
+    let site = Site::start().await?;
+    let targets = [
+        ("worker-1", RecordingTarget::start("one").await?, "one"),
+        ("worker-2", RecordingTarget::start("two").await?, "two"),
+    ];
+    let (mut sent, mut expected) = (String::new(), Vec::new());
+    for round in 0..200 {
+        let (node, target, name) = &targets[usize::from(round % 3 == 0)];
+        let host = format!("{node}:{}", target.addr().port());
+        let last = if round == 199 {
+            "Connection: close\r\n"
+        } else {
+            ""
+        };
+        let (method, body) = match round % 4 {
+            1 => ("POST", "Content-Length: 3\r\n\r\nabc"),
+            2 => (
+                "PUT",
+                "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+            ),
+            _ => ("GET", "\r\n"),
+        };
+        sent.push_str(&format!(
+            "{method} /{round} HTTP/1.1\r\nHost: {host}\r\n{last}{body}"
+        ));
+        expected.push(format!("{method} /{round} by {name}"));
+    }
+    let stream = ByteStream::connect(site.world.http()).await?;
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let mut answers = Vec::new();
+    let (written, read) = tokio::join!(
+        writer.write_all(sent.as_bytes()),
+        tokio::io::AsyncReadExt::read_to_end(&mut reader, &mut answers)
+    );
+    written?;
+    read?;
+    let answers = String::from_utf8(answers)?;
+    let bodies: Vec<_> = answers
+        .lines()
+        .filter(|line| line.contains(" by "))
+        .collect();
+    assert_eq!(bodies, expected);
+    Ok(())
+}
+
+/// Also where hyper cannot see it: behind requests that wait their turn, or a body that nobody reads.
+#[tokio::test(flavor = "multi_thread")]
+async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
+    let site = Site::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let host = format!("Host: worker-1:{}\r\n", exporter.addr().port());
+    let waiting = format!("GET /slow-head HTTP/1.1\r\n{host}\r\n");
+    let follow = format!("GET /follow HTTP/1.1\r\n{host}\r\n");
+    let next = format!("GET /metrics HTTP/1.1\r\n{host}\r\n");
+    let half_a_body = format!("POST /slow-head HTTP/1.1\r\n{host}Content-Length: 100\r\n\r\nabc");
+    for (name, sent) in [
+        ("nothing", waiting.clone()),
+        ("one request", format!("{waiting}{next}")),
+        ("many requests", format!("{waiting}{}", next.repeat(1000))),
+        ("half a head", format!("{waiting}GET /metr")),
+        ("half a body", half_a_body),
+        ("a stream that is followed", follow.clone()),
+        (
+            "requests behind a stream that is followed",
+            format!("{follow}{}", next.repeat(1000)),
+        ),
+    ] {
+        for by_reset in [false, true] {
+            let served = exporter.traffic().requests();
+            let mut stream = ByteStream::connect(site.world.http()).await?;
+            stream.send(sent.as_bytes()).await?;
+            eventually("the target answers", PATIENCE, async || {
+                (exporter.waiting() + exporter.followers() == 1).then_some(())
+            })
+            .await;
+            if by_reset {
+                stream.reset().await?;
+            } else {
+                stream.finish().await?;
+            }
+            eventually(
+                &format!("{name}: the target's side closes, reset {by_reset}"),
+                PATIENCE,
+                async || (exporter.traffic().open() == 0).then_some(()),
+            )
+            .await;
+            let requests = exporter.traffic().requests();
+            assert_eq!(
+                requests,
+                served + 1,
+                "{name}: a request of a caller who had left was sent"
+            );
+        }
+    }
+    Ok(())
+}
