@@ -19,20 +19,24 @@ use crate::acceptor::{Acceptor, TcpEntry};
 use crate::admin::{self, AdminState};
 use crate::config::Config;
 use crate::data::DataDir;
+use crate::dns::Records;
 use crate::enroll::Enrollment;
 use crate::ingress::{DoorLimits, Doors};
 use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
+use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::{Registry, RegistryLimits};
-use crate::routes::{RouteTable, Routes};
+use crate::routes::{RouteNode, Routes, Source};
 use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
 use tunnel_proto::process::places::Places;
 
+mod cluster;
 mod sockets;
 
+use cluster::{Following, follow_cluster};
 pub use sockets::Bound;
 use sockets::{Sockets, advertised, bind, door_tls, log_bound, own_ports};
 
@@ -108,12 +112,33 @@ impl App {
         data.set_advertised(&advertised)?;
 
         let drivers = TaskTracker::new();
-        let mut policy = config.ports.clone();
-        policy.own = own_ports(&bound);
+        let policy = LivePolicy::default();
+        policy.replace(PortPolicy {
+            own: own_ports(&bound),
+            ..config.ports.clone()
+        });
+        let records = Records::default();
+        let pods = follow_cluster(
+            &config,
+            Following {
+                routes: &routes,
+                records: &records,
+                policy: &policy,
+                registry: &registry,
+                metrics: &metrics,
+                readiness: &readiness,
+                data: &data,
+                bound: &bound,
+                shutdown: &shutdown,
+            },
+            &mut metrics_registry,
+        )
+        .await?;
         let shared = Arc::new(Doors {
             routes,
             registry: registry.clone(),
             policy,
+            pods,
             target_tls: tls::target_client()?,
             limits: DoorLimits {
                 handshake: config.limits.handshake_timeout,
@@ -284,19 +309,19 @@ fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
     }
 }
 
-/// Keeps the route table equal to the known nodes.
+/// Keeps the routes of known nodes equal to them.
 fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shutdown: &Shutdown) {
     let (nodes, routes, metrics) = (nodes.clone(), routes.clone(), metrics.clone());
     let mut changed = nodes.changed();
     let rebuild = move || {
         let known = nodes.snapshot();
-        let table = RouteTable::new(
-            known
-                .iter()
-                .map(|(name, node)| (name, node.addresses.as_slice())),
-        );
-        metrics.routes(known.len(), table.conflicts().len());
-        routes.replace(table);
+        let known = known.iter().map(|(name, node)| RouteNode {
+            name: name.clone(),
+            hostname: None,
+            addresses: node.addresses.clone(),
+        });
+        let table = routes.set(Source::Known, known.collect());
+        metrics.routes(table.len(), table.conflicts().len());
     };
     rebuild();
     shutdown.spawn_service(async move {

@@ -16,6 +16,7 @@ use crate::ingress::service::Service;
 use crate::policy::PortPolicy;
 
 mod check;
+mod kubernetes;
 mod limits;
 mod raw;
 
@@ -23,6 +24,7 @@ use check::{
     address, advertised, check_service, client_auth, door_address, duration, https_certificate,
     loopback, parsed, port_list, proxy_port_listen,
 };
+pub use kubernetes::{EDGE_LABEL, KubernetesSettings, ObjectNames, Surroundings};
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawService};
 
@@ -30,6 +32,8 @@ pub use raw::{RawConfig, RawService};
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
 /// Prefix of the environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
+/// Ports that agents dial on their loopback unless told otherwise.
+pub const LOCALHOST_PORTS: &str = "10266, 10267";
 /// Extra ports that may be bound; a range typed by mistake must not open thousands of sockets.
 const EXTRA_PORTS_MAX: usize = 64;
 
@@ -64,6 +68,8 @@ pub struct Config {
     pub log_level: LevelFilter,
     /// Log format.
     pub log_format: LogFormat,
+    /// The cluster to follow.
+    pub kubernetes: Option<KubernetesSettings>,
     /// TCP services with their listeners.
     pub services: Vec<(SocketAddr, Service)>,
     /// Limits and timers.
@@ -106,11 +112,23 @@ impl TryFrom<RawConfig> for Config {
     type Error = ConfigError;
 
     fn try_from(raw: RawConfig) -> Result<Self, ConfigError> {
+        Self::check(&raw, Surroundings::of_process())
+    }
+}
+
+impl Config {
+    /// What the settings mean in these surroundings.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with all mistakes.
+    pub fn check(raw: &RawConfig, around: Surroundings) -> Result<Self, ConfigError> {
         let mut mistakes = Mistakes::default();
         let bad = &mut mistakes;
-        let client_auth = client_auth(bad, &raw);
+        let (kubernetes, standalone) = kubernetes::kubernetes(bad, raw, around);
+        let in_cluster = around.in_cluster && kubernetes.is_some();
+        let client_auth = client_auth(bad, raw);
         let required = matches!(client_auth, Some((_, true)));
-        let https_default: SocketAddr = if required {
+        let https_default: SocketAddr = if required || in_cluster {
             (Ipv6Addr::UNSPECIFIED, PORT_HTTPS).into()
         } else {
             loopback(PORT_HTTPS)
@@ -156,7 +174,7 @@ impl TryFrom<RawConfig> for Config {
                 bad,
                 "--localhost-proxy-ports",
                 raw.localhost_proxy_ports.as_deref(),
-                "10266, 10267",
+                LOCALHOST_PORTS,
             ),
             // Filled in with what was really bound.
             own: Vec::new(),
@@ -184,8 +202,12 @@ impl TryFrom<RawConfig> for Config {
                 .filter_map(|text| advertised(bad, text))
                 .collect(),
             ports,
-            proxy_port_listen: proxy_port_listen(bad, raw.proxy_port_listen.as_deref()),
-            https_certificate: https_certificate(bad, &raw),
+            proxy_port_listen: proxy_port_listen(
+                bad,
+                raw.proxy_port_listen.as_deref(),
+                kubernetes.is_some(),
+            ),
+            https_certificate: https_certificate(bad, raw),
             client_auth,
             drain_timeout: duration(
                 bad,
@@ -205,6 +227,7 @@ impl TryFrom<RawConfig> for Config {
                 .map_or_else(LogFormat::detect, |text| {
                     bad.take("--log-format", text.parse(), LogFormat::Json)
                 }),
+            kubernetes,
             services,
             limits: Limits::check(bad, raw.limits.as_ref()),
             warnings: Vec::new(),
@@ -215,7 +238,7 @@ impl TryFrom<RawConfig> for Config {
             raw.allow_unauthenticated.as_deref(),
             false,
         );
-        if !allowed {
+        if !allowed && !in_cluster {
             config.refuse_open_doors(bad, required);
         }
         if config.extra_listeners().len() > EXTRA_PORTS_MAX {
@@ -224,7 +247,10 @@ impl TryFrom<RawConfig> for Config {
                 format!("would bind more than {EXTRA_PORTS_MAX} ports"),
             );
         }
-        let warnings = config.warnings(bad, raw.kubernetes.as_deref());
+        let warnings = standalone
+            .into_iter()
+            .chain(config.limits.hard_bound_warning())
+            .collect();
         mistakes.finish(Self { warnings, ..config })
     }
 }
@@ -277,24 +303,6 @@ impl Config {
         for (address, service) in &self.services {
             refuse(&format!("services: {}", service.name), *address);
         }
-    }
-
-    fn warnings(&self, bad: &mut Mistakes, kubernetes: Option<&str>) -> Vec<String> {
-        let mut warnings = Vec::new();
-        match kubernetes.unwrap_or("auto") {
-            "off" => {}
-            "auto" if std::env::var_os("KUBERNETES_SERVICE_HOST").is_none() => {}
-            "auto" => warnings.push(
-                "runs in a cluster, but this build has no Kubernetes support: standalone".into(),
-            ),
-            "on" => bad.add(
-                "--kubernetes",
-                "this build has no Kubernetes support; use off",
-            ),
-            other => bad.add("--kubernetes", format!("{other:?} is not auto, on or off")),
-        }
-        warnings.extend(self.limits.hard_bound_warning());
-        warnings
     }
 }
 

@@ -73,6 +73,12 @@ impl DataDir {
         self.0.join("tokens.json")
     }
 
+    /// What the cluster last said of nodes, addresses and ports.
+    #[must_use]
+    pub fn cluster(&self) -> PathBuf {
+        self.0.join("cluster.json")
+    }
+
     /// Known nodes.
     #[must_use]
     pub fn nodes(&self) -> PathBuf {

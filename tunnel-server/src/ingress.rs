@@ -15,7 +15,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::Port;
 
 use crate::metrics::Metrics;
-use crate::policy::PortPolicy;
+use crate::pods::PodFinder;
+use crate::policy::LivePolicy;
 use crate::registry::Registry;
 use crate::routes::Routes;
 
@@ -42,7 +43,9 @@ pub struct Doors {
     /// Connected agents.
     pub registry: Arc<Registry>,
     /// Allowed ports.
-    pub policy: PortPolicy,
+    pub policy: LivePolicy,
+    /// In a cluster: which node a pod runs on.
+    pub pods: Option<PodFinder>,
     /// TLS towards https targets.
     pub target_tls: Arc<ClientConfig>,
     /// Limits.

@@ -4,6 +4,7 @@
 //! [`policy`] (which node, which port) → [`registry`] (the node's session opens a stream) → the agent.
 //! The way of an agent: [`acceptor`] (handshake, or [`enroll`]) → [`session`] (admission, control stream) → [`registry`].
 //! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]).
+//! In a cluster, [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
 //! Operators speak to a running server through [`admin`], with the verbs in [`verbs`].
 
 pub mod acceptor;
@@ -11,6 +12,8 @@ pub mod admin;
 pub mod app;
 pub mod cli;
 pub mod config;
+#[cfg(feature = "kubernetes")]
+pub mod controllers;
 pub mod data;
 pub mod dns;
 pub mod enroll;
@@ -18,6 +21,7 @@ pub mod ingress;
 pub mod issuer;
 pub mod metrics;
 pub mod nodes;
+pub mod pods;
 pub mod policy;
 pub mod registry;
 pub mod routes;

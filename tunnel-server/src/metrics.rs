@@ -68,7 +68,7 @@ struct HandshakeLabel {
 
 /// A word of the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Word(&'static str);
+pub(crate) struct Word(pub(crate) &'static str);
 
 impl EncodeLabelValue for Word {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {

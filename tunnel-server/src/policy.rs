@@ -1,7 +1,9 @@
 //! Which ports of a node callers may reach through the doors, and as what class; pure.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
@@ -10,7 +12,7 @@ use tunnel_proto::wire::name::Port;
 pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 
 /// What the doors accept.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PortPolicy {
     /// Extra ports of plain HTTP targets.
     pub http: PortSet,
@@ -31,7 +33,7 @@ pub enum PortRefusal {
     /// No list has it.
     #[error(
         "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
-         --https-proxy-ports and --localhost-proxy-ports"
+         --https-proxy-ports and --localhost-proxy-ports, which a ConfigMap of the cluster may replace"
     )]
     NotListed(Port),
 }
@@ -57,6 +59,16 @@ impl PortPolicy {
         }
     }
 
+    /// The target for the kubelet of a node, whose port the cluster tells.
+    #[must_use]
+    pub fn kubelet(&self, port: Port) -> Target {
+        if self.localhost.contains(port) {
+            Target::Loopback(port)
+        } else {
+            Target::Node(port)
+        }
+    }
+
     /// The extra ports to bind beside the doors, and whether each is https. The kubelet's ports are left out: they
     /// belong to the kubelet of the host or are mapped by a Service.
     pub fn extra_ports(&self) -> impl Iterator<Item = (Port, bool)> + '_ {
@@ -71,6 +83,27 @@ impl PortPolicy {
             .map(|port| (port, true))
             .chain(http.into_iter().map(|port| (port, false)));
         both.filter(|(port, _)| !KUBELET_PORTS.contains(&port.get()))
+    }
+}
+
+/// The policy in force; in a cluster it follows a ConfigMap. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct LivePolicy(Arc<ArcSwap<PortPolicy>>);
+
+impl LivePolicy {
+    /// The policy of this moment.
+    #[must_use]
+    pub fn load(&self) -> Arc<PortPolicy> {
+        self.0.load_full()
+    }
+
+    /// Puts another policy in force, for requests from here on. Says whether it differs.
+    pub fn replace(&self, policy: PortPolicy) -> bool {
+        let is_other = *self.load() != policy;
+        if is_other {
+            self.0.store(Arc::new(policy));
+        }
+        is_other
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tracing::debug;
 use tunnel_proto::process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
@@ -64,6 +64,7 @@ pub struct Opened {
 pub struct Registry {
     nodes: Mutex<HashMap<NodeName, NodeSessions>>,
     next_id: AtomicU64,
+    changes: watch::Sender<u64>,
     limits: RegistryLimits,
 }
 
@@ -97,6 +98,7 @@ impl Registry {
         Self {
             nodes: Mutex::default(),
             next_id: AtomicU64::new(1),
+            changes: watch::Sender::new(0),
             limits,
         }
     }
@@ -132,6 +134,7 @@ impl Registry {
         }
         node.sessions.insert(0, session.clone());
         drop(nodes);
+        self.changes.send_modify(|count| *count += 1);
         Ok(Registration {
             registry: self.clone(),
             session,
@@ -145,6 +148,18 @@ impl Registry {
         nodes
             .get(node)
             .map_or_else(Vec::new, |node| node.sessions.clone())
+    }
+
+    /// Whether a session of a node is connected.
+    #[must_use]
+    pub fn has(&self, node: &NodeName) -> bool {
+        self.lock().contains_key(node)
+    }
+
+    /// Changes whenever a session comes or goes.
+    #[must_use]
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
     }
 
     /// Every session.
@@ -256,6 +271,7 @@ impl Registry {
             }
         }
         drop(nodes);
+        self.changes.send_modify(|count| *count += 1);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, NodeSessions>> {

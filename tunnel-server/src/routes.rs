@@ -1,11 +1,12 @@
 //! Which node a name or an address belongs to: an immutable table, replaced as a whole, so that a lookup takes no lock.
 //!
 //! Desired state only: whether an agent is connected is the registry's business. A node is here because somebody
-//! vouched for it (a token, a certificate); an address only because an operator gave it, never because an agent claims it.
+//! vouched for it (a token, a certificate, a Node object); an address only because an operator or the cluster gave it,
+//! never because an agent claims it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
 use tunnel_proto::wire::name::NodeName;
@@ -14,6 +15,8 @@ use tunnel_proto::wire::name::NodeName;
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RouteTable {
     names: BTreeSet<NodeName>,
+    /// Host names beside the nodes' own names; never one that is a node's own.
+    hostnames: HashMap<NodeName, Vec<NodeName>>,
     addresses: HashMap<IpAddr, Vec<NodeName>>,
 }
 
@@ -23,6 +26,9 @@ pub enum RouteError {
     /// Nobody has vouched for a node of this name.
     #[error("no node is called {0}; 'tunnel-server nodes' lists the known ones")]
     UnknownName(NodeName),
+    /// Several nodes say that this is their host name.
+    #[error("{} is the host name of {}; address the node by its own name", .0, join(.1))]
+    AmbiguousName(NodeName, Vec<NodeName>),
     /// No known node has this address.
     #[error("no known node has the address {0}; address the node by name")]
     UnknownAddress(IpAddr),
@@ -31,42 +37,89 @@ pub enum RouteError {
     Ambiguous(IpAddr, Vec<NodeName>),
 }
 
+/// A node as one source knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RouteNode {
+    /// Its name.
+    pub name: NodeName,
+    /// Its host name, where that is another.
+    pub hostname: Option<NodeName>,
+    /// Its addresses.
+    pub addresses: Vec<IpAddr>,
+}
+
 impl RouteTable {
     /// A table of nodes with their addresses.
     pub fn new<'a>(nodes: impl IntoIterator<Item = (&'a NodeName, &'a [IpAddr])>) -> Self {
-        let mut table = Self::default();
+        let nodes = nodes.into_iter().map(|(name, addresses)| RouteNode {
+            name: name.clone(),
+            hostname: None,
+            addresses: addresses.to_vec(),
+        });
+        Self::merge(&nodes.collect::<Vec<_>>())
+    }
+
+    /// A table of nodes, of which several may be the same one from different sources: it has the addresses and host
+    /// names of all of them.
+    pub fn merge<'a>(nodes: impl IntoIterator<Item = &'a RouteNode>) -> Self {
+        let mut names = BTreeSet::new();
+        let mut hostnames: HashMap<NodeName, BTreeSet<NodeName>> = HashMap::new();
         let mut owners: HashMap<IpAddr, BTreeSet<NodeName>> = HashMap::new();
-        for (node, addresses) in nodes {
-            table.names.insert(node.clone());
-            for address in addresses {
-                owners
-                    .entry(address.to_canonical())
-                    .or_default()
-                    .insert(node.clone());
+        for node in nodes {
+            names.insert(node.name.clone());
+            if let Some(hostname) = &node.hostname {
+                let claims = hostnames.entry(hostname.clone()).or_default();
+                claims.insert(node.name.clone());
+            }
+            for address in &node.addresses {
+                let owners = owners.entry(address.to_canonical()).or_default();
+                owners.insert(node.name.clone());
             }
         }
-        table.addresses = owners
-            .into_iter()
-            .map(|(address, nodes)| (address, nodes.into_iter().collect()))
-            .collect();
-        table
+        hostnames.retain(|hostname, _| !names.contains(hostname));
+        Self {
+            names,
+            hostnames: listed(hostnames),
+            addresses: listed(owners),
+        }
     }
 
-    /// Whether the node is known.
+    /// How many nodes are known.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Whether no node is known.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// All known nodes, by name.
+    pub fn names(&self) -> impl Iterator<Item = &NodeName> {
+        self.names.iter()
+    }
+
+    /// Whether a known node is called so.
     #[must_use]
     pub fn knows(&self, name: &NodeName) -> bool {
-        self.names.contains(name)
+        self.by_name(name).is_ok()
     }
 
-    /// The known node of this name.
+    /// The known node of this name, which is its own or its host name.
     ///
     /// # Errors
-    /// [`RouteError::UnknownName`].
+    /// [`RouteError::UnknownName`], or [`RouteError::AmbiguousName`] when several have the host name.
     pub fn by_name(&self, name: &NodeName) -> Result<NodeName, RouteError> {
-        self.names
-            .get(name)
-            .cloned()
-            .ok_or_else(|| RouteError::UnknownName(name.clone()))
+        if let Some(own) = self.names.get(name) {
+            return Ok(own.clone());
+        }
+        match self.hostnames.get(name).map(Vec::as_slice) {
+            None | Some([]) => Err(RouteError::UnknownName(name.clone())),
+            Some([node]) => Ok(node.clone()),
+            Some(several) => Err(RouteError::AmbiguousName(name.clone(), several.to_vec())),
+        }
     }
 
     /// The one known node with this address.
@@ -103,20 +156,50 @@ fn join(nodes: &[NodeName]) -> String {
         .join(", ")
 }
 
-/// The table in force. Clones share it.
+fn listed<K: std::hash::Hash + Eq>(
+    owners: HashMap<K, BTreeSet<NodeName>>,
+) -> HashMap<K, Vec<NodeName>> {
+    let owners = owners.into_iter();
+    owners
+        .map(|(key, nodes)| (key, nodes.into_iter().collect()))
+        .collect()
+}
+
+/// Who knows of nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Source {
+    /// Tokens and certificates, with the addresses that operators gave.
+    Known,
+    /// The cluster's Node objects.
+    Cluster,
+}
+
+/// The table in force, merged from its sources. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Routes(Arc<ArcSwap<RouteTable>>);
+pub struct Routes(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    table: ArcSwap<RouteTable>,
+    sources: Mutex<BTreeMap<Source, Vec<RouteNode>>>,
+}
 
 impl Routes {
     /// The table of this moment.
     #[must_use]
     pub fn load(&self) -> Arc<RouteTable> {
-        self.0.load_full()
+        self.0.table.load_full()
     }
 
-    /// Puts another table in force.
-    pub fn replace(&self, table: RouteTable) {
-        self.0.store(Arc::new(table));
+    /// Replaces what a source knows, as a whole, and puts the merged table in force.
+    pub fn set(&self, source: Source, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
+        let sources = self.0.sources.lock();
+        let mut sources = sources.unwrap_or_else(PoisonError::into_inner);
+        sources.insert(source, nodes);
+        let table = Arc::new(RouteTable::merge(sources.values().flatten()));
+        // Under the lock, so that a merge of older sources never replaces a newer one.
+        self.0.table.store(table.clone());
+        table
     }
 }
 
@@ -154,5 +237,49 @@ mod tests {
         for other in ["1", "orker-1", "xworker-1", "worker-1.local"] {
             assert!(table.by_name(&name(other)).is_err());
         }
+    }
+
+    fn route(own: &str, hostname: Option<&str>, addresses: &[&str]) -> RouteNode {
+        RouteNode {
+            name: name(own),
+            hostname: hostname.map(name),
+            addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
+        }
+    }
+
+    #[test]
+    fn host_names_lead_to_their_node_unless_several_have_them_or_a_node_is_called_so() {
+        let table = RouteTable::merge(&[
+            route("a", Some("host-a.example"), &[]),
+            route("b", Some("twin"), &[]),
+            route("c", Some("twin"), &[]),
+            route("d", Some("a"), &[]),
+        ]);
+        assert_eq!(table.by_name(&name("Host-A.example.")), Ok(name("a")));
+        assert_eq!(table.by_name(&name("a")), Ok(name("a")));
+        let error = table.by_name(&name("twin")).unwrap_err();
+        assert!(error.to_string().contains("of b, c;"), "{error}");
+        assert!(!table.knows(&name("twin")) && table.knows(&name("host-a.example")));
+        assert_eq!(table.len(), 4);
+    }
+
+    #[test]
+    fn sources_are_merged_and_replaced_one_by_one() {
+        let routes = Routes::default();
+        routes.set(Source::Known, vec![route("a", None, &["10.0.0.1"])]);
+        let cluster = vec![
+            route("a", None, &["10.0.0.2"]),
+            route("b", None, &["10.0.0.1"]),
+        ];
+        let table = routes.set(Source::Cluster, cluster);
+        assert_eq!(table, routes.load());
+        assert_eq!(table.by_address("10.0.0.2".parse().unwrap()), Ok(name("a")));
+        assert!(matches!(
+            table.by_address("10.0.0.1".parse().unwrap()),
+            Err(RouteError::Ambiguous(_, nodes)) if nodes == [name("a"), name("b")]
+        ));
+        let table = routes.set(Source::Cluster, Vec::new());
+        assert_eq!(table.by_address("10.0.0.1".parse().unwrap()), Ok(name("a")));
+        assert!(!table.knows(&name("b")));
     }
 }

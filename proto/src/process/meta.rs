@@ -1,6 +1,6 @@
 //! The meta port: `/livez`, `/readyz[?verbose]`, `/metrics`, and what a binary adds. Plain HTTP/1.1, read-only.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::io;
@@ -135,6 +135,9 @@ impl Meta {
                     let _infallible = writeln!(body, "[{mark}] {part}");
                 }
             }
+            for (part, line) in self.readiness.notes() {
+                let _infallible = writeln!(body, "[!] {part}: {line}");
+            }
         }
         body.push_str(if waiting.is_empty() {
             "ok\n"
@@ -233,6 +236,7 @@ pub struct Readiness(Arc<Mutex<ReadinessState>>);
 struct ReadinessState {
     waiting: BTreeSet<&'static str>,
     done: BTreeSet<&'static str>,
+    notes: BTreeMap<&'static str, Vec<String>>,
 }
 
 impl Readiness {
@@ -257,6 +261,26 @@ impl Readiness {
             state.waiting.iter().copied().collect(),
             state.done.iter().copied().collect(),
         )
+    }
+
+    /// What an operator should know of a part, one line each, without holding readiness back. Replaces what was said of
+    /// the part before.
+    pub fn note(&self, part: &'static str, lines: Vec<String>) {
+        self.change(|state| {
+            if lines.is_empty() {
+                state.notes.remove(part);
+            } else {
+                state.notes.insert(part, lines);
+            }
+        });
+    }
+
+    fn notes(&self) -> Vec<(&'static str, String)> {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let notes = state.notes.iter();
+        notes
+            .flat_map(|(part, lines)| lines.iter().map(|line| (*part, line.clone())))
+            .collect()
     }
 
     fn change(&self, change: impl FnOnce(&mut ReadinessState)) {
@@ -295,6 +319,11 @@ mod tests {
         assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(body, "[-] session\nnot ready\n");
         drop(block);
+        readiness.note("ports", vec!["\"abc\" is no port".into()]);
+        let (status, body) = get(address, "/readyz?verbose").await.unwrap();
+        assert_eq!(status, StatusCode::OK);
+        assert_eq!(body, "[+] session\n[!] ports: \"abc\" is no port\nok\n");
+        readiness.note("ports", Vec::new());
         let (status, body) = get(address, "/readyz").await.unwrap();
         assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));
         assert_eq!(get(address, "/x").await.unwrap().0, StatusCode::NOT_FOUND);

@@ -130,6 +130,13 @@ pub fn format_size(bytes: u64) -> String {
 pub struct PortSet(Vec<(u16, u16)>);
 
 impl PortSet {
+    /// Single ports.
+    #[must_use]
+    pub fn of(ports: impl IntoIterator<Item = Port>) -> Self {
+        let ports = ports.into_iter().map(Port::get);
+        Self(ports.map(|port| (port, port)).collect())
+    }
+
     /// Whether the port is in the set.
     #[must_use]
     pub fn contains(&self, port: Port) -> bool {

@@ -79,8 +79,13 @@ where
     }
 }
 
-pub(super) fn proxy_port_listen(bad: &mut Mistakes, text: Option<&str>) -> ProxyPortListen {
+pub(super) fn proxy_port_listen(
+    bad: &mut Mistakes,
+    text: Option<&str>,
+    has_cluster: bool,
+) -> ProxyPortListen {
     match text {
+        None if has_cluster => ProxyPortListen::Off,
         None => ProxyPortListen::WithDoor,
         Some("off") => ProxyPortListen::Off,
         Some(host) => match host.parse() {

@@ -21,7 +21,8 @@ tunnel_proto::layered! {
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_QUIC_CONGESTION")]
         pub quic_congestion: Option<String>,
         /// TLS door for callers; their TLS ends here and goes on to https targets. "off" turns it off
-        /// [default: [::]:10263 when every caller needs a certificate of --client-ca, else 127.0.0.1:10263]
+        /// [default: [::]:10263 in a container of a cluster and when every caller needs a certificate of --client-ca, else
+        /// 127.0.0.1:10263]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTPS_LISTEN")]
         pub https_listen: Option<String>,
         /// Plain HTTP door for callers, for http targets. "off" turns it off [default: 127.0.0.1:10264]
@@ -31,7 +32,7 @@ tunnel_proto::layered! {
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
         pub meta_listen: Option<String>,
         /// Allow doors, proxy ports and services on other than loopback addresses without client authentication:
-        /// whoever reaches them reaches the nodes' allowed ports
+        /// whoever reaches them reaches the nodes' allowed ports. Not needed in a container of a cluster
         #[arg(
             long, env = "TUNNEL_SERVER_ALLOW_UNAUTHENTICATED", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"
@@ -51,7 +52,7 @@ tunnel_proto::layered! {
         pub localhost_proxy_ports: Option<String>,
         /// Also listen on every port of the two lists, on this host: HTTP ports behave as the plain door, HTTPS ports
         /// as the TLS door, and the port is implied when Host has none. "off" turns it off [default: the host of each
-        /// door]
+        /// door; off in a cluster, where the Service has them]
         #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN")]
         pub proxy_port_listen: Option<String>,
         /// Serving certificate chain of the TLS door, PEM [default: issued by the local CA, by the requested name]
@@ -66,10 +67,43 @@ tunnel_proto::layered! {
         /// CA of callers' certificates, PEM; without it none is asked for
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
         pub client_ca: Option<String>,
-        /// Read nodes and ports from Kubernetes: auto, on or off [default: auto]. This build has no Kubernetes support:
-        /// auto runs standalone, on is refused
+        /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records are written to it. auto
+        /// does in a container of a cluster, or with --kubeconfig [default: auto]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_KUBERNETES")]
         pub kubernetes: Option<String>,
+        /// How to reach the cluster from outside
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_KUBECONFIG")]
+        pub kubeconfig: Option<String>,
+        /// Namespace of the ConfigMaps, the Service and the Lease [default: the container's own, else kube-system]
+        #[arg(long, value_name = "NS", env = "TUNNEL_SERVER_NAMESPACE")]
+        pub namespace: Option<String>,
+        /// Label of edge Nodes; its value must be "true" [default: openyurt.io/is-edge-worker]
+        #[arg(long, value_name = "LABEL", env = "TUNNEL_SERVER_EDGE_LABEL")]
+        pub edge_label: Option<String>,
+        /// Which Nodes are reached through the tunnel: label, or label-or-agent for those with an agent connected to this
+        /// server, too [default: label]
+        #[arg(long, value_name = "RULE", env = "TUNNEL_SERVER_EDGE_NODES")]
+        pub edge_nodes: Option<String>,
+        /// ConfigMap that gets the records, for CoreDNS [default: yurt-tunnel-nodes]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_NODES_CONFIG_MAP")]
+        pub nodes_config_map: Option<String>,
+        /// ConfigMap that replaces the three lists of ports while it exists [default: yurt-tunnel-server-cfg]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_PORTS_CONFIG_MAP")]
+        pub ports_config_map: Option<String>,
+        /// Service of the doors: its address is edge nodes' in the records, and it gets the extra ports
+        /// [default: x-tunnel-server-internal-svc]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_INTERNAL_SERVICE")]
+        pub internal_service: Option<String>,
+        /// Lease that one of several servers holds to write to the cluster [default: tunnel-dns-controller]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_LEADER_LEASE")]
+        pub leader_lease: Option<String>,
+        /// Ask the cluster for a pod's node when a kubelet path (exec, attach, logs, port-forward) comes with a Host that
+        /// leads nowhere [default: true]
+        #[arg(
+            long, env = "TUNNEL_SERVER_POD_LOOKUP", num_args = 0..=1, default_missing_value = "true",
+            require_equals = true, value_name = "BOOL"
+        )]
+        pub pod_lookup: Option<String>,
         /// After SIGTERM, how long running requests may take to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,

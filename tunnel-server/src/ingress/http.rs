@@ -29,6 +29,7 @@ use super::socket::{Fate, Hangup, Unfinished, read_away};
 use super::target::{Destination, Facts, decide};
 use super::upstream::{Carrier, Kept, Way};
 use super::{Door, DoorLimits, Doors, Line};
+use crate::pods::Pod;
 
 /// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
 pub(super) async fn serve<S>(doors: Arc<Doors>, door: Arc<Door>, stream: S, line: Line)
@@ -222,7 +223,7 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
-        let destination = self.destination(&request)?;
+        let destination = self.destination(&request).await?;
         record.destination(&destination);
         let place = destination.to_string();
         let shares = may_share_connection(&request);
@@ -272,7 +273,7 @@ impl Caller {
         Ok(Forwarded { response, rest })
     }
 
-    fn destination(&self, request: &Request<Incoming>) -> Result<Destination, Failure> {
+    async fn destination(&self, request: &Request<Incoming>) -> Result<Destination, Failure> {
         let facts = Facts {
             method: request.method(),
             uri: request.uri(),
@@ -280,7 +281,27 @@ impl Caller {
             scheme: self.door.scheme,
             implied_port: self.door.implied_port,
         };
-        decide(&facts, &self.doors.routes.load(), &self.doors.policy)
+        let policy = self.doors.policy.load();
+        let failure = match decide(&facts, &self.doors.routes.load(), &policy) {
+            Ok(destination) => return Ok(destination),
+            Err(failure) => failure,
+        };
+        // Old kube-apiservers dial the kubelet by an address that says nothing here; the pod in the path does.
+        let leads_nowhere = matches!(
+            failure.outcome,
+            Outcome::UnknownNode | Outcome::AmbiguousAddress
+        );
+        let pod = Pod::of_path(request.uri().path()).filter(|_| leads_nowhere);
+        let (Some(pods), Some(pod)) = (&self.doors.pods, pod) else {
+            return Err(failure);
+        };
+        match pods.kubelet_of(pod).await {
+            Some(kubelet) => Ok(Destination {
+                target: policy.kubelet(kubelet.port),
+                node: kubelet.node,
+            }),
+            None => Err(failure),
+        }
     }
 }
 

@@ -202,7 +202,7 @@ fn route_failure(error: &crate::routes::RouteError) -> Failure {
     use crate::routes::RouteError;
     let outcome = match error {
         RouteError::UnknownName(_) | RouteError::UnknownAddress(_) => Outcome::UnknownNode,
-        RouteError::Ambiguous(..) => Outcome::AmbiguousAddress,
+        RouteError::Ambiguous(..) | RouteError::AmbiguousName(..) => Outcome::AmbiguousAddress,
     };
     Failure::new(outcome, error.to_string())
 }

@@ -21,9 +21,9 @@ use crate::ingress::socket::Hangup;
 use crate::ingress::target::Scheme;
 use crate::ingress::{Door, DoorLimits, Doors, Line, Mode};
 use crate::metrics::Metrics;
-use crate::policy::PortPolicy;
+use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::{AgentSession, Registration, Registry, RegistryLimits};
-use crate::routes::{RouteTable, Routes};
+use crate::routes::{RouteNode, Routes, Source};
 use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
 
 /// A plain door, and agents that the test plays.
@@ -80,7 +80,17 @@ impl Agent {
 impl Bench {
     pub(super) fn new() -> Self {
         let routes = Routes::default();
-        routes.replace(RouteTable::new([(&node(), &[][..])]));
+        let known = RouteNode {
+            name: node(),
+            hostname: None,
+            addresses: Vec::new(),
+        };
+        routes.set(Source::Known, vec![known]);
+        let policy = LivePolicy::default();
+        policy.replace(PortPolicy {
+            http: "9100, 9101".parse().unwrap(),
+            ..PortPolicy::default()
+        });
         let limits = RegistryLimits {
             streams_per_agent: STREAMS,
             buffer_pool: POOL,
@@ -89,10 +99,8 @@ impl Bench {
         let doors = Doors {
             routes,
             registry: Arc::new(Registry::new(limits)),
-            policy: PortPolicy {
-                http: "9100, 9101".parse().unwrap(),
-                ..PortPolicy::default()
-            },
+            policy,
+            pods: None,
             target_tls: tls::target_client().unwrap(),
             limits: DoorLimits {
                 handshake: Duration::from_secs(5),

@@ -1,0 +1,79 @@
+//! Starts the cluster's side when there is a cluster, and leaves the rest alone when there is none.
+
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::Bound;
+use crate::config::Config;
+use crate::data::DataDir;
+use crate::dns::Records;
+use crate::metrics::Metrics;
+use crate::pods::PodFinder;
+use crate::policy::LivePolicy;
+use crate::registry::Registry;
+use crate::routes::Routes;
+
+/// What the cluster's side feeds and reads.
+#[cfg_attr(
+    not(feature = "kubernetes"),
+    expect(dead_code, reason = "nobody follows a cluster in this build")
+)]
+pub(super) struct Following<'a> {
+    pub(super) routes: &'a Routes,
+    pub(super) records: &'a Records,
+    pub(super) policy: &'a LivePolicy,
+    pub(super) registry: &'a Arc<Registry>,
+    pub(super) metrics: &'a Metrics,
+    pub(super) readiness: &'a Readiness,
+    pub(super) data: &'a DataDir,
+    pub(super) bound: &'a Bound,
+    pub(super) shutdown: &'a Shutdown,
+}
+
+/// Follows the cluster of the configuration, if there is one; then doors may ask for pods.
+#[cfg(feature = "kubernetes")]
+pub(super) async fn follow_cluster(
+    config: &Config,
+    parts: Following<'_>,
+    registry: &mut MetricsRegistry,
+) -> anyhow::Result<Option<PodFinder>> {
+    use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
+
+    use crate::controllers::{self, DoorPorts, Parts};
+
+    let Some(settings) = &config.kubernetes else {
+        return Ok(None);
+    };
+    let pods = settings.pod_lookup.then(PodFinder::new);
+    let (finder, questions) = pods.unzip();
+    let parts = Parts {
+        routes: parts.routes.clone(),
+        records: parts.records.clone(),
+        policy: parts.policy.clone(),
+        registry: parts.registry.clone(),
+        metrics: parts.metrics.clone(),
+        readiness: parts.readiness.clone(),
+        data: parts.data.clone(),
+        shutdown: parts.shutdown.clone(),
+        doors: DoorPorts {
+            http: parts.bound.http.map_or(PORT_HTTP, |door| door.port()),
+            https: parts.bound.https.map_or(PORT_HTTPS, |door| door.port()),
+        },
+        questions,
+    };
+    controllers::start(settings, parts, registry).await?;
+    Ok(finder)
+}
+
+/// This build follows none, and the configuration has none.
+#[cfg(not(feature = "kubernetes"))]
+pub(super) async fn follow_cluster(
+    _config: &Config,
+    _parts: Following<'_>,
+    _registry: &mut MetricsRegistry,
+) -> anyhow::Result<Option<PodFinder>> {
+    std::future::ready(Ok(None)).await
+}

@@ -1,0 +1,188 @@
+//! Settings of the cluster's side: whether there is a cluster, how to reach it, and what its objects are called.
+
+use std::path::PathBuf;
+
+use tunnel_proto::process::settings::Mistakes;
+
+use super::RawConfig;
+use super::check::parsed;
+
+/// Whether this build can follow a cluster.
+const SUPPORTED: bool = cfg!(feature = "kubernetes");
+/// Set in every container of a cluster.
+const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
+
+/// What is around the process.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Surroundings {
+    /// Whether it runs in a container of a cluster.
+    pub in_cluster: bool,
+}
+
+impl Surroundings {
+    /// Those of this process.
+    #[must_use]
+    pub fn of_process() -> Self {
+        Self {
+            in_cluster: std::env::var_os(CLUSTER_VARIABLE).is_some(),
+        }
+    }
+}
+
+/// How to follow a cluster. The defaults of all names are yurt-tunnel's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubernetesSettings {
+    /// `--kubeconfig`; none means the ServiceAccount of the container.
+    pub kubeconfig: Option<PathBuf>,
+    /// `--namespace` of all objects; none means the container's own, or `kube-system` outside a cluster.
+    pub namespace: Option<String>,
+    /// Names of objects.
+    pub names: ObjectNames,
+    /// `--edge-label`: a Node with this label and the value `true` is an edge node.
+    pub edge_label: String,
+    /// `--edge-nodes label-or-agent`: so is one whose agent is connected here.
+    pub edge_by_agent: bool,
+    /// `--pod-lookup`.
+    pub pod_lookup: bool,
+}
+
+/// Names of the objects in the namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectNames {
+    /// ConfigMap with the records.
+    pub nodes_config_map: String,
+    /// ConfigMap with the lists of ports.
+    pub ports_config_map: String,
+    /// Service whose address edge nodes' names answer with.
+    pub internal_service: String,
+    /// Lease of the one that writes.
+    pub leader_lease: String,
+}
+
+impl Default for ObjectNames {
+    fn default() -> Self {
+        Self {
+            nodes_config_map: "yurt-tunnel-nodes".into(),
+            ports_config_map: "yurt-tunnel-server-cfg".into(),
+            internal_service: "x-tunnel-server-internal-svc".into(),
+            leader_lease: "tunnel-dns-controller".into(),
+        }
+    }
+}
+
+/// Label of edge nodes unless told otherwise.
+pub const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
+
+/// The settings when there is a cluster to follow, and what an operator should know otherwise.
+pub(super) fn kubernetes(
+    bad: &mut Mistakes,
+    raw: &RawConfig,
+    around: Surroundings,
+) -> (Option<KubernetesSettings>, Option<String>) {
+    let has_cluster = around.in_cluster || raw.kubeconfig.is_some();
+    match raw.kubernetes.as_deref().unwrap_or("auto") {
+        "off" => (None, None),
+        "auto" if !has_cluster => (None, None),
+        "auto" if !SUPPORTED => {
+            let warning =
+                "there is a cluster, but this build has no Kubernetes support: standalone";
+            (None, Some(warning.into()))
+        }
+        "on" if !SUPPORTED => {
+            bad.add(
+                "--kubernetes",
+                "this build has no Kubernetes support; use off",
+            );
+            (None, None)
+        }
+        "on" if !has_cluster => {
+            bad.add(
+                "--kubernetes",
+                "on needs --kubeconfig outside a container of a cluster",
+            );
+            (None, None)
+        }
+        "auto" | "on" => (Some(settings(bad, raw)), None),
+        other => {
+            bad.add("--kubernetes", format!("{other:?} is not auto, on or off"));
+            (None, None)
+        }
+    }
+}
+
+fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
+    let kubeconfig = raw.kubeconfig.as_deref().map(PathBuf::from);
+    if let Some(error) = kubeconfig
+        .as_ref()
+        .and_then(|path| std::fs::File::open(path).err())
+    {
+        bad.add(
+            "--kubeconfig",
+            format!("{}: {error}", raw.kubeconfig.as_deref().unwrap_or_default()),
+        );
+    }
+    let defaults = ObjectNames::default();
+    let mut name = |setting: &str, written: &Option<String>, default: String| {
+        let name = written.clone().unwrap_or(default);
+        if !is_object_name(&name) {
+            bad.add(
+                setting,
+                format!("{name:?} is not a name of Kubernetes (a-z, 0-9, '-' and '.')"),
+            );
+        }
+        name
+    };
+    let names = ObjectNames {
+        nodes_config_map: name(
+            "--nodes-config-map",
+            &raw.nodes_config_map,
+            defaults.nodes_config_map,
+        ),
+        ports_config_map: name(
+            "--ports-config-map",
+            &raw.ports_config_map,
+            defaults.ports_config_map,
+        ),
+        internal_service: name(
+            "--internal-service",
+            &raw.internal_service,
+            defaults.internal_service,
+        ),
+        leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
+    };
+    let namespace = raw
+        .namespace
+        .clone()
+        .map(|namespace| name("--namespace", &Some(namespace), String::new()));
+    let edge_by_agent = match raw.edge_nodes.as_deref().unwrap_or("label") {
+        "label" => false,
+        "label-or-agent" => true,
+        other => {
+            bad.add(
+                "--edge-nodes",
+                format!("{other:?} is not label or label-or-agent"),
+            );
+            false
+        }
+    };
+    KubernetesSettings {
+        kubeconfig,
+        namespace,
+        names,
+        edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
+        edge_by_agent,
+        pod_lookup: parsed(bad, "--pod-lookup", raw.pod_lookup.as_deref(), true),
+    }
+}
+
+/// A DNS subdomain in lower case (RFC 1123), as names of objects are.
+fn is_object_name(name: &str) -> bool {
+    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let is_label = |label: &str| {
+        !label.is_empty()
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+            && label.bytes().all(inner)
+    };
+    name.len() <= 253 && name.split('.').all(is_label)
+}

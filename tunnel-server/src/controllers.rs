@@ -1,0 +1,404 @@
+//! The cluster's side: Nodes, ports and the Service's address are followed by every server; records and ports are written
+//! by the one that holds the Lease.
+//!
+//! ```text
+//! watches ──▶ World ──▶ derive (pure) ──▶ routes, records, policy of this server, at once
+//!                                    └──▶ Desired ──▶ writers, after a short quiet, while leading
+//! ```
+//!
+//! Everything is level-triggered: an event only makes the whole due anew, so a missed one leaves no residue. The data plane
+//! knows none of this: it reads [`Routes`], [`Records`] and [`LivePolicy`], and asks a [`crate::pods::PodFinder`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::Api;
+use kube::api::DynamicObject;
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::sync::{mpsc, watch};
+use tracing::{info, warn};
+use tunnel_proto::process::host::host_name;
+use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
+use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::config::KubernetesSettings;
+use crate::data::DataDir;
+use crate::dns::{RecordSet, Records};
+use crate::metrics::Metrics;
+use crate::pods::Question;
+use crate::policy::{LivePolicy, PortPolicy};
+use crate::registry::Registry;
+use crate::routes::{Routes, Source};
+
+mod client;
+mod events;
+mod failure;
+mod hosts;
+mod keep;
+mod lease;
+mod metrics;
+mod nodes;
+pub mod objects;
+mod pods;
+mod ports;
+mod problems;
+mod service;
+mod watches;
+mod world;
+mod writers;
+
+use client::Connection;
+use events::EventLog;
+use lease::Election;
+use metrics::{ClusterMetrics, Object};
+use nodes::{NodeObject, NodeStore};
+use problems::{Part, Problems};
+pub use service::DoorPorts;
+use watches::{Seen, config, follow, follow_one};
+use world::{Desired, Own, World};
+use writers::Writers;
+
+/// A server without any node kept waits this long for the first list before it says that it is ready.
+const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
+
+/// What the cluster's side feeds.
+#[derive(Debug)]
+pub struct Parts {
+    /// Gets the nodes.
+    pub routes: Routes,
+    /// Get what names answer with.
+    pub records: Records,
+    /// Gets the ports.
+    pub policy: LivePolicy,
+    /// Tells which agents are connected.
+    pub registry: Arc<Registry>,
+    /// Counts the routes.
+    pub metrics: Metrics,
+    /// Shows problems.
+    pub readiness: Readiness,
+    /// Keeps what was heard last.
+    pub data: DataDir,
+    /// Ends it all.
+    pub shutdown: Shutdown,
+    /// The doors that the Service's ports lead to.
+    pub doors: DoorPorts,
+    /// Questions of the doors about pods.
+    pub questions: Option<mpsc::Receiver<Question>>,
+}
+
+/// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
+///
+/// # Errors
+/// [`ConfigError`] when the kubeconfig or the ServiceAccount cannot be read.
+pub async fn start(
+    settings: &KubernetesSettings,
+    parts: Parts,
+    registry: &mut MetricsRegistry,
+) -> Result<(), ConfigError> {
+    let connection = client::connect(settings).await?;
+    run(settings, connection, parts, registry);
+    Ok(())
+}
+
+fn run(
+    settings: &KubernetesSettings,
+    connection: Connection,
+    parts: Parts,
+    registry: &mut MetricsRegistry,
+) {
+    let metrics = ClusterMetrics::new(registry);
+    let problems = Problems::new(parts.readiness.clone(), metrics.clone());
+    let kept = keep::load(&parts.data);
+    let first_list = kept
+        .nodes
+        .is_empty()
+        .then(|| parts.readiness.block("nodes of the cluster"));
+    info!(
+        namespace = connection.namespace,
+        kept_nodes = kept.nodes.len(),
+        "following the cluster"
+    );
+    let store = NodeStore::new(settings.edge_label.clone(), kept.nodes.clone());
+    let world = watch::Sender::new(World::kept(kept));
+    let desired = watch::Sender::new(Desired::default());
+    write(
+        settings,
+        &connection,
+        &parts,
+        (&world, &desired, &problems, &metrics),
+    );
+    keep::start(&parts.data, world.subscribe(), &parts.shutdown);
+    if let Some(questions) = parts.questions {
+        let answering = pods::answer(connection.client.clone(), questions, world.subscribe());
+        parts.shutdown.spawn_service(answering);
+    }
+    let publisher = Publisher {
+        own: Own {
+            policy: PortPolicy::clone(&parts.policy.load()),
+            doors: parts.doors,
+        },
+        routes: parts.routes,
+        records: parts.records,
+        policy: parts.policy,
+        agents: settings.edge_by_agent.then_some(parts.registry),
+        route_metrics: parts.metrics,
+        service: format!(
+            "{}/{}",
+            connection.namespace, settings.names.internal_service
+        ),
+        problems,
+        metrics: metrics.clone(),
+        desired,
+        last_nodes: None,
+    };
+    parts
+        .shutdown
+        .spawn_service(publisher.run(world.subscribe()));
+    watch_all(
+        settings,
+        &connection,
+        &parts.shutdown,
+        (store, world, first_list, metrics),
+    );
+}
+
+/// The election and the writers that depend on it. A drain waits for both: writing has ended when the Lease is given back.
+fn write(
+    settings: &KubernetesSettings,
+    connection: &Connection,
+    parts: &Parts,
+    (world, desired, problems, metrics): (
+        &watch::Sender<World>,
+        &watch::Sender<Desired>,
+        &Problems,
+        &ClusterMetrics,
+    ),
+) {
+    let Connection {
+        client,
+        throttle,
+        namespace,
+    } = connection;
+    let identity = identity();
+    let mut election = Election::new(
+        Api::<Lease>::namespaced(client.clone(), namespace),
+        (settings.names.leader_lease.clone(), identity.clone()),
+        metrics.clone(),
+        throttle.clone(),
+    );
+    let mut writers = Writers {
+        maps: Api::namespaced(client.clone(), namespace),
+        services: writers::services(client.clone(), namespace),
+        events: EventLog::new(
+            Api::namespaced(client.clone(), namespace),
+            namespace.clone(),
+            identity,
+        ),
+        names: settings.names.clone(),
+        world: world.subscribe(),
+        desired: desired.subscribe(),
+        leadership: election.leadership(),
+        throttle: throttle.clone(),
+        problems: problems.clone(),
+        metrics: metrics.clone(),
+        written: None,
+    };
+    let drain = parts.shutdown.drain().clone();
+    parts.shutdown.spawn_work(async move {
+        let writing = Box::pin(writers.run(&drain));
+        let electing = Box::pin(election.run(&drain));
+        tokio::join!(writing, electing);
+        election.release().await;
+    });
+}
+
+fn watch_all(
+    settings: &KubernetesSettings,
+    connection: &Connection,
+    shutdown: &Shutdown,
+    (mut store, world, first_list, metrics): (
+        NodeStore,
+        watch::Sender<World>,
+        Option<ReadinessBlock>,
+        ClusterMetrics,
+    ),
+) {
+    let Connection {
+        client,
+        throttle,
+        namespace,
+    } = connection;
+    let names = settings.names.clone();
+    let context = |object| (object, metrics.clone(), throttle.clone());
+    let nodes = Api::<NodeObject>::all(client.clone());
+    let services = writers::services(client.clone(), namespace);
+    let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+    let (of_nodes, of_service) = (context(Object::Nodes), context(Object::Service));
+    let (of_records, of_ports) = (context(Object::Records), context(Object::Ports));
+    let (heard, listed) = tokio::sync::oneshot::channel();
+    let mut heard = Some(heard);
+    let world = Arc::new(world);
+    let (service_world, records_world, ports_world) = (world.clone(), world.clone(), world.clone());
+    shutdown.spawn_service(async move {
+        follow(nodes, config(), of_nodes, |events| {
+            let applied = store.apply(events);
+            if applied.is_listed {
+                metrics.synced(Object::Nodes);
+                if let Some(heard) = heard.take() {
+                    let _nobody_waits = heard.send(());
+                }
+            }
+            world.send_if_modified(|world| {
+                if applied.is_changed {
+                    world.nodes = Arc::new(nodes::NodeSet::new(store.facts()));
+                }
+                let is_news = applied.is_listed && !world.is_listed;
+                world.is_listed |= applied.is_listed;
+                applied.is_changed || is_news
+            });
+        })
+        .await;
+    });
+    let service_name = names.internal_service.clone();
+    shutdown.spawn_service(async move {
+        follow_one(
+            services,
+            &service_name,
+            of_service,
+            |seen: Seen<DynamicObject>| {
+                service_world.send_modify(|world| world.service = seen.map(|object| object.data));
+            },
+        )
+        .await;
+    });
+    let (records_maps, records_name) = (maps.clone(), names.nodes_config_map.clone());
+    shutdown.spawn_service(async move {
+        follow_one(records_maps, &records_name, of_records, |seen| {
+            records_world.send_modify(|world| world.records_map = seen.map(|map| map));
+        })
+        .await;
+    });
+    shutdown.spawn_service(async move {
+        follow_one(maps, &names.ports_config_map, of_ports, |seen| {
+            ports_world.send_modify(|world| world.ports_map = seen.map(|map| map));
+        })
+        .await;
+    });
+    if let Some(first_list) = first_list {
+        shutdown.spawn_service(async move {
+            if tokio::time::timeout(FIRST_LIST_LIMIT, listed)
+                .await
+                .is_err()
+            {
+                warn!("the cluster has not told its nodes yet; serving those that are known");
+            }
+            drop(first_list);
+        });
+    }
+}
+
+/// Puts what follows from the world in force, as soon as it changes.
+struct Publisher {
+    own: Own,
+    routes: Routes,
+    records: Records,
+    policy: LivePolicy,
+    /// When connected agents make edge nodes.
+    agents: Option<Arc<Registry>>,
+    route_metrics: Metrics,
+    service: String,
+    problems: Problems,
+    metrics: ClusterMetrics,
+    desired: watch::Sender<Desired>,
+    last_nodes: Option<Arc<nodes::NodeSet>>,
+}
+
+impl Publisher {
+    async fn run(mut self, mut world: watch::Receiver<World>) {
+        let mut agents = self.agents.as_ref().map(|registry| registry.changed());
+        loop {
+            let now = world.borrow_and_update().clone();
+            self.publish(&now);
+            let more = tokio::select! {
+                changed = world.changed() => changed.is_ok(),
+                changed = async {
+                    match &mut agents {
+                        Some(agents) => agents.changed().await.is_ok(),
+                        None => std::future::pending().await,
+                    }
+                } => changed,
+            };
+            if !more {
+                return;
+            }
+        }
+    }
+
+    fn publish(&mut self, world: &World) {
+        let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
+        if !self.last_nodes.as_ref().is_some_and(is_same) {
+            self.last_nodes = Some(world.nodes.clone());
+            let table = self.routes.set(Source::Cluster, world.nodes.routes());
+            self.route_metrics
+                .routes(table.len(), table.conflicts().len());
+            self.problems
+                .set(Part::NodeNames, world.nodes.refused().to_vec());
+        }
+        let agents = self.agents.clone();
+        let derived = world.derive(&self.own, |node: &NodeName| {
+            agents.as_ref().is_some_and(|agents| agents.has(node))
+        });
+        let (records_heard, ports_heard) = world.is_heard();
+        self.policy.replace(derived.policy.clone());
+        self.problems.set(Part::PortLists, derived.mistakes);
+        self.problems
+            .set(Part::Service, self.service_problem(world));
+        let records = derived.records.map(|records| self.put(records));
+        let ports = service::wanted(&derived.policy, self.own.doors);
+        let desired = Desired {
+            records: records.filter(|_| records_heard),
+            ports: ports_heard.then_some(ports),
+        };
+        self.desired.send_if_modified(|last| {
+            let is_other = *last != desired;
+            if is_other {
+                *last = desired;
+            }
+            is_other
+        });
+    }
+
+    fn put(&self, records: RecordSet) -> Arc<RecordSet> {
+        self.records.replace(records);
+        let records = self.records.load();
+        self.metrics.records(records.len(), records.hosts().len());
+        records
+    }
+
+    fn service_problem(&self, world: &World) -> Vec<String> {
+        let problem = match &world.service {
+            Seen::Unknown => None,
+            Seen::Absent => Some("is missing"),
+            Seen::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
+            Seen::Present(_) => None,
+        };
+        let line = problem.map(|what| {
+            format!(
+                "Service {} {what}: records stay as they are until it is there",
+                self.service
+            )
+        });
+        line.into_iter().collect()
+    }
+}
+
+/// As client-go's users make it: host name and a random part, so that a restarted server is another candidate.
+fn identity() -> String {
+    let host = host_name().unwrap_or_default();
+    let random: u128 = rand::random();
+    format!("{host}_{random:032x}")
+}

@@ -1,0 +1,256 @@
+//! Why a call to the API server failed, in the few kinds that matter, and when to try again.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kube::runtime::watcher;
+use tokio::time::Instant;
+
+/// Kinds of failures, as metrics name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FailureKind {
+    /// Somebody else changed or made the object first.
+    Conflict,
+    /// 401 or 403.
+    Forbidden,
+    /// 404.
+    NotFound,
+    /// 429.
+    Throttled,
+    /// The version to watch from is too old: everything has to be listed anew.
+    Expired,
+    /// 413, or 422: what was written is refused.
+    Invalid,
+    /// No answer in time.
+    Timeout,
+    /// The Lease was lost before it could be written.
+    Deposed,
+    /// No connection, 5xx, or an answer that makes no sense.
+    Unavailable,
+}
+
+impl FailureKind {
+    /// The word for metrics.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Conflict => "conflict",
+            Self::Forbidden => "forbidden",
+            Self::NotFound => "not_found",
+            Self::Throttled => "throttled",
+            Self::Expired => "expired",
+            Self::Invalid => "invalid",
+            Self::Timeout => "timeout",
+            Self::Deposed => "deposed",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
+/// A failed call.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{text}")]
+pub(super) struct Failure {
+    pub(super) kind: FailureKind,
+    /// What the server asks to wait, if it does.
+    pub(super) retry_after: Option<Duration>,
+    text: String,
+}
+
+impl Failure {
+    pub(super) fn new(kind: FailureKind, text: impl Into<String>) -> Self {
+        Self {
+            kind,
+            retry_after: None,
+            text: text.into(),
+        }
+    }
+
+    /// No answer in time.
+    pub(super) fn timeout() -> Self {
+        Self::new(
+            FailureKind::Timeout,
+            "the API server did not answer in time",
+        )
+    }
+}
+
+impl From<&kube::Error> for Failure {
+    fn from(error: &kube::Error) -> Self {
+        let kube::Error::Api(status) = error else {
+            return Self::new(FailureKind::Unavailable, sources(error));
+        };
+        let kind = match status.code {
+            401 | 403 => FailureKind::Forbidden,
+            404 => FailureKind::NotFound,
+            409 => FailureKind::Conflict,
+            410 => FailureKind::Expired,
+            413 | 422 => FailureKind::Invalid,
+            429 => FailureKind::Throttled,
+            _ => FailureKind::Unavailable,
+        };
+        let seconds = status.details.as_ref();
+        let seconds = seconds.map_or(0, |details| details.retry_after_seconds);
+        Self {
+            kind,
+            retry_after: (seconds > 0).then(|| Duration::from_secs(seconds.into())),
+            text: format!("{} ({})", status.message, status.code),
+        }
+    }
+}
+
+impl From<&watcher::Error> for Failure {
+    fn from(error: &watcher::Error) -> Self {
+        match error {
+            watcher::Error::InitialListFailed(error)
+            | watcher::Error::WatchStartFailed(error)
+            | watcher::Error::WatchFailed(error) => error.into(),
+            watcher::Error::WatchError(status) => (&kube::Error::Api(status.clone())).into(),
+            watcher::Error::NoResourceVersion => {
+                Self::new(FailureKind::Unavailable, "an object without a version")
+            }
+        }
+    }
+}
+
+/// An error with its causes; kube's own text of a connection error says nothing.
+fn sources(error: &kube::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text.push_str(": ");
+            text.push_str(&more);
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Until when the API server asked not to be called (`Retry-After` of a 429 or 503). Clones share it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Throttle(Arc<Mutex<Option<Instant>>>);
+
+impl Throttle {
+    /// Notes an answer of the API server.
+    pub(super) fn note(&self, status: http::StatusCode, headers: &http::HeaderMap) {
+        let asks = matches!(
+            status,
+            http::StatusCode::TOO_MANY_REQUESTS | http::StatusCode::SERVICE_UNAVAILABLE
+        );
+        let seconds = headers
+            .get(http::header::RETRY_AFTER)
+            .and_then(|value| value.to_str().ok())
+            .and_then(|text| text.parse::<u64>().ok());
+        let Some(seconds) = seconds.filter(|_| asks) else {
+            return;
+        };
+        let until = Instant::now() + Duration::from_secs(seconds).min(RETRY_AFTER_MAX);
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *kept = Some(kept.map_or(until, |kept| kept.max(until)));
+    }
+
+    /// How long to wait yet.
+    pub(super) fn left(&self, now: Instant) -> Duration {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
+    }
+}
+
+/// Waits between tries: doubling with jitter, from the start again after a quiet time.
+#[derive(Debug, Default)]
+pub(super) struct Backoff {
+    failures: u32,
+    last: Option<Instant>,
+    /// When everything was last listed anew because a version had expired.
+    relisted: Option<Instant>,
+}
+
+impl Backoff {
+    /// The wait after a failure. `jitter` is between 0 and 1.
+    pub(super) fn after(&mut self, failure: &Failure, now: Instant, jitter: f64) -> Duration {
+        let is_quiet = self
+            .last
+            .is_none_or(|last| now.saturating_duration_since(last) > QUIET);
+        self.failures = if is_quiet { 0 } else { self.failures + 1 };
+        self.last = Some(now);
+        let base = FIRST
+            .saturating_mul(1 << self.failures.min(8))
+            .min(LONGEST)
+            .mul_f64(0.5 + jitter / 2.0);
+        let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
+        if failure.kind != FailureKind::Expired {
+            return base.max(asked);
+        }
+        let spacing = self.relisted.map_or(Duration::ZERO, |last| {
+            (last + RELIST_SPACING).saturating_duration_since(now)
+        });
+        let wait = base.max(spacing).max(asked);
+        self.relisted = Some(now + wait);
+        wait
+    }
+
+    /// The next failure is a first one.
+    pub(super) fn reset(&mut self) {
+        self.last = None;
+    }
+}
+
+/// The first wait is up to this.
+const FIRST: Duration = Duration::from_millis(500);
+/// No wait of ours is longer: what changed while the API server was away has to show within 10 s of its return.
+const LONGEST: Duration = Duration::from_secs(8);
+/// After this long without a failure the next one is a first one.
+const QUIET: Duration = Duration::from_secs(60);
+/// Lists of everything, when versions expire again and again, are this far apart.
+const RELIST_SPACING: Duration = Duration::from_secs(30);
+/// No wish of the server is heeded longer.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(kind: FailureKind) -> Failure {
+        Failure::new(kind, "")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn waits_double_up_to_the_longest_and_begin_anew_after_quiet() {
+        let (mut backoff, now) = (Backoff::default(), Instant::now());
+        let away = failure(FailureKind::Unavailable);
+        let waits: Vec<_> = (0..8).map(|_| backoff.after(&away, now, 1.0)).collect();
+        let seconds: Vec<f64> = waits.iter().map(Duration::as_secs_f64).collect();
+        assert_eq!(seconds, [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]);
+        let later = now + QUIET * 2;
+        assert_eq!(backoff.after(&away, later, 0.0), FIRST / 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn expired_versions_never_make_a_storm_of_lists() {
+        let (mut backoff, start) = (Backoff::default(), Instant::now());
+        let mut now = start;
+        for _ in 0..10 {
+            now += backoff.after(&failure(FailureKind::Expired), now, 0.0);
+        }
+        assert!(now - start >= RELIST_SPACING * 9, "{:?}", now - start);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn server_says_how_long_to_wait() {
+        let (throttle, now) = (Throttle::default(), Instant::now());
+        let headers = [(
+            http::header::RETRY_AFTER,
+            http::HeaderValue::from_static("7"),
+        )];
+        let headers = headers.into_iter().collect();
+        throttle.note(http::StatusCode::OK, &headers);
+        assert_eq!(throttle.left(now), Duration::ZERO);
+        throttle.note(http::StatusCode::TOO_MANY_REQUESTS, &headers);
+        assert_eq!(throttle.left(now), Duration::from_secs(7));
+        let mut asked = failure(FailureKind::Throttled);
+        asked.retry_after = Some(Duration::from_secs(20));
+        let wait = Backoff::default().after(&asked, now, 0.0);
+        assert_eq!(wait, Duration::from_secs(20));
+    }
+}

@@ -1,0 +1,125 @@
+//! The nodes ConfigMap: what to write for records to be in it, and nothing when they are; pure.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::ObjectMeta;
+
+use super::objects::{CONFIG_MAP_MAX_BYTES, RECORDS_KEY};
+
+/// What follows from the ConfigMap as found.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum HostsPlan {
+    /// It is as it should be.
+    Nothing,
+    /// There is none.
+    Create(ConfigMap),
+    /// It is another; all that is not ours is kept.
+    Update(ConfigMap),
+    /// The records do not fit, by the bytes of all values. The old ones stay.
+    TooLarge(usize),
+}
+
+/// Plans for a hosts text; without one only a missing ConfigMap is made, empty, for those who mount it.
+pub(super) fn plan(name: &str, found: Option<&ConfigMap>, hosts: Option<&str>) -> HostsPlan {
+    let Some(found) = found else {
+        let text = hosts.unwrap_or_default();
+        if text.len() > CONFIG_MAP_MAX_BYTES {
+            return HostsPlan::TooLarge(text.len());
+        }
+        return HostsPlan::Create(ConfigMap {
+            metadata: ObjectMeta {
+                name: Some(name.to_owned()),
+                ..ObjectMeta::default()
+            },
+            data: Some(BTreeMap::from([(RECORDS_KEY.to_owned(), text.to_owned())])),
+            ..ConfigMap::default()
+        });
+    };
+    let Some(hosts) = hosts else {
+        return HostsPlan::Nothing;
+    };
+    let current = found.data.as_ref().and_then(|data| data.get(RECORDS_KEY));
+    if current.map(String::as_str) == Some(hosts) {
+        return HostsPlan::Nothing;
+    }
+    let bytes = hosts.len() + foreign_bytes(found);
+    if bytes > CONFIG_MAP_MAX_BYTES {
+        return HostsPlan::TooLarge(bytes);
+    }
+    let mut updated = found.clone();
+    let data = updated.data.get_or_insert_default();
+    data.insert(RECORDS_KEY.to_owned(), hosts.to_owned());
+    HostsPlan::Update(updated)
+}
+
+fn foreign_bytes(map: &ConfigMap) -> usize {
+    let data = map.data.iter().flatten();
+    let texts = data.filter(|(key, _)| *key != RECORDS_KEY);
+    let binary = map.binary_data.iter().flatten();
+    texts.map(|(_, text)| text.len()).sum::<usize>()
+        + binary.map(|(_, bytes)| bytes.0.len()).sum::<usize>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(data: &[(&str, &str)]) -> ConfigMap {
+        let data = data.iter();
+        ConfigMap {
+            data: Some(
+                data.map(|(key, text)| ((*key).to_owned(), (*text).to_owned()))
+                    .collect(),
+            ),
+            ..ConfigMap::default()
+        }
+    }
+
+    #[test]
+    fn only_our_key_is_written_and_only_when_it_differs() {
+        let found = map(&[("tunnel-nodes", "old"), ("theirs", "kept")]);
+        let expected = map(&[("tunnel-nodes", "new"), ("theirs", "kept")]);
+        assert_eq!(
+            plan("n", Some(&found), Some("new")),
+            HostsPlan::Update(expected)
+        );
+        assert_eq!(plan("n", Some(&found), Some("old")), HostsPlan::Nothing);
+        assert_eq!(plan("n", Some(&found), None), HostsPlan::Nothing);
+    }
+
+    /// DNS-7, a ConfigMap without data, and none at all.
+    #[test]
+    fn missing_data_and_missing_object_are_made() {
+        let empty = ConfigMap::default();
+        let expected = map(&[("tunnel-nodes", "")]);
+        assert_eq!(
+            plan("n", Some(&empty), Some("")),
+            HostsPlan::Update(expected.clone())
+        );
+        let HostsPlan::Create(made) = plan("n", None, None) else {
+            panic!("nothing is made")
+        };
+        assert_eq!(
+            (made.metadata.name.as_deref(), made.data),
+            (Some("n"), expected.data)
+        );
+    }
+
+    /// T14: bytes of foreign keys count, as the API server counts them.
+    #[test]
+    fn records_that_do_not_fit_are_not_written() {
+        let text = "x".repeat(CONFIG_MAP_MAX_BYTES);
+        assert!(matches!(plan("n", None, Some(&text)), HostsPlan::Create(_)));
+        let found = map(&[("tunnel-nodes", "old"), ("theirs", "y")]);
+        let bytes = CONFIG_MAP_MAX_BYTES + 1;
+        assert_eq!(
+            plan("n", Some(&found), Some(&text)),
+            HostsPlan::TooLarge(bytes)
+        );
+        assert_eq!(
+            plan("n", None, Some(&format!("{text}x"))),
+            HostsPlan::TooLarge(bytes)
+        );
+    }
+}

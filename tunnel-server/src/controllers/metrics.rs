@@ -1,0 +1,171 @@
+//! What the server counts about the cluster.
+
+use std::sync::atomic::AtomicU64;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use super::failure::FailureKind;
+use crate::metrics::Word;
+
+/// What is read or written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Object {
+    /// Node objects.
+    Nodes,
+    /// The nodes ConfigMap.
+    Records,
+    /// The ports ConfigMap.
+    Ports,
+    /// The Service.
+    Service,
+    /// The Lease.
+    Lease,
+    /// Events.
+    Events,
+}
+
+impl Object {
+    /// The word for metrics and logs.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Nodes => "nodes",
+            Self::Records => "records",
+            Self::Ports => "ports",
+            Self::Service => "service",
+            Self::Lease => "lease",
+            Self::Events => "events",
+        }
+    }
+}
+
+/// Metrics of the cluster's side; clones share them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ClusterMetrics {
+    leader: Gauge,
+    synced: Family<ObjectLabel, Gauge<f64, AtomicU64>>,
+    writes: Family<WriteLabel, Counter>,
+    watch_failures: Family<WriteLabel, Counter>,
+    problems: Family<ObjectLabel, Gauge>,
+    records: Gauge,
+    records_bytes: Gauge,
+    records_too_large: Gauge,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ObjectLabel {
+    object: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WriteLabel {
+    object: Word,
+    result: Word,
+}
+
+impl ClusterMetrics {
+    /// Registers all under `tunnel_server_`.
+    pub(super) fn new(root: &mut Registry) -> Self {
+        let metrics = Self::default();
+        let registry = root.sub_registry_with_prefix("tunnel_server");
+        registry.register(
+            "kubernetes_leader",
+            "1 while this server is the one that writes to the cluster",
+            metrics.leader.clone(),
+        );
+        registry.register(
+            "kubernetes_synced_timestamp_seconds",
+            "Unix time at which the object was last found or made as it should be",
+            metrics.synced.clone(),
+        );
+        registry.register(
+            "kubernetes_writes",
+            "Writes to the cluster by result: ok, conflict, forbidden, throttled, invalid, too_large, timeout, unavailable",
+            metrics.writes.clone(),
+        );
+        registry.register(
+            "kubernetes_watch_failures",
+            "Failures to list or watch by kind",
+            metrics.watch_failures.clone(),
+        );
+        registry.register(
+            "kubernetes_problems",
+            "Problems that /readyz?verbose lists",
+            metrics.problems.clone(),
+        );
+        registry.register(
+            "dns_records",
+            "Names with a record",
+            metrics.records.clone(),
+        );
+        registry.register(
+            "dns_records_bytes",
+            "Size of the records in the ConfigMap",
+            metrics.records_bytes.clone(),
+        );
+        registry.register(
+            "dns_records_too_large",
+            "1 while the records do not fit into the ConfigMap, which keeps its old ones",
+            metrics.records_too_large.clone(),
+        );
+        metrics
+    }
+
+    /// Whether this server writes.
+    pub(super) fn leader(&self, leads: bool) {
+        self.leader.set(leads.into());
+    }
+
+    /// An object is as it should be.
+    pub(super) fn synced(&self, object: Object) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        self.synced
+            .get_or_create(&ObjectLabel {
+                object: Word(object.label()),
+            })
+            .set(now.unwrap_or_default().as_secs_f64());
+    }
+
+    /// A write ended: `ok` or the kind of the failure.
+    pub(super) fn wrote(&self, object: Object, result: &'static str) {
+        self.writes
+            .get_or_create(&WriteLabel {
+                object: Word(object.label()),
+                result: Word(result),
+            })
+            .inc();
+    }
+
+    /// A list or watch failed.
+    pub(super) fn watch_failed(&self, object: Object, kind: FailureKind) {
+        self.watch_failures
+            .get_or_create(&WriteLabel {
+                object: Word(object.label()),
+                result: Word(kind.label()),
+            })
+            .inc();
+    }
+
+    /// How many problems a part has.
+    pub(super) fn problems(&self, part: &'static str, count: usize) {
+        self.problems
+            .get_or_create(&ObjectLabel { object: Word(part) })
+            .set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
+    /// Size of the records in force.
+    pub(super) fn records(&self, names: usize, bytes: usize) {
+        self.records.set(i64::try_from(names).unwrap_or(i64::MAX));
+        self.records_bytes
+            .set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+
+    /// Whether the records fit.
+    pub(super) fn records_too_large(&self, is_too_large: bool) {
+        self.records_too_large.set(is_too_large.into());
+    }
+}

@@ -1,0 +1,111 @@
+//! The objects of the cluster that the server reads and writes: keys, label values, ports, and the rights it needs.
+
+/// Key of the records in the nodes ConfigMap.
+pub const RECORDS_KEY: &str = "tunnel-nodes";
+/// Key of the ports of http targets in the ports ConfigMap.
+pub const HTTP_PORTS_KEY: &str = "http-proxy-ports";
+/// Key of the ports of https targets.
+pub const HTTPS_PORTS_KEY: &str = "https-proxy-ports";
+/// Key of the ports that agents dial on their loopback.
+pub const LOCALHOST_PORTS_KEY: &str = "localhost-proxy-ports";
+/// Deprecated key: `PORT=TARGET` pairs whose target is the plain door.
+pub const PORT_PAIRS_KEY: &str = "dnat-ports-pair";
+/// Value of the edge label on edge Nodes.
+pub const EDGE_VALUE: &str = "true";
+/// Names of the Service's ports that the server adds and removes begin so; the port follows.
+pub const EXTRA_PORT_PREFIX: &str = "dnat-";
+/// Most bytes of all values of a ConfigMap (Kubernetes `pkg/apis/core/validation`, `MaxSecretSize`).
+pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
+
+/// What a resource is, for a line of the table of rights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// Every object of the cluster.
+    Cluster,
+    /// In the namespace, any name.
+    Namespace,
+    /// In the namespace, only the object of this flag.
+    Named(&'static str),
+}
+
+/// One right that the server needs.
+#[derive(Debug, Clone, Copy)]
+pub struct Right {
+    /// API group; empty for the core.
+    pub group: &'static str,
+    /// Resource.
+    pub resource: &'static str,
+    /// Which objects.
+    pub scope: Scope,
+    /// Verbs.
+    pub verbs: &'static [&'static str],
+    /// What for.
+    pub purpose: &'static str,
+}
+
+/// All rights that the server needs, no more.
+pub const RIGHTS: &[Right] = &[
+    Right {
+        group: "",
+        resource: "nodes",
+        scope: Scope::Cluster,
+        verbs: &["list", "watch"],
+        purpose: "names, addresses, edge label and kubelet port of nodes",
+    },
+    Right {
+        group: "",
+        resource: "pods",
+        scope: Scope::Cluster,
+        verbs: &["get"],
+        purpose: "the node of a pod, with --pod-lookup",
+    },
+    Right {
+        group: "",
+        resource: "configmaps",
+        scope: Scope::Named("--nodes-config-map"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "the records; edits by others are repaired",
+    },
+    Right {
+        group: "",
+        resource: "configmaps",
+        scope: Scope::Namespace,
+        verbs: &["create"],
+        purpose: "the records, when the ConfigMap is missing; creating cannot be limited to a name",
+    },
+    Right {
+        group: "",
+        resource: "configmaps",
+        scope: Scope::Named("--ports-config-map"),
+        verbs: &["list", "watch"],
+        purpose: "lists of ports",
+    },
+    Right {
+        group: "",
+        resource: "services",
+        scope: Scope::Named("--internal-service"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "its address for the records; the extra ports",
+    },
+    Right {
+        group: "coordination.k8s.io",
+        resource: "leases",
+        scope: Scope::Named("--leader-lease"),
+        verbs: &["get", "update"],
+        purpose: "one writer among several servers",
+    },
+    Right {
+        group: "coordination.k8s.io",
+        resource: "leases",
+        scope: Scope::Namespace,
+        verbs: &["create"],
+        purpose: "the Lease, when it is missing",
+    },
+    Right {
+        group: "events.k8s.io",
+        resource: "events",
+        scope: Scope::Namespace,
+        verbs: &["create"],
+        purpose: "mistakes in the ports ConfigMap, records that are too large",
+    },
+];

@@ -1,0 +1,176 @@
+//! The Service of the doors: its address for the records, and its extra ports; pure.
+//!
+//! It is read and written as JSON, so that fields that this build does not know survive an update.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use serde_json::{Value, json};
+use tunnel_proto::wire::name::Port;
+
+use super::objects::EXTRA_PORT_PREFIX;
+use crate::policy::PortPolicy;
+
+/// Numbers of the doors that the Service leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DoorPorts {
+    /// The plain door.
+    pub http: u16,
+    /// The TLS door.
+    pub https: u16,
+}
+
+/// The Service's own addresses, one of each family at most; none while it has none or is headless.
+pub(super) fn addresses(service: &Value) -> Vec<IpAddr> {
+    let spec = &service["spec"];
+    let all = spec["clusterIPs"].as_array();
+    let all = all.map_or_else(|| std::slice::from_ref(&spec["clusterIP"]), Vec::as_slice);
+    all.iter()
+        .filter_map(|address| address.as_str()?.parse().ok())
+        .collect()
+}
+
+/// The extra ports that the Service should have, each with the door it leads to.
+pub(super) fn wanted(policy: &PortPolicy, doors: DoorPorts) -> BTreeMap<Port, u16> {
+    let ports = policy.extra_ports();
+    ports
+        .map(|(port, https)| (port, if https { doors.https } else { doors.http }))
+        .collect()
+}
+
+/// The Service's ports as they should be, or `None` when they are. TCP ports that are wanted get their target and keep
+/// their name; our own that are no longer wanted go; missing ones come last, by number; all others stay as they are.
+pub(super) fn plan(ports: &[Value], wanted: &BTreeMap<Port, u16>) -> Option<Vec<Value>> {
+    let mut missing = wanted.clone();
+    let mut planned = Vec::with_capacity(ports.len());
+    for port in ports {
+        let is_tcp = port["protocol"].as_str().is_none_or(|name| name == "TCP");
+        let is_ours = name(port).is_some_and(|name| name.starts_with(EXTRA_PORT_PREFIX));
+        let number = port["port"]
+            .as_u64()
+            .and_then(|port| u16::try_from(port).ok());
+        let target = number
+            .and_then(Port::new)
+            .filter(|_| is_tcp)
+            .and_then(|number| missing.remove(&number));
+        match target {
+            Some(target) if port["targetPort"] != target => {
+                let mut changed = port.clone();
+                changed["targetPort"] = target.into();
+                planned.push(changed);
+            }
+            None if is_tcp && is_ours => {}
+            Some(_) | None => planned.push(port.clone()),
+        }
+    }
+    for (port, target) in missing {
+        let mut own = format!("{EXTRA_PORT_PREFIX}{port}");
+        if planned.iter().any(|other| name(other) == Some(&own)) {
+            // A port of somebody else's, UDP most likely: two of one name would be refused as a whole.
+            own.push_str("-tcp");
+        }
+        planned.push(json!({
+            "name": own,
+            "protocol": "TCP",
+            "port": port.get(),
+            "targetPort": target,
+        }));
+    }
+    (planned != ports).then_some(planned)
+}
+
+fn name(port: &Value) -> Option<&str> {
+    port["name"].as_str()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOORS: DoorPorts = DoorPorts {
+        http: 10264,
+        https: 10263,
+    };
+
+    fn base() -> Vec<Value> {
+        vec![
+            json!({"name": "http", "port": 10255, "protocol": "TCP", "targetPort": 10264}),
+            json!({"name": "https", "port": 10250, "protocol": "TCP", "targetPort": 10263}),
+        ]
+    }
+
+    fn extra(port: u16, target: u16) -> Value {
+        json!({"name": format!("dnat-{port}"), "port": port, "protocol": "TCP", "targetPort": target})
+    }
+
+    fn lists(http: &str, https: &str) -> BTreeMap<Port, u16> {
+        let policy = PortPolicy {
+            http: http.parse().unwrap(),
+            https: https.parse().unwrap(),
+            ..PortPolicy::default()
+        };
+        wanted(&policy, DOORS)
+    }
+
+    /// DNS-3, the half that writes, and the view of guide 000.
+    #[test]
+    fn extra_ports_come_and_go_and_others_stay() {
+        let mut ports = base();
+        ports.push(json!({"name": "custom", "port": 8443, "protocol": "TCP", "targetPort": "web", "nodePort": 31000}));
+        ports.push(
+            json!({"name": "dnat-9100", "port": 9100, "protocol": "UDP", "targetPort": 9100}),
+        );
+        let with = plan(&ports, &lists("", "9100, 9100, 10250")).unwrap();
+        assert_eq!(with[..4], ports[..]);
+        let added =
+            json!({"name": "dnat-9100-tcp", "port": 9100, "protocol": "TCP", "targetPort": 10263});
+        assert_eq!(with[4..], [added]);
+        assert_eq!(plan(&with, &lists("", "9100")), None);
+        assert_eq!(plan(&with, &lists("", "")).unwrap(), ports);
+        assert_eq!(
+            plan(&base(), &lists("", "9100")).unwrap()[2],
+            extra(9100, 10263)
+        );
+    }
+
+    /// DNS-4.
+    #[test]
+    fn https_wins_and_a_changed_target_keeps_the_name() {
+        let mut ports = base();
+        ports.push(json!({"name": "mine", "port": 9100, "targetPort": 9100, "appProtocol": "x"}));
+        let both = plan(&ports, &lists("9100", "9100")).unwrap();
+        let of_https =
+            json!({"name": "mine", "port": 9100, "targetPort": 10263, "appProtocol": "x"});
+        assert_eq!(both[2], of_https);
+        let http = plan(&both, &lists("9100", "")).unwrap();
+        assert_eq!(http[2]["targetPort"], 10264);
+        assert_eq!(http[2]["name"], "mine");
+        assert_eq!(plan(&http, &lists("", "")), None, "not ours to remove");
+    }
+
+    #[test]
+    fn order_is_kept_and_new_ports_are_sorted() {
+        let mut ports = base();
+        ports.push(extra(9300, 10264));
+        let planned = plan(&ports, &lists("9300, 9200, 80", "9250")).unwrap();
+        let numbers: Vec<_> = planned.iter().map(|port| port["port"].clone()).collect();
+        assert_eq!(numbers, [10255, 10250, 9300, 80, 9200, 9250]);
+    }
+
+    #[test]
+    fn addresses_are_of_both_families_and_none_of_a_headless_service() {
+        for (spec, expected) in [
+            (
+                json!({"clusterIP": "10.0.0.1", "clusterIPs": ["10.0.0.1", "fd00::1"]}),
+                2,
+            ),
+            (json!({"clusterIP": "10.0.0.1"}), 1),
+            (json!({"clusterIP": "None", "clusterIPs": ["None"]}), 0),
+            (json!({"clusterIP": ""}), 0),
+            (json!({}), 0),
+        ] {
+            let service = json!({"spec": spec});
+            assert_eq!(addresses(&service).len(), expected, "{service}");
+        }
+    }
+}
