@@ -47,6 +47,8 @@ mod pods;
 mod ports;
 mod problems;
 mod service;
+#[cfg(test)]
+mod testing;
 mod watches;
 mod world;
 mod writers;

@@ -281,3 +281,17 @@ impl Election {
         }
     }
 }
+
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+
+    /// A leadership that the test gives and takes.
+    pub(in super::super) fn leadership() -> (watch::Sender<Option<Instant>>, Leadership) {
+        let (sender, receiver) = watch::channel(None);
+        (sender, Leadership(receiver))
+    }
+}
+
+#[cfg(test)]
+mod tests;

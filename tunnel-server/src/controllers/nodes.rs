@@ -217,7 +217,14 @@ impl NodeSet {
     pub(super) fn new(facts: &FactMap) -> Self {
         let mut set = Self::default();
         for (name, facts) in facts {
-            match node_name(name) {
+            let own = node_name(name).and_then(|own| {
+                // Else two objects could be one node.
+                let is_itself = own.as_str() == &**name;
+                is_itself
+                    .then_some(own)
+                    .ok_or_else(|| "not in lower case, or with a dot at the end".to_owned())
+            });
+            match own {
                 Ok(name) => {
                     let other = facts.hostname.as_deref().map(node_name);
                     let hostname = match other {
@@ -319,3 +326,6 @@ fn is_reserved(name: &NodeName) -> bool {
         || matches!(name, "kubernetes" | "kubernetes.default" | "svc")
         || labels.next() == Some("svc")
 }
+
+#[cfg(test)]
+mod tests;

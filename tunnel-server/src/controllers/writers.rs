@@ -373,3 +373,6 @@ impl Due {
         self.when.max(self.earliest)
     }
 }
+
+#[cfg(test)]
+mod tests;

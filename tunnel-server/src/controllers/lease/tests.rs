@@ -1,0 +1,173 @@
+use serde_json::{Value, json};
+
+use super::super::testing::{ApiServer, NAMESPACE, api_server};
+use super::*;
+
+const ONE: &str = "GET /apis/coordination.k8s.io/v1/namespaces/kube-system/leases/l?";
+
+fn spec(holder: &str, renewed: i64) -> LeaseSpec {
+    let time = Timestamp::from_second(renewed).unwrap();
+    LeaseSpec {
+        holder_identity: Some(holder.into()),
+        lease_duration_seconds: Some(15),
+        acquire_time: Some(MicroTime(time)),
+        renew_time: Some(MicroTime(time)),
+        lease_transitions: Some(3),
+        ..LeaseSpec::default()
+    }
+}
+
+fn candidate() -> Candidate {
+    Candidate {
+        identity: "me".into(),
+        observed: None,
+    }
+}
+
+fn taken(step: Step) -> LeaseSpec {
+    match step {
+        Step::Take(spec) => spec,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn anothers_lease_is_taken_when_it_did_not_change_for_its_duration() {
+    let (mut me, start, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let other = spec("other", 100);
+    // Its times may be of any clock: only whether it changes counts.
+    assert_eq!(
+        me.step(Some(&other), start, wall),
+        Step::Follow("other".into())
+    );
+    assert_eq!(
+        me.step(Some(&other), after(14), wall),
+        Step::Follow("other".into())
+    );
+    let renewed = spec("other", 102);
+    assert_eq!(
+        me.step(Some(&renewed), after(14), wall),
+        Step::Follow("other".into())
+    );
+    assert_eq!(
+        me.step(Some(&renewed), after(28), wall),
+        Step::Follow("other".into())
+    );
+    let mine = taken(me.step(Some(&renewed), after(29), wall));
+    assert_eq!(mine.holder_identity.as_deref(), Some("me"));
+    assert_eq!(mine.lease_transitions, Some(4));
+    assert_eq!(mine.acquire_time, Some(MicroTime(wall)));
+    assert_eq!(mine.lease_duration_seconds, Some(15));
+}
+
+#[tokio::test(start_paused = true)]
+async fn own_and_free_leases_are_taken_at_once() {
+    let (mut me, now, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
+    let own = spec("me", 100);
+    let renewed = taken(me.step(Some(&own), now, wall));
+    assert_eq!(renewed.acquire_time, own.acquire_time);
+    assert_eq!(renewed.lease_transitions, Some(3));
+    assert_eq!(renewed.renew_time, Some(MicroTime(wall)));
+    let free = taken(me.step(Some(&spec("", 100)), now, wall));
+    assert_eq!(free.lease_transitions, Some(4));
+    assert!(
+        matches!(me.step(None, now, wall), Step::Create(made) if made.lease_transitions == Some(0))
+    );
+}
+
+fn election() -> (Election, ApiServer) {
+    let (client, server) = api_server();
+    let election = Election::new(
+        Api::namespaced(client, NAMESPACE),
+        ("l".into(), "me".into()),
+        ClusterMetrics::default(),
+        Throttle::default(),
+    );
+    (election, server)
+}
+
+fn lease(holder: &str, version: &str) -> Value {
+    json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": {"name": "l", "resourceVersion": version},
+        "spec": {"holderIdentity": holder, "leaseDurationSeconds": 15, "leaseTransitions": 1,
+            "acquireTime": "2026-11-21T10:00:00.000000Z", "renewTime": "2026-11-21T10:00:00.000000Z"},
+    })
+}
+
+/// F38.
+#[tokio::test(start_paused = true)]
+async fn writing_ends_ten_seconds_after_the_last_renewal_and_comes_back_with_the_next() {
+    let (mut election, mut server) = election();
+    let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
+    let playing = async {
+        server
+            .expect(ONE.trim_end_matches('?'))
+            .await
+            .refuse(404, "NotFound");
+        let made = server.call().await;
+        assert_eq!(made.body["spec"]["holderIdentity"], "me");
+        let renewed_at = Instant::now();
+        made.answer(&lease("me", "1"));
+        leadership.changed().await;
+        assert_eq!(
+            leadership.until(renewed_at),
+            Some(renewed_at + RENEW_DEADLINE)
+        );
+        while leadership.until(Instant::now()).is_some() {
+            tokio::select! {
+                call = server.call() => call.refuse(500, "InternalError"),
+                _ = leadership.changed() => {}
+            }
+        }
+        assert_eq!(Instant::now(), renewed_at + RENEW_DEADLINE);
+        let found = server.call().await;
+        found.answer(&lease("me", "7"));
+        let put = server.call().await;
+        assert!(put.what.starts_with("PUT "), "{}", put.what);
+        assert_eq!(put.body["metadata"]["resourceVersion"], "7");
+        assert_eq!(
+            put.body["spec"]["acquireTime"],
+            "2026-11-21T10:00:00.000000Z"
+        );
+        put.answer(&lease("me", "8"));
+        leadership.changed().await;
+        assert!(leadership.until(Instant::now()).is_some());
+        stop.cancel();
+    };
+    tokio::join!(election.run(&stop), playing);
+    let releasing = async {
+        server.call().await.answer(&lease("me", "8"));
+        let put = server.call().await;
+        assert_eq!(put.body["spec"]["holderIdentity"], "");
+        assert_eq!(put.body["spec"]["leaseDurationSeconds"], 1);
+        assert_eq!(put.body["spec"]["leaseTransitions"], 1);
+        put.answer(&lease("", "9"));
+    };
+    tokio::join!(election.release(), releasing);
+    assert!(leadership.until(Instant::now()).is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn lease_that_another_took_ends_writing_at_once() {
+    let (mut election, mut server) = election();
+    let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
+    let playing = async {
+        server.call().await.answer(&lease("", "1"));
+        server.call().await.answer(&lease("me", "2"));
+        leadership.changed().await;
+        assert!(leadership.until(Instant::now()).is_some());
+        server
+            .call()
+            .await
+            .answer(&lease("yurt-tunnel-server_1", "3"));
+        leadership.changed().await;
+        assert!(leadership.until(Instant::now()).is_none());
+        stop.cancel();
+    };
+    tokio::join!(election.run(&stop), playing);
+    // Not ours, so nothing is given back.
+    election.release().await;
+    server.is_quiet_for(Duration::from_secs(60)).await;
+}
