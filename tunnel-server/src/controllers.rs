@@ -404,3 +404,6 @@ fn identity() -> String {
     let random: u128 = rand::random();
     format!("{host}_{random:032x}")
 }
+
+#[cfg(test)]
+mod tests;

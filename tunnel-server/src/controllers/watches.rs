@@ -155,3 +155,6 @@ pub(super) async fn follow_one<K>(
     })
     .await;
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,353 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::mpsc::Sender;
+use tunnel_proto::process::shutdown::DrainEnd;
+use tunnel_proto::transport::BufferPool;
+use tunnel_proto::wire::name::Port;
+
+use super::failure::Throttle;
+use super::testing::{ApiServer, Call, NAMESPACE, api_server};
+use super::*;
+use crate::config::{Config, RawConfig, Surroundings};
+use crate::data::testing::Scratch;
+use crate::pods::{Pod, PodFinder};
+use crate::registry::RegistryLimits;
+use crate::testing::{POOL, eventually};
+
+/// A cluster's side with what it feeds, and the API server that the test plays.
+struct Bench {
+    server: ApiServer,
+    routes: Routes,
+    records: Records,
+    policy: LivePolicy,
+    readiness: Readiness,
+    pods: PodFinder,
+    shutdown: Shutdown,
+}
+
+fn bench(data: &DataDir) -> Bench {
+    let raw = RawConfig {
+        http_proxy_ports: Some("9200".into()),
+        ..RawConfig::default()
+    };
+    let config = Config::check(&raw, Surroundings { in_cluster: true }).unwrap();
+    let (client, server) = api_server();
+    let connection = Connection {
+        client,
+        throttle: Throttle::default(),
+        namespace: NAMESPACE.into(),
+    };
+    let mut counters = MetricsRegistry::default();
+    let (pods, questions) = PodFinder::new();
+    let policy = LivePolicy::default();
+    policy.replace(config.ports.clone());
+    let parts = Parts {
+        routes: Routes::default(),
+        records: Records::default(),
+        policy: policy.clone(),
+        registry: Arc::new(Registry::new(RegistryLimits {
+            streams_per_agent: 1,
+            buffer_pool: POOL,
+        })),
+        metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+        readiness: Readiness::default(),
+        data: data.clone(),
+        shutdown: Shutdown::new(),
+        doors: DoorPorts {
+            http: 10264,
+            https: 10263,
+        },
+        questions: Some(questions),
+    };
+    let bench = Bench {
+        server,
+        routes: parts.routes.clone(),
+        records: parts.records.clone(),
+        policy,
+        readiness: parts.readiness.clone(),
+        pods,
+        shutdown: parts.shutdown.clone(),
+    };
+    run(
+        &config.kubernetes.unwrap(),
+        connection,
+        parts,
+        &mut counters,
+    );
+    bench
+}
+
+fn list(items: &[Value]) -> Value {
+    json!({"metadata": {"resourceVersion": "10"}, "items": items})
+}
+
+fn node(name: &str, address: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "resourceVersion": "11", "labels": {"openyurt.io/is-edge-worker": "true"}},
+        "status": {"addresses": [{"type": "InternalIP", "address": address}]},
+    })
+}
+
+fn service() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": "x-tunnel-server-internal-svc", "resourceVersion": "1"},
+        "spec": {"clusterIP": "10.106.217.16", "ports": [
+            {"name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": 10263},
+        ]},
+    })
+}
+
+fn ports(lists: &Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "data": lists,
+        "metadata": {"name": "yurt-tunnel-server-cfg", "namespace": NAMESPACE, "resourceVersion": "12", "uid": "u"},
+    })
+}
+
+/// Answers everything as a cluster at rest would, and keeps the watches by the object they are of.
+struct Cluster {
+    nodes: Value,
+    watches: BTreeMap<&'static str, Sender<String>>,
+    leases: usize,
+}
+
+impl Cluster {
+    fn new(nodes: Value) -> Self {
+        Self {
+            nodes,
+            watches: BTreeMap::new(),
+            leases: 0,
+        }
+    }
+
+    /// Answers a call of the start; gives others back.
+    fn answer(&mut self, call: Call) -> Option<Call> {
+        let what = call.what.clone();
+        let of = |part: &str| what.contains(part);
+        let (object, items) = if of("/nodes?") {
+            ("nodes", self.nodes.clone())
+        } else if of("/services?") {
+            ("service", list(&[service()]))
+        } else if of("metadata.name%3Dyurt-tunnel-server-cfg") {
+            (
+                "ports",
+                list(&[ports(&json!({"https-proxy-ports": "9100, x"}))]),
+            )
+        } else if of("metadata.name%3Dyurt-tunnel-nodes") {
+            ("records", list(&[]))
+        } else if of("/leases") {
+            self.leases += 1;
+            call.refuse(403, "Forbidden");
+            return None;
+        } else {
+            return Some(call);
+        };
+        if what.contains("watch=true") {
+            self.watches.insert(object, call.stream(&[]));
+        } else {
+            call.answer(&items);
+        }
+        None
+    }
+
+    /// Answers until something holds.
+    async fn play_until(
+        &mut self,
+        server: &mut ApiServer,
+        what: &str,
+        holds: impl FnMut() -> bool,
+    ) {
+        let playing = async {
+            loop {
+                let call = server.call().await;
+                if let Some(call) = self.answer(call) {
+                    panic!("unexpected {}", call.what);
+                }
+            }
+        };
+        tokio::select! {
+            () = playing => {}
+            () = eventually(what, holds) => {}
+        }
+    }
+
+    /// Answers until all four watches are there.
+    async fn play_until_watched(&mut self, server: &mut ApiServer) {
+        while self.watches.len() < 4 {
+            let call = server.call().await;
+            assert!(self.answer(call).is_none());
+        }
+    }
+
+    async fn tell(&self, object: &str, kind: &str, event: &Value) {
+        let line = format!("{}\n", json!({"type": kind, "object": event}));
+        self.watches[object].send(line).await.unwrap();
+    }
+}
+
+fn port(number: u16) -> Port {
+    Port::new(number).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_the_last() {
+    let scratch = Scratch::new();
+    let mut first = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
+    assert!(
+        first.policy.load().target(port(9200)).is_ok(),
+        "the flags' list"
+    );
+    assert_eq!(first.readiness.read().0, ["nodes of the cluster"]);
+    let (routes, records, policy) = (
+        first.routes.clone(),
+        first.records.clone(),
+        first.policy.clone(),
+    );
+    let readiness = first.readiness.clone();
+    let serves_9100 = |policy: &LivePolicy| policy.load().target(port(9100)).is_ok();
+    cluster
+        .play_until(&mut first.server, "nodes and ports", || {
+            records.load().hosts() == "10.106.217.16\tworker-1"
+                && serves_9100(&policy)
+                && policy.load().target(port(9200)).is_err()
+                && readiness.read().0.is_empty()
+        })
+        .await;
+    let address = "192.168.33.221".parse().unwrap();
+    assert!(routes.load().by_address(address).is_ok());
+    cluster.play_until_watched(&mut first.server).await;
+
+    cluster
+        .tell("nodes", "ADDED", &node("worker-2", "192.168.33.221"))
+        .await;
+    let both = "10.106.217.16\tworker-1\n10.106.217.16\tworker-2";
+    let told = tokio::time::Instant::now();
+    cluster
+        .play_until(&mut first.server, "the other node", || {
+            records.load().hosts() == both
+        })
+        .await;
+    assert!(
+        told.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        told.elapsed()
+    );
+    assert!(routes.load().by_address(address).is_err(), "shared by two");
+
+    let path = scratch.0.cluster();
+    cluster
+        .play_until(&mut first.server, "the last on disk", || {
+            std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"))
+        })
+        .await;
+    assert_eq!(
+        first.shutdown.drain_within(Duration::from_secs(5)).await,
+        DrainEnd::Complete
+    );
+    first.shutdown.finish().await;
+
+    let second = bench(&scratch.0);
+    // Nobody answers: the API server is away.
+    drop(second.server);
+    assert!(second.readiness.read().0.is_empty());
+    let records = second.records.clone();
+    eventually("what was kept", || records.load().hosts() == both).await;
+    assert!(serves_9100(&second.policy));
+    assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
+    second.shutdown.finish().await;
+}
+
+/// DNS-7: without the ports ConfigMap the flags' lists are in force; without the Service records stay as they were.
+#[tokio::test(start_paused = true)]
+async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
+    cluster.play_until_watched(&mut bench.server).await;
+    cluster.tell("ports", "DELETED", &ports(&json!({}))).await;
+    let policy = bench.policy.clone();
+    cluster
+        .play_until(&mut bench.server, "the flags' list", || {
+            policy.load().target(port(9200)).is_ok() && policy.load().target(port(9100)).is_err()
+        })
+        .await;
+    cluster.tell("service", "DELETED", &service()).await;
+    cluster
+        .tell("nodes", "ADDED", &node("worker-2", "10.0.0.2"))
+        .await;
+    let (routes, records) = (bench.routes.clone(), bench.records.clone());
+    cluster
+        .play_until(&mut bench.server, "the other node", || {
+            routes.load().knows(&"worker-2".parse().unwrap())
+        })
+        .await;
+    assert_eq!(records.load().hosts(), "10.106.217.16\tworker-1");
+    let mut moved = service();
+    moved["spec"]["clusterIP"] = "10.9.9.9".into();
+    cluster.tell("service", "ADDED", &moved).await;
+    cluster
+        .play_until(&mut bench.server, "the new address", || {
+            records.load().hosts() == "10.9.9.9\tworker-1\n10.9.9.9\tworker-2"
+        })
+        .await;
+    bench.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn pod_is_asked_for_once_in_five_seconds() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
+    cluster.play_until_watched(&mut bench.server).await;
+    let (pods, server) = (&bench.pods, &mut bench.server);
+    let pod = Pod::of_path("/exec/default/web-0/nginx").unwrap();
+    let mut gets = 0;
+    for _ in 0..3 {
+        let mut asking = std::pin::pin!(pods.kubelet_of(pod.clone()));
+        let kubelet = loop {
+            tokio::select! {
+                biased;
+                kubelet = &mut asking => break kubelet,
+                call = server.call() => if let Some(call) = cluster.answer(call) {
+                    assert_eq!(call.what, "GET /api/v1/namespaces/default/pods/web-0");
+                    gets += 1;
+                    call.answer(&json!({
+                        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"},
+                        "spec": {"nodeName": "worker-1", "containers": []},
+                    }));
+                }
+            }
+        };
+        let kubelet = kubelet.unwrap();
+        assert_eq!(
+            (kubelet.node.as_str(), kubelet.port),
+            ("worker-1", port(10250))
+        );
+    }
+    assert_eq!(gets, 1);
+    bench.shutdown.finish().await;
+}
+
+/// Every right is one that something here uses, and no other verb is asked for.
+#[test]
+fn rights_are_least() {
+    for right in objects::RIGHTS {
+        assert!(
+            !right.verbs.contains(&"*") && !right.resource.contains('*'),
+            "{right:?}"
+        );
+        assert!(
+            !right.verbs.contains(&"delete") && !right.verbs.contains(&"patch"),
+            "{right:?}"
+        );
+        assert_eq!(
+            right.verbs == ["create"],
+            right.scope == objects::Scope::Namespace,
+            "{right:?}"
+        );
+    }
+}

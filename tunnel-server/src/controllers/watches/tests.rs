@@ -1,0 +1,135 @@
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::super::testing::{ApiServer, NAMESPACE, api_server};
+use super::*;
+
+fn map(name: &str, version: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": NAMESPACE, "resourceVersion": version},
+    })
+}
+
+fn list(items: &[Value], more: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ConfigMapList", "items": items,
+        "metadata": {"resourceVersion": "10", "continue": more},
+    })
+}
+
+/// Versions that were seen; `-` for an object that is not there.
+type Versions = Arc<Mutex<Vec<String>>>;
+
+fn followed() -> (ApiServer, Versions, Shutdown) {
+    let (client, server) = api_server();
+    let (seen, tasks) = (Versions::default(), Shutdown::new());
+    let seeing = seen.clone();
+    tasks.spawn_service(async move {
+        let context = (
+            Object::Ports,
+            ClusterMetrics::default(),
+            Throttle::default(),
+        );
+        let maps = Api::<ConfigMap>::namespaced(client, NAMESPACE);
+        follow_one(maps, "a", context, |state| {
+            let version = state.present().map_or_else(
+                || "-".to_owned(),
+                |map| map.metadata.resource_version.clone().unwrap_or_default(),
+            );
+            seeing.lock().unwrap().push(version);
+        })
+        .await;
+    });
+    (server, seen, tasks)
+}
+
+async fn until_seen(seen: &Versions, expected: &[&str]) {
+    crate::testing::eventually("these versions", || *seen.lock().unwrap() == expected).await;
+}
+
+fn is_list(what: &str) -> bool {
+    !what.contains("watch=true")
+}
+
+#[tokio::test(start_paused = true)]
+async fn pages_make_one_state_and_only_the_named_object_counts() {
+    let (mut server, seen, _tasks) = followed();
+    let first = server.call().await;
+    assert!(
+        first.what.contains("fieldSelector=metadata.name%3Da"),
+        "{}",
+        first.what
+    );
+    assert!(first.what.contains("limit=200"), "{}", first.what);
+    first.answer(&list(&[map("b", "1")], "more"));
+    let second = server.call().await;
+    assert!(second.what.contains("continue=more"), "{}", second.what);
+    assert!(seen.lock().unwrap().is_empty(), "half a list says nothing");
+    second.answer(&list(&[map("a", "2")], ""));
+    let watch = server.call().await;
+    assert!(watch.what.contains("resourceVersion=10") && watch.what.contains("timeoutSeconds=60"));
+    let _watch = watch.stream(&[
+        json!({"type": "MODIFIED", "object": map("b", "11")}),
+        json!({"type": "MODIFIED", "object": map("a", "12")}),
+    ]);
+    until_seen(&seen, &["2", "12"]).await;
+}
+
+/// F21: a watch that is cut goes on from where it was, without a list.
+#[tokio::test(start_paused = true)]
+async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
+    let (mut server, seen, _tasks) = followed();
+    server.call().await.answer(&list(&[], ""));
+    let watch = server.call().await;
+    drop(watch.stream(&[json!({"type": "ADDED", "object": map("a", "11")})]));
+    let cut = Instant::now();
+    let mut last = cut;
+    while cut.elapsed() < Duration::from_secs(600) {
+        let again = server.call().await;
+        assert!(
+            !is_list(&again.what) && again.what.contains("resourceVersion=11"),
+            "{}",
+            again.what
+        );
+        assert!(
+            last.elapsed() <= Duration::from_secs(8),
+            "{:?}",
+            last.elapsed()
+        );
+        last = Instant::now();
+        again.refuse(500, "InternalError");
+    }
+    let again = server.call().await;
+    let _watch = again.stream(&[json!({"type": "DELETED", "object": map("a", "12")})]);
+    until_seen(&seen, &["-", "11", "-"]).await;
+}
+
+/// F21: 410 at the start of a watch and in it, again and again.
+#[tokio::test(start_paused = true)]
+async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
+    let (mut server, seen, _tasks) = followed();
+    let (start, mut lists) = (Instant::now(), 0);
+    while start.elapsed() < Duration::from_secs(300) {
+        let call = server.call().await;
+        if is_list(&call.what) {
+            lists += 1;
+            call.answer(&list(&[map("a", "2")], ""));
+        } else if lists % 2 == 0 {
+            call.refuse(410, "Expired");
+        } else {
+            let gone = json!({"type": "ERROR", "object": {
+                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                "message": "too old resource version", "reason": "Expired", "code": 410,
+            }});
+            drop(call.stream(&[gone]));
+        }
+    }
+    assert!((8..=13).contains(&lists), "{lists} lists in 300 s");
+    assert!(!seen.lock().unwrap().is_empty());
+}
