@@ -135,7 +135,7 @@ impl App {
         )
         .await?;
         let shared = Arc::new(Doors {
-            routes,
+            routes: routes.clone(),
             registry: registry.clone(),
             policy,
             pods,
@@ -188,7 +188,7 @@ impl App {
         let list = {
             let (nodes, registry) = (nodes.clone(), registry.clone());
             Arc::new(move || {
-                let list = status::list(&nodes, &registry);
+                let list = status::list(&nodes, &routes.of(Source::Cluster), &registry);
                 // A structure of texts and numbers always has a JSON form.
                 list.iter()
                     .filter_map(|node| serde_json::to_value(node).ok())

@@ -181,7 +181,7 @@ pub struct Routes(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     table: ArcSwap<RouteTable>,
-    sources: Mutex<BTreeMap<Source, Vec<RouteNode>>>,
+    sources: Mutex<BTreeMap<Source, Arc<[RouteNode]>>>,
 }
 
 impl Routes {
@@ -191,12 +191,22 @@ impl Routes {
         self.0.table.load_full()
     }
 
+    /// What a source knows.
+    #[must_use]
+    pub fn of(&self, source: Source) -> Arc<[RouteNode]> {
+        let sources = self.0.sources.lock();
+        let sources = sources.unwrap_or_else(PoisonError::into_inner);
+        sources.get(&source).cloned().unwrap_or_default()
+    }
+
     /// Replaces what a source knows, as a whole, and puts the merged table in force.
     pub fn set(&self, source: Source, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
         let sources = self.0.sources.lock();
         let mut sources = sources.unwrap_or_else(PoisonError::into_inner);
-        sources.insert(source, nodes);
-        let table = Arc::new(RouteTable::merge(sources.values().flatten()));
+        sources.insert(source, nodes.into());
+        let table = Arc::new(RouteTable::merge(
+            sources.values().flat_map(|nodes| nodes.iter()),
+        ));
         // Under the lock, so that a merge of older sources never replaces a newer one.
         self.0.table.store(table.clone());
         table

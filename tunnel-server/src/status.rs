@@ -9,6 +9,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::nodes::KnownNodes;
 use crate::registry::Registry;
+use crate::routes::RouteNode;
 
 /// One node of the list; connected or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,7 +40,7 @@ pub struct NodeStatus {
     pub bytes_out: u64,
     /// End of the agent's certificate, RFC 3339.
     pub certificate_not_after: Option<String>,
-    /// Addresses that an operator gave the node; only these count for routing.
+    /// Addresses that an operator or the cluster gave the node; only these count for routing.
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
     /// The address that the agent takes for its own; shown only.
@@ -50,23 +51,40 @@ pub struct NodeStatus {
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
 }
 
-/// Every known node, by name.
+/// Every known node, by name; those of the cluster are known, too.
 #[must_use]
-pub fn list(nodes: &KnownNodes, registry: &Registry) -> Vec<NodeStatus> {
-    let conflicts = nodes.conflicts();
+pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> Vec<NodeStatus> {
     let known = nodes.snapshot();
-    known
-        .iter()
-        .map(|(name, node)| {
+    let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> = BTreeMap::new();
+    let given = known.iter().map(|(name, node)| (name, &node.addresses));
+    let told = cluster.iter().map(|node| (&node.name, &node.addresses));
+    for (name, more) in given.chain(told) {
+        let all = addresses.entry(name).or_default();
+        for address in more {
+            if !all.contains(address) {
+                all.push(*address);
+            }
+        }
+    }
+    let mut owners: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
+    for (name, all) in &addresses {
+        for address in all {
+            owners.entry(*address).or_default().push(name.to_string());
+        }
+    }
+    owners.retain(|_, names| names.len() > 1);
+    addresses
+        .into_iter()
+        .map(|(name, addresses)| {
+            let certificate = known.get(name).and_then(|node| node.certificate_not_after);
             let mut status = NodeStatus {
                 node: name.to_string(),
-                addresses: node.addresses.clone(),
-                certificate_not_after: node.certificate_not_after.map(timestamp),
-                address_conflicts: node
-                    .addresses
+                certificate_not_after: certificate.map(timestamp),
+                address_conflicts: addresses
                     .iter()
-                    .filter_map(|address| Some((*address, names(conflicts.get(address)?))))
+                    .filter_map(|address| Some((*address, owners.get(address)?.clone())))
                     .collect(),
+                addresses,
                 ..NodeStatus::default()
             };
             let sessions = registry.of_node(name);
@@ -96,10 +114,6 @@ pub fn list(nodes: &KnownNodes, registry: &Registry) -> Vec<NodeStatus> {
         .collect()
 }
 
-fn names(nodes: &[NodeName]) -> Vec<String> {
-    nodes.iter().map(NodeName::to_string).collect()
-}
-
 fn timestamp(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(time).to_string()
 }
@@ -114,7 +128,7 @@ mod tests {
     async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
         let bench = Bench::new();
         let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
-        let shown = || list(nodes, registry).remove(0);
+        let shown = || list(nodes, &[], registry).remove(0);
         let _old = bench.agent(1).await;
         let _on_the_old = bench.open().await.unwrap();
         let alone = shown();
@@ -132,6 +146,33 @@ mod tests {
         );
         sessions[1].set_suspicion(Some(Suspicion::Unheard));
         assert_eq!(shown().state.as_deref(), Some("suspect"));
+    }
+
+    #[tokio::test]
+    async fn nodes_of_the_cluster_are_listed_with_their_addresses_and_conflicts() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let address = |last: u8| IpAddr::from([10, 0, 0, last]);
+        nodes.record(&node(), &[address(1)]);
+        let of_cluster = |name: &str, addresses: &[IpAddr]| RouteNode {
+            name: name.parse().unwrap(),
+            hostname: None,
+            addresses: addresses.to_vec(),
+        };
+        let cluster = [
+            of_cluster("worker-1", &[address(1), address(2)]),
+            of_cluster("worker-2", &[address(2)]),
+        ];
+        let shown = list(nodes, &cluster, registry);
+        let names: Vec<_> = shown.iter().map(|node| node.node.as_str()).collect();
+        assert_eq!(names, ["worker-1", "worker-2"]);
+        assert_eq!(shown[0].addresses, [address(1), address(2)]);
+        let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];
+        assert_eq!(
+            shown[0].address_conflicts,
+            [(address(2), both.clone())].into()
+        );
+        assert_eq!(shown[1].address_conflicts, [(address(2), both)].into());
     }
 
     #[test]

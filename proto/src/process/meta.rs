@@ -314,7 +314,7 @@ mod tests {
         let block = readiness.block("session");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Meta::new(readiness, Registry::default()).start(listener, &shutdown);
+        Meta::new(readiness.clone(), Registry::default()).start(listener, &shutdown);
         let (status, body) = get(address, "/readyz?verbose").await.unwrap();
         assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(body, "[-] session\nnot ready\n");

@@ -190,3 +190,78 @@ fn congestion_control_is_chosen_by_name() {
     assert_eq!(chosen("quicCongestion: cubic"), CongestionControl::Cubic);
     assert_eq!(chosen("quicCongestion: bbr"), CongestionControl::Bbr);
 }
+
+fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
+    let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+    Config::check(&raw, Surroundings { in_cluster }).map_err(|error| error.to_string())
+}
+
+#[cfg(feature = "kubernetes")]
+#[test]
+fn container_of_a_cluster_follows_it_and_opens_the_tls_door() {
+    let config = around("httpListen: '[::]:10264'", true).unwrap();
+    let kubernetes = config.kubernetes.clone().unwrap();
+    assert_eq!(kubernetes.names, ObjectNames::default());
+    assert_eq!(kubernetes.edge_label, "openyurt.io/is-edge-worker");
+    assert_eq!((kubernetes.namespace, kubernetes.kubeconfig), (None, None));
+    assert!(kubernetes.pod_lookup && !kubernetes.edge_by_agent);
+    assert_eq!(config.https_listen.unwrap().to_string(), "[::]:10263");
+    assert_eq!(config.proxy_port_listen, ProxyPortListen::Off);
+    let config = around("kubernetes: off", true).unwrap();
+    assert_eq!(config.kubernetes, None);
+    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
+    assert_eq!(config.proxy_port_listen, ProxyPortListen::WithDoor);
+    assert!(around("{ kubernetes: off, httpListen: '[::]:10264' }", true).is_err());
+}
+
+#[cfg(feature = "kubernetes")]
+#[test]
+fn kubeconfig_follows_a_cluster_from_outside_with_narrow_doors() {
+    // Any file that can be read: what it says is looked at when the server starts.
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let text = format!(
+        "{{ kubeconfig: '{file}', namespace: edge, edgeNodes: label-or-agent, leaderLease: other, podLookup: 'false' }}"
+    );
+    let config = around(&text, false).unwrap();
+    let kubernetes = config.kubernetes.unwrap();
+    assert_eq!(kubernetes.namespace.as_deref(), Some("edge"));
+    assert_eq!(kubernetes.names.leader_lease, "other");
+    assert!(kubernetes.edge_by_agent && !kubernetes.pod_lookup);
+    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
+    let mistakes = around(
+        "{ kubeconfig: /nonexistent, namespace: A, edgeNodes: all, internalService: a_b, nodesConfigMap: '' }",
+        false,
+    );
+    let mistakes = mistakes.unwrap_err();
+    for setting in [
+        "--kubeconfig: /nonexistent: ",
+        "--namespace",
+        "--edge-nodes",
+        "--internal-service",
+        "--nodes-config-map",
+    ] {
+        assert!(mistakes.contains(setting), "{setting}: {mistakes}");
+    }
+}
+
+#[test]
+fn cluster_is_followed_only_where_there_is_one() {
+    assert_eq!(around("kubernetes: auto", false).unwrap().kubernetes, None);
+    let error = around("kubernetes: on", false).unwrap_err();
+    assert!(error.contains("--kubernetes: "), "{error}");
+    let error = around("kubernetes: maybe", true).unwrap_err();
+    assert!(error.contains("auto, on or off"), "{error}");
+}
+
+#[cfg(not(feature = "kubernetes"))]
+#[test]
+fn build_without_support_says_so() {
+    let error = around("kubernetes: on", true).unwrap_err();
+    assert!(error.contains("no Kubernetes support"), "{error}");
+    let config = around("kubernetes: auto", true).unwrap();
+    assert!(
+        config.warnings[0].contains("standalone"),
+        "{:?}",
+        config.warnings
+    );
+}

@@ -109,3 +109,26 @@ pub const RIGHTS: &[Right] = &[
         purpose: "mistakes in the ports ConfigMap, records that are too large",
     },
 ];
+
+/// The rights as a table, for the reference.
+#[must_use]
+pub fn rights_table() -> String {
+    let mut table =
+        "| group | resource | objects | verbs | for |\n|---|---|---|---|---|\n".to_owned();
+    for right in RIGHTS {
+        let group = if right.group.is_empty() {
+            "core"
+        } else {
+            right.group
+        };
+        let objects = match right.scope {
+            Scope::Cluster => "all of the cluster".to_owned(),
+            Scope::Namespace => "any in the namespace".to_owned(),
+            Scope::Named(flag) => format!("the one of `{flag}`"),
+        };
+        let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);
+        let row = format!("| {group} | {resource} | {objects} | {verbs} | {purpose} |\n");
+        table.push_str(&row);
+    }
+    table
+}

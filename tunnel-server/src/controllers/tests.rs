@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::Port;
 use super::failure::Throttle;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
-use crate::config::{Config, RawConfig, Surroundings};
+use crate::config::{Config, ObjectNames, RawConfig, Surroundings};
 use crate::data::testing::Scratch;
 use crate::pods::{Pod, PodFinder};
 use crate::registry::RegistryLimits;
@@ -349,5 +349,49 @@ fn rights_are_least() {
             right.scope == objects::Scope::Namespace,
             "{right:?}"
         );
+    }
+}
+
+/// The reference names every object, key, label, port and right as the code has them.
+#[test]
+fn reference_says_what_the_code_does() {
+    let page = include_str!("../../../docs/reference/kubernetes.md");
+    assert!(
+        page.contains(&objects::rights_table()),
+        "expected:\n{}",
+        objects::rights_table()
+    );
+    let names = ObjectNames::default();
+    let doors = [
+        tunnel_proto::wire::PORT_HTTP,
+        tunnel_proto::wire::PORT_HTTPS,
+    ]
+    .map(|port| port.to_string());
+    for word in [
+        &*names.nodes_config_map,
+        &names.ports_config_map,
+        &names.internal_service,
+        &names.leader_lease,
+        crate::config::EDGE_LABEL,
+        crate::config::LOCALHOST_PORTS,
+        objects::RECORDS_KEY,
+        objects::HTTP_PORTS_KEY,
+        objects::HTTPS_PORTS_KEY,
+        objects::LOCALHOST_PORTS_KEY,
+        objects::PORT_PAIRS_KEY,
+        objects::EXTRA_PORT_PREFIX,
+        &doors[0],
+        &doors[1],
+    ] {
+        assert!(page.contains(word), "{word} is not in the reference");
+    }
+    let mut counters = MetricsRegistry::default();
+    let metrics = ClusterMetrics::new(&mut counters);
+    metrics.wrote(Object::Records, "ok");
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &counters).unwrap();
+    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let name = line.split(' ').next().unwrap();
+        assert!(page.contains(name), "{name} is not in the reference");
     }
 }

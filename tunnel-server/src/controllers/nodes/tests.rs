@@ -118,7 +118,7 @@ fn label_and_addresses_count_and_heartbeats_do_not() {
 #[test]
 fn list_replaces_what_was_there_only_when_it_is_complete() {
     let (a, b) = (node("a", true, &[]), node("b", true, &[]));
-    let mut store = store(&[a.clone()]);
+    let mut store = store(std::slice::from_ref(&a));
     let begun = store.apply(vec![Event::Init, Event::InitApply(b.clone())]);
     assert_eq!(begun, Applied::default());
     assert_eq!(hosts(&store), format!("{TUNNEL}\ta"));
