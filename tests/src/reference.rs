@@ -146,4 +146,14 @@ Each entry listens on a TCP address and passes every connection, byte for byte, 
 services:
   - { name: ssh-worker-1, listen: \"127.0.0.1:2201\", node: worker-1, target: \"22\" }
 ```
+
+## `dnsRecords:` of the file
+
+Names that the embedded DNS answers beside those of the known nodes, with the first address of each family: cloud nodes,
+which are reached directly. A name that is also a known node's is answered as written here.
+
+```yaml
+dnsRecords:
+  - { name: master-1, addresses: [192.168.33.220] }
+```
 ";

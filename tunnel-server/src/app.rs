@@ -8,6 +8,7 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::meta::{self, Meta, Readiness};
+use tunnel_proto::process::places::Places;
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
@@ -31,12 +32,15 @@ use crate::routes::{RouteNode, Routes, Source};
 use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
-use tunnel_proto::process::places::Places;
 
 mod cluster;
+#[cfg(feature = "dns")]
+mod records;
 mod sockets;
 
 use cluster::{Following, follow_cluster};
+#[cfg(feature = "dns")]
+use records::DnsContext;
 pub use sockets::Bound;
 use sockets::{Sockets, advertised, bind, door_tls, log_bound, own_ports};
 
@@ -53,6 +57,7 @@ pub struct App {
     ca: Arc<LocalCa>,
     tokens: Arc<TokenStore>,
     nodes: Arc<KnownNodes>,
+    records: Records,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
@@ -87,6 +92,7 @@ impl App {
             buffer_pool: config.limits.buffer_pool,
         }));
         let routes = Routes::default();
+        let records = Records::default();
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
 
@@ -106,8 +112,22 @@ impl App {
             quic,
             meta: meta_listener,
             doors,
+            #[cfg(feature = "dns")]
+                dns: dns_sockets,
             bound,
         } = sockets;
+        #[cfg(feature = "dns")]
+        let dns = records::serve(
+            dns_sockets,
+            &config,
+            DnsContext {
+                data: &data,
+                nodes: &nodes,
+                records: &records,
+                metrics: &mut metrics_registry,
+                shutdown: &shutdown,
+            },
+        );
         let advertised = advertised(&config, bound.agents);
         data.set_advertised(&advertised)?;
 
@@ -117,7 +137,6 @@ impl App {
             own: own_ports(&bound),
             ..config.ports.clone()
         });
-        let records = Records::default();
         let pods = follow_cluster(
             &config,
             Following {
@@ -206,6 +225,10 @@ impl App {
         Meta::new(readiness.clone(), metrics_registry)
             .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
             .start(meta_listener, &shutdown);
+        #[cfg(feature = "dns")]
+        if let Some(dns) = &dns {
+            dns.refuse_loops(&shutdown).await?;
+        }
         drop(starting);
         log_bound(&bound);
         Ok(Self {
@@ -219,6 +242,7 @@ impl App {
             ca,
             tokens,
             nodes,
+            records,
             _lock: lock,
         })
     }
@@ -251,6 +275,12 @@ impl App {
     #[must_use]
     pub fn nodes(&self) -> &Arc<KnownNodes> {
         &self.nodes
+    }
+
+    /// What the embedded DNS answers: the known nodes, and the names of the configuration.
+    #[must_use]
+    pub fn records(&self) -> &Records {
+        &self.records
     }
 
     /// Connected agents.

@@ -12,10 +12,12 @@ use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS, PORT_SERVER_META};
 
+use crate::dns::DnsSettings;
 use crate::ingress::service::Service;
 use crate::policy::PortPolicy;
 
 mod check;
+mod dns;
 mod kubernetes;
 mod limits;
 mod raw;
@@ -26,7 +28,7 @@ use check::{
 };
 pub use kubernetes::{EDGE_LABEL, KubernetesSettings, ObjectNames, Surroundings};
 pub use limits::{LIMITS, Limits, RawLimits};
-pub use raw::{RawConfig, RawService};
+pub use raw::{RawConfig, RawRecord, RawService};
 
 /// Where the server keeps its state unless told otherwise.
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
@@ -62,6 +64,8 @@ pub struct Config {
     pub https_certificate: Option<(PathBuf, PathBuf)>,
     /// CA of callers and whether a certificate is required.
     pub client_auth: Option<(PathBuf, bool)>,
+    /// Embedded DNS, unless it is off.
+    pub dns: Option<DnsSettings>,
     /// Time for running requests after SIGTERM.
     pub drain_timeout: Duration,
     /// Log level.
@@ -209,6 +213,7 @@ impl Config {
             ),
             https_certificate: https_certificate(bad, raw),
             client_auth,
+            dns: dns::check(bad, &raw),
             drain_timeout: duration(
                 bad,
                 "--drain-timeout",

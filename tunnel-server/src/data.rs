@@ -91,6 +91,12 @@ impl DataDir {
         self.0.join("quic.keys")
     }
 
+    /// The last DNS records, answered after a cold start until the nodes are known again.
+    #[must_use]
+    pub fn dns_records(&self) -> PathBuf {
+        self.0.join("dns-records.json")
+    }
+
     /// Socket of the running server for the command-line verbs.
     #[must_use]
     pub fn admin_socket(&self) -> PathBuf {

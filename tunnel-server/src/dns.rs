@@ -1,7 +1,8 @@
 //! Which name answers with which addresses: a pure value, from nodes to sorted records, and the hosts file that CoreDNS reads.
 //!
 //! An edge node answers with the tunnel's address, a cloud node with its own. Who knows the nodes (the cluster, the
-//! configuration, the known nodes of a standalone server) and who answers from the records is not decided here.
+//! configuration, the known nodes of a standalone server) is not decided here. Who answers from the records is the
+//! embedded DNS, in the modules below.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -9,6 +10,42 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
+
+#[cfg(feature = "dns")]
+mod answer;
+#[cfg(feature = "dns")]
+mod guard;
+#[cfg(feature = "dns")]
+mod kept;
+#[cfg(feature = "dns")]
+mod limiter;
+#[cfg(feature = "dns")]
+mod metrics;
+#[cfg(feature = "dns")]
+mod names;
+#[cfg(feature = "dns")]
+mod server;
+mod settings;
+#[cfg(feature = "dns")]
+mod tcp;
+#[cfg(feature = "dns")]
+mod udp;
+#[cfg(feature = "dns")]
+mod upstream;
+
+#[cfg(feature = "dns")]
+pub use answer::{Asked, Transport, Verdict, View, decide};
+#[cfg(feature = "dns")]
+pub use guard::LoopError;
+#[cfg(feature = "dns")]
+pub use metrics::{DnsMetrics, Outcome};
+#[cfg(feature = "dns")]
+pub use names::{Names, Source};
+#[cfg(feature = "dns")]
+pub use server::{Dns, DnsParts, DnsSockets};
+pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};
+#[cfg(feature = "dns")]
+pub use udp::DnsSocket;
 
 /// A node as the records see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +99,9 @@ impl Addresses {
         self.v4.into_iter().chain(self.v6)
     }
 
-    fn is_empty(self) -> bool {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
         self.v4.is_none() && self.v6.is_none()
     }
 }
@@ -91,6 +130,13 @@ impl RecordSet {
         for (_, alias, node) in aliases {
             records.entry(alias.clone()).or_insert_with(|| answer(node));
         }
+        records.retain(|_, addresses| !addresses.is_empty());
+        Self(records)
+    }
+
+    /// Names with their addresses as they are; a name without any has no record.
+    pub fn of(records: impl IntoIterator<Item = (NodeName, Addresses)>) -> Self {
+        let mut records: BTreeMap<_, _> = records.into_iter().collect();
         records.retain(|_, addresses| !addresses.is_empty());
         Self(records)
     }

@@ -44,7 +44,8 @@ impl FromStr for LogFormat {
     }
 }
 
-/// Starts logging to standard error. Libraries log at `warn`, except at `trace`, where they log at `debug`.
+/// Starts logging to standard error. Libraries log at `warn`, except at `trace`, where they log at `debug`; no query of
+/// the embedded DNS is logged above that.
 ///
 /// # Errors
 /// When logging was started before.
@@ -63,6 +64,8 @@ pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> 
     ];
     let filter = Targets::new()
         .with_default(libraries)
+        // Warns about each forged answer, with the names that were asked for.
+        .with_target("hickory_net", libraries.min(LevelFilter::ERROR))
         .with_targets(ours.map(|target| (target, level)));
     let registry = tracing_subscriber::registry();
     match format {

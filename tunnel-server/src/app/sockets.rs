@@ -18,6 +18,8 @@ use tunnel_proto::wire::name::Port;
 
 use crate::config::Config;
 use crate::data::DataDir;
+#[cfg(feature = "dns")]
+use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::target::Scheme;
 use crate::ingress::{Door, Mode};
 use crate::issuer::LocalCa;
@@ -41,6 +43,8 @@ pub struct Bound {
     pub proxy: Vec<SocketAddr>,
     /// TCP services by name.
     pub services: Vec<(String, SocketAddr)>,
+    /// DNS, UDP and TCP.
+    pub dns: Option<SocketAddr>,
 }
 
 /// What is bound.
@@ -49,6 +53,8 @@ pub(super) struct Sockets {
     pub(super) quic: Arc<QuicAcceptor>,
     pub(super) meta: TcpListener,
     pub(super) doors: Vec<(TcpListener, Mode)>,
+    #[cfg(feature = "dns")]
+    pub(super) dns: Option<DnsSockets>,
     pub(super) bound: Bound,
 }
 
@@ -59,7 +65,7 @@ pub(super) async fn bind(
     door_tls: Arc<ServerConfig>,
 ) -> anyhow::Result<Sockets> {
     let keys = data.quic_keys()?;
-    let (tcp, quic) = bind_agents(&config.agent_listen, |address| {
+    let (tcp, quic) = bind_both(&config.agent_listen, "--agent-listen", |address| {
         QuicAcceptor::bind(address, quic_tls.clone(), &keys, settings.clone())
     })
     .await?;
@@ -71,6 +77,7 @@ pub(super) async fn bind(
         meta: meta.local_addr()?,
         proxy: Vec::new(),
         services: Vec::new(),
+        dns: None,
     };
     let door = |name, https: bool, implied_port| {
         let (scheme, tls) = if https {
@@ -108,11 +115,22 @@ pub(super) async fn bind(
             .push((service.name.clone(), listener.local_addr()?));
         doors.push((listener, Mode::Service(Arc::new(service.clone()))));
     }
+    #[cfg(feature = "dns")]
+    let dns = match &config.dns {
+        Some(settings) => {
+            let (tcp, udp) = bind_both(&[settings.listen], "--dns-listen", DnsSocket::bind).await?;
+            bound.dns = Some(tcp.local_addr()?);
+            Some(DnsSockets { udp, tcp })
+        }
+        None => None,
+    };
     Ok(Sockets {
         tcp,
         quic: Arc::new(quic),
         meta,
         doors,
+        #[cfg(feature = "dns")]
+        dns,
         bound,
     })
 }
@@ -123,6 +141,7 @@ pub(super) fn log_bound(bound: &Bound) {
     bound.https.iter().for_each(|address| log("https", address));
     bound.http.iter().for_each(|address| log("http", address));
     log("meta", &bound.meta);
+    bound.dns.iter().for_each(|address| log("dns", address));
     bound.proxy.iter().for_each(|address| log("proxy", address));
     for (name, address) in &bound.services {
         info!(listener = "service", service = name, %address, "listening");
@@ -130,15 +149,16 @@ pub(super) fn log_bound(bound: &Bound) {
 }
 
 /// Binds TCP and UDP to one port number, at the first of the addresses that can be bound.
-async fn bind_agents(
+async fn bind_both<U>(
     addresses: &[SocketAddr],
-    quic: impl Fn(SocketAddr) -> io::Result<QuicAcceptor>,
-) -> anyhow::Result<(TcpListener, QuicAcceptor)> {
+    setting: &str,
+    bind_udp: impl Fn(SocketAddr) -> io::Result<U>,
+) -> anyhow::Result<(TcpListener, U)> {
     let mut failures = Vec::new();
     for &address in addresses {
         for _ in 0..SAME_PORT_TRIES {
             let both = match TcpListener::bind(address).await {
-                Ok(tcp) => tcp.local_addr().and_then(&quic).map(|quic| (tcp, quic)),
+                Ok(tcp) => tcp.local_addr().and_then(&bind_udp).map(|udp| (tcp, udp)),
                 Err(error) => Err(error),
             };
             match both {
@@ -153,7 +173,7 @@ async fn bind_agents(
         }
     }
     bail!(
-        "cannot listen for agents (--agent-listen): {}",
+        "cannot listen on UDP and TCP ({setting}): {}",
         failures.join("; ")
     )
 }

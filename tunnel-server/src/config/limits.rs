@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use serde::Deserialize;
+use tunnel_proto::process::places::PlaceLimits;
 use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
-use tunnel_proto::process::places::PlaceLimits;
+use crate::dns::DnsLimits;
 
 /// Name, default and meaning of every limit, for the reference.
 pub const LIMITS: &[(&str, &str, &str)] = &[
@@ -83,6 +84,26 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
         "60s",
         "a session that is silent for this long is closed and its streams are cut",
     ),
+    (
+        "dnsForwardBudget",
+        "400ms",
+        "time for another resolver to answer a DNS query; then SERVFAIL",
+    ),
+    (
+        "dnsForwards",
+        "512",
+        "DNS queries being asked elsewhere at once; more get SERVFAIL",
+    ),
+    (
+        "dnsConnections",
+        "256",
+        "DNS connections over TCP; more wait, and one source has 32 at most",
+    ),
+    (
+        "dnsPerSource",
+        "10000",
+        "DNS queries a second of one address (IPv6: /64); more get no answer",
+    ),
 ];
 
 /// QUIC's own idle timeout is this much later than `deadAfter`, as a backstop.
@@ -110,6 +131,10 @@ pub struct RawLimits {
     suspect_after_busy: Option<String>,
     suspect_after_idle: Option<String>,
     dead_after: Option<String>,
+    dns_forward_budget: Option<String>,
+    dns_forwards: Option<String>,
+    dns_connections: Option<String>,
+    dns_per_source: Option<String>,
 }
 
 /// Checked limits; [`LIMITS`] says what each means.
@@ -145,6 +170,8 @@ pub struct Limits {
     pub suspect_after_idle: Duration,
     /// `deadAfter`.
     pub dead_after: Duration,
+    /// `dnsForwardBudget`, `dnsForwards`, `dnsConnections`, `dnsPerSource`.
+    pub dns: DnsLimits,
 }
 
 impl Limits {
@@ -232,6 +259,12 @@ impl Limits {
             suspect_after_busy: read.time("suspectAfterBusy", raw.suspect_after_busy.as_deref()),
             suspect_after_idle: read.time("suspectAfterIdle", raw.suspect_after_idle.as_deref()),
             dead_after: read.time("deadAfter", raw.dead_after.as_deref()),
+            dns: DnsLimits {
+                forward_budget: read.time("dnsForwardBudget", raw.dns_forward_budget.as_deref()),
+                forwards: read.count("dnsForwards", raw.dns_forwards.as_deref(), 1 << 16),
+                connections: read.count("dnsConnections", raw.dns_connections.as_deref(), 1 << 16),
+                per_source: read.count("dnsPerSource", raw.dns_per_source.as_deref(), 1 << 30),
+            },
         };
         // Limits that could not be read are no ground to judge others by.
         if !read.failed {

@@ -104,6 +104,22 @@ tunnel_proto::layered! {
             require_equals = true, value_name = "BOOL"
         )]
         pub pod_lookup: Option<String>,
+        /// Answer DNS here, UDP and TCP on the same port: names of nodes from memory, all others by asking --dns-upstream.
+        /// An unprivileged port will do where a Service maps 53 to it [default: off]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_DNS_LISTEN")]
+        pub dns_listen: Option<String>,
+        /// Zone of the nodes' long names, NODE.ZONE, beside their own names [default: none]
+        #[arg(long, value_name = "ZONE", env = "TUNNEL_SERVER_DNS_ZONE")]
+        pub dns_zone: Option<String>,
+        /// Resolver for names that are not of nodes, IP or IP:PORT; repeatable, the first that answers; "off" asks nobody.
+        /// DOMAIN=IP is a cluster's domain with its resolver, DOMAIN=off one without: then no name below it exists but
+        /// those of nodes [default: the resolvers of /etc/resolv.conf, and cluster.local=off]
+        #[arg(long, value_name = "[DOMAIN=]IP", env = "TUNNEL_SERVER_DNS_UPSTREAM", value_delimiter = ',')]
+        pub dns_upstream: Vec<String>,
+        /// Address that names of edge nodes answer with, where callers reach the doors; repeatable for one of each family
+        /// [default: that of --dns-listen, or this host's where that is 0.0.0.0 or [::]]
+        #[arg(long, value_name = "IP", env = "TUNNEL_SERVER_DNS_ANSWER", value_delimiter = ',')]
+        pub dns_answer: Vec<String>,
         /// After SIGTERM, how long running requests may take to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,
@@ -116,6 +132,9 @@ tunnel_proto::layered! {
         /// TCP services, YAML only.
         #[arg(skip)]
         pub services: Vec<RawService>,
+        /// DNS names beside the known nodes, YAML only.
+        #[arg(skip)]
+        pub dns_records: Vec<RawRecord>,
         /// Limits and timers, YAML only.
         #[arg(skip)]
         pub limits: Option<RawLimits>,
@@ -136,4 +155,14 @@ pub struct RawService {
     pub target: String,
     /// Only `tcp`.
     pub protocol: Option<String>,
+}
+
+/// A DNS name as written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawRecord {
+    /// The name, as that of a cloud node.
+    pub name: String,
+    /// What it answers with; the first address of each family counts.
+    pub addresses: Vec<String>,
 }

@@ -1,0 +1,72 @@
+//! Standalone, the DNS records are those of the known nodes, which are all edge nodes, and of the configuration.
+
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use crate::config::Config;
+use crate::data::DataDir;
+use crate::dns::{
+    Dns, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records,
+};
+use crate::nodes::KnownNodes;
+
+/// What the embedded DNS takes from the server around it.
+pub(super) struct DnsContext<'a> {
+    pub(super) data: &'a DataDir,
+    pub(super) nodes: &'a Arc<KnownNodes>,
+    pub(super) records: &'a Records,
+    pub(super) metrics: &'a mut Registry,
+    pub(super) shutdown: &'a Shutdown,
+}
+
+/// Starts the embedded DNS and what feeds it, if it is configured.
+pub(super) fn serve(
+    sockets: Option<DnsSockets>,
+    config: &Config,
+    context: DnsContext<'_>,
+) -> Option<Dns> {
+    let (sockets, settings) = (sockets?, config.dns.as_ref()?);
+    let parts = DnsParts {
+        sockets,
+        settings,
+        records: context.records.clone(),
+        data: context.data,
+        limits: config.limits.dns,
+        metrics: DnsMetrics::new(context.metrics, context.records.clone()),
+    };
+    let dns = Dns::start(parts, context.shutdown);
+    // In a cluster its Nodes are what counts, and who follows them feeds the records.
+    if config.kubernetes.is_none() {
+        follow_nodes(context.nodes, settings, context.records, context.shutdown);
+    }
+    Some(dns)
+}
+
+/// Keeps the records equal to the known nodes and the configuration. A name of both belongs to the configuration.
+fn follow_nodes(
+    nodes: &Arc<KnownNodes>,
+    settings: &DnsSettings,
+    records: &Records,
+    shutdown: &Shutdown,
+) {
+    let (nodes, settings, records) = (nodes.clone(), settings.clone(), records.clone());
+    let mut changed = nodes.changed();
+    let rebuild = move || {
+        let known = nodes.snapshot();
+        let edges = known.keys().map(|name| Node {
+            name: name.clone(),
+            hostname: None,
+            place: Place::Edge,
+        });
+        let all: Vec<_> = edges.chain(settings.fixed.iter().cloned()).collect();
+        records.replace(RecordSet::new(&all, settings.answer));
+    };
+    rebuild();
+    shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            rebuild();
+        }
+    });
+}

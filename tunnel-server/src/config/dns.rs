@@ -1,0 +1,333 @@
+//! Checks of the embedded DNS's settings.
+
+use std::net::{IpAddr, SocketAddr};
+
+use tunnel_proto::process::host::primary_address;
+use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::wire::name::NodeName;
+
+use super::check::address;
+use super::{RawConfig, RawRecord};
+use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, Place, Resolvers};
+
+/// The settings, or `None` when there is no DNS to be served.
+pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<DnsSettings> {
+    let listen = raw.dns_listen.as_deref().filter(|text| *text != OFF);
+    let Some(listen) = listen else {
+        if raw.dns_listen.is_none() {
+            refuse_idle(bad, raw);
+        }
+        return None;
+    };
+    if cfg!(not(feature = "dns")) {
+        bad.add(
+            LISTEN,
+            "this build has no DNS server (cargo feature dns); leave it out or say off",
+        );
+        return None;
+    }
+    let listen = address(bad, LISTEN, listen);
+    let zone = raw.dns_zone.as_deref().and_then(|text| {
+        let zone = text.parse::<NodeName>();
+        zone.map_err(|error| bad.add("--dns-zone", format!("{text:?}: {error}")))
+            .ok()
+    });
+    let (clusters, others) = upstreams(bad, &raw.dns_upstream);
+    let answers = raw.dns_answer.iter().filter_map(|text| {
+        let address = text.parse::<IpAddr>();
+        address
+            .map_err(|error| bad.add(ANSWER, format!("{text:?}: {error}")))
+            .ok()
+    });
+    let answers: Vec<_> = answers.collect();
+    let fixed = raw
+        .dns_records
+        .iter()
+        .filter_map(|record| fixed(bad, record));
+    let fixed = fixed.collect();
+    let listen = listen?;
+    if let Resolvers::These(resolvers) = &others
+        && let Some(own) = resolvers.iter().find(|resolver| is_own(listen, **resolver))
+    {
+        bad.add(
+            UPSTREAM,
+            format!("{own} is this server itself (--dns-listen {listen})"),
+        );
+    }
+    Some(DnsSettings {
+        listen,
+        zone,
+        clusters,
+        others,
+        answer: answer(bad, listen, answers),
+        fixed,
+    })
+}
+
+/// Settings that mean nothing without the listener are more likely a slip than a wish.
+fn refuse_idle(bad: &mut Mistakes, raw: &RawConfig) {
+    for (setting, is_given) in [
+        ("--dns-zone", raw.dns_zone.is_some()),
+        (UPSTREAM, !raw.dns_upstream.is_empty()),
+        (ANSWER, !raw.dns_answer.is_empty()),
+        ("dnsRecords", !raw.dns_records.is_empty()),
+    ] {
+        if is_given {
+            bad.add(
+                setting,
+                "means nothing without --dns-listen (or say --dns-listen off)",
+            );
+        }
+    }
+}
+
+/// What edge nodes answer with: as told, else where callers find this server.
+fn answer(bad: &mut Mistakes, listen: SocketAddr, told: Vec<IpAddr>) -> Addresses {
+    let answer = match told.as_slice() {
+        [] if listen.ip().is_unspecified() => {
+            let own = primary_address();
+            if own.is_none() {
+                bad.add(
+                    ANSWER,
+                    "is needed: this host has no address of its own to answer with",
+                );
+            }
+            Addresses::first_of(own)
+        }
+        [] => Addresses::first_of([listen.ip()]),
+        told => Addresses::first_of(told.iter().copied()),
+    };
+    if told.len() > answer.iter().count() {
+        bad.add(ANSWER, "takes one address of each family");
+    }
+    if told.iter().any(IpAddr::is_unspecified) {
+        bad.add(
+            ANSWER,
+            "0.0.0.0 and :: are no addresses that callers can reach",
+        );
+    }
+    answer
+}
+
+/// `IP`, `IP:PORT`, `DOMAIN=IP`, and `off` instead of an address.
+fn upstreams(bad: &mut Mistakes, told: &[String]) -> (Vec<ClusterDomain>, Resolvers) {
+    let mut clusters: Vec<ClusterDomain> = Vec::new();
+    let mut others = None;
+    for text in told {
+        let (domain, resolver) = match text.split_once('=') {
+            Some((domain, resolver)) => match domain.parse::<NodeName>() {
+                Ok(domain) => (Some(domain), resolver),
+                Err(error) => {
+                    bad.add(UPSTREAM, format!("{domain:?}: {error}"));
+                    continue;
+                }
+            },
+            None => (None, text.as_str()),
+        };
+        let resolver = match resolver_address(resolver) {
+            Ok(resolver) => resolver,
+            Err(problem) => {
+                bad.add(UPSTREAM, problem);
+                continue;
+            }
+        };
+        let list = match domain {
+            None => others.get_or_insert_with(Vec::new),
+            Some(domain) => {
+                let known = clusters.iter().position(|cluster| cluster.domain == domain);
+                let place = known.unwrap_or(clusters.len());
+                if known.is_none() {
+                    let resolvers = Vec::new();
+                    clusters.push(ClusterDomain { domain, resolvers });
+                }
+                &mut clusters[place].resolvers
+            }
+        };
+        list.extend(resolver);
+    }
+    let has_default = clusters
+        .iter()
+        .any(|cluster| cluster.domain.as_str() == CLUSTER_DOMAIN);
+    if let (false, Ok(domain)) = (has_default, CLUSTER_DOMAIN.parse()) {
+        let resolvers = Vec::new();
+        clusters.push(ClusterDomain { domain, resolvers });
+    }
+    (clusters, others.map_or(Resolvers::Host, Resolvers::These))
+}
+
+/// `None` for `off`.
+fn resolver_address(text: &str) -> Result<Option<SocketAddr>, String> {
+    if text == OFF {
+        return Ok(None);
+    }
+    let address = text.trim_matches(['[', ']']).parse::<IpAddr>();
+    let resolver = match address {
+        Ok(address) => SocketAddr::new(address, RESOLVER_PORT),
+        Err(_not_bare) => text.parse().map_err(|_neither| {
+            format!("{text:?} is not IP, IP:PORT or off (resolvers are not found by name)")
+        })?,
+    };
+    if resolver.port() == 0 || resolver.ip().is_unspecified() {
+        return Err(format!("{text:?} is no address that can be asked"));
+    }
+    Ok(Some(resolver))
+}
+
+fn is_own(listen: SocketAddr, resolver: SocketAddr) -> bool {
+    let everywhere = listen.ip().is_unspecified() && resolver.ip().to_canonical().is_loopback();
+    listen.port() == resolver.port()
+        && (everywhere || listen.ip().to_canonical() == resolver.ip().to_canonical())
+}
+
+fn fixed(bad: &mut Mistakes, raw: &RawRecord) -> Option<Node> {
+    let setting = format!("dnsRecords: {}", raw.name);
+    let name = raw.name.parse::<NodeName>();
+    let name = name.map_err(|error| bad.add(&setting, error)).ok();
+    let mut addresses = Vec::new();
+    for text in &raw.addresses {
+        match text.parse() {
+            Ok(address) => addresses.push(address),
+            Err(error) => bad.add(&setting, format!("{text:?}: {error}")),
+        }
+    }
+    if raw.addresses.is_empty() {
+        bad.add(&setting, "needs at least one address");
+    }
+    Some(Node {
+        name: name?,
+        hostname: None,
+        place: Place::Cloud(addresses),
+    })
+}
+
+const LISTEN: &str = "--dns-listen";
+const UPSTREAM: &str = "--dns-upstream";
+const ANSWER: &str = "--dns-answer";
+const OFF: &str = "off";
+const RESOLVER_PORT: u16 = 53;
+/// The domain of nearly every cluster; names below it are of no use to resolvers outside.
+const CLUSTER_DOMAIN: &str = "cluster.local";
+
+#[cfg(test)]
+#[cfg(feature = "dns")]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn yaml(text: &str) -> Result<DnsSettings, String> {
+        let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        let config = Config::try_from(raw).map_err(|error| error.to_string())?;
+        config.dns.ok_or_else(|| "off".to_owned())
+    }
+
+    fn cluster(domain: &str, resolvers: &[&str]) -> ClusterDomain {
+        ClusterDomain {
+            domain: domain.parse().unwrap(),
+            resolvers: resolvers.iter().map(|text| text.parse().unwrap()).collect(),
+        }
+    }
+
+    #[test]
+    fn dns_is_off_unless_it_is_asked_for() {
+        assert_eq!(yaml("{}").unwrap_err(), "off");
+        assert_eq!(yaml("dnsListen: off\ndnsZone: a.b").unwrap_err(), "off");
+        let idle = "dnsZone: a\ndnsUpstream: [192.0.2.1]\ndnsAnswer: [192.0.2.1]\ndnsRecords: [{ name: a, addresses: [192.0.2.1] }]";
+        let error = yaml(idle).unwrap_err();
+        assert!(error.contains("4 mistake(s)"), "{error}");
+    }
+
+    #[test]
+    fn defaults_ask_the_host_and_answer_with_the_listeners_address() {
+        let dns = yaml("dnsListen: 127.0.0.1:5353").unwrap();
+        assert_eq!(dns.others, Resolvers::Host);
+        assert_eq!(dns.clusters, [cluster("cluster.local", &[])]);
+        let answer: Vec<_> = dns
+            .answer
+            .iter()
+            .map(|address| address.to_string())
+            .collect();
+        assert_eq!(answer, ["127.0.0.1"]);
+        assert_eq!(dns.zone, None);
+    }
+
+    #[test]
+    fn resolvers_domains_answers_and_records_are_read() {
+        let text = "
+dnsListen: '[::]:5353'
+dnsZone: Nodes.Tunnel.Internal.
+dnsUpstream: [192.0.2.1, '192.0.2.2:5300', '2001:db8::1', '[2001:db8::2]:54', cluster.local=10.96.0.10, b.test=off]
+dnsAnswer: [10.0.0.1, 'fd00::1']
+dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
+";
+        let dns = yaml(text).unwrap();
+        let resolvers = [
+            "192.0.2.1:53",
+            "192.0.2.2:5300",
+            "[2001:db8::1]:53",
+            "[2001:db8::2]:54",
+        ];
+        let resolvers = resolvers.map(|text| text.parse().unwrap()).to_vec();
+        assert_eq!(dns.others, Resolvers::These(resolvers));
+        let clusters = [
+            cluster("cluster.local", &["10.96.0.10:53"]),
+            cluster("b.test", &[]),
+        ];
+        assert_eq!(dns.clusters, clusters);
+        assert_eq!(dns.zone.unwrap().as_str(), "nodes.tunnel.internal");
+        assert_eq!(dns.answer.iter().count(), 2);
+        assert_eq!(dns.fixed[0].name.as_str(), "master-1");
+        let off = yaml("{ dnsListen: '127.0.0.1:5353', dnsUpstream: [off] }").unwrap();
+        assert_eq!(off.others, Resolvers::These(Vec::new()));
+    }
+
+    #[test]
+    fn every_mistake_is_named() {
+        for (text, expected) in [
+            ("dnsListen: 5353", "--dns-listen"),
+            ("dnsZone: a..b", "--dns-zone"),
+            ("dnsUpstream: [dns.example]", "--dns-upstream"),
+            ("dnsUpstream: ['192.0.2.1:0']", "--dns-upstream"),
+            ("dnsUpstream: ['a b=192.0.2.1']", "--dns-upstream"),
+            ("dnsUpstream: ['127.0.0.1:5353']", "is this server itself"),
+            ("dnsAnswer: [name]", "--dns-answer"),
+            ("dnsAnswer: [0.0.0.0]", "--dns-answer"),
+            (
+                "dnsAnswer: [10.0.0.1, 10.0.0.2]",
+                "one address of each family",
+            ),
+            (
+                "dnsRecords: [{ name: 'a b', addresses: [10.0.0.1] }]",
+                "dnsRecords: a b",
+            ),
+            ("dnsRecords: [{ name: a, addresses: [x] }]", "dnsRecords: a"),
+            ("dnsRecords: [{ name: a, addresses: [] }]", "dnsRecords: a"),
+            ("limits: { dnsForwards: 0 }", "limits.dnsForwards"),
+        ] {
+            let listen = if text.starts_with("dnsListen") {
+                ""
+            } else {
+                "dnsListen: 0.0.0.0:5353\n"
+            };
+            let error = yaml(&format!("{listen}{text}")).unwrap_err();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "dns"))]
+mod tests_without {
+    use super::*;
+
+    #[test]
+    fn a_build_without_dns_says_so() {
+        let mut bad = Mistakes::default();
+        let raw = RawConfig {
+            dns_listen: Some("127.0.0.1:5353".into()),
+            ..RawConfig::default()
+        };
+        assert!(check(&mut bad, &raw).is_none());
+        let error = bad.finish(()).unwrap_err().to_string();
+        assert!(error.contains("this build has no DNS server"), "{error}");
+    }
+}

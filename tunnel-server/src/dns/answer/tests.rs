@@ -1,0 +1,255 @@
+use hickory_proto::rr::rdata::A;
+
+use super::*;
+use crate::dns::ClusterDomain;
+
+fn names(forwarding: bool) -> Names {
+    Names {
+        zone: Some("nodes.tunnel.internal".parse().unwrap()),
+        clusters: vec![ClusterDomain {
+            domain: "cluster.local".parse().unwrap(),
+            resolvers: Vec::new(),
+        }],
+        others: forwarding
+            .then(|| "192.0.2.53:53".parse().unwrap())
+            .into_iter()
+            .collect(),
+    }
+}
+
+fn records() -> RecordSet {
+    let of = |addresses: &[&str]| {
+        Addresses::first_of(addresses.iter().map(|text| text.parse().unwrap()))
+    };
+    RecordSet::of([
+        ("worker-1".parse().unwrap(), of(&["10.106.217.16"])),
+        ("six".parse().unwrap(), of(&["fd00::6"])),
+        ("both".parse().unwrap(), of(&["10.0.0.1", "fd00::1"])),
+    ])
+}
+
+fn query(name: &str, kind: RecordType) -> Message {
+    let mut message = Message::query();
+    message.metadata.recursion_desired = true;
+    message.add_query(Query::query(Name::from_ascii(name).unwrap(), kind));
+    message
+}
+
+/// The reply with what was counted; `None` for silence.
+fn ask_with(message: &[u8], names: &Names) -> Option<(Message, Outcome)> {
+    let records = records();
+    let view = View {
+        records: &records,
+        names,
+    };
+    match decide(message, Transport::Udp, &view) {
+        Verdict::Silence(_) => None,
+        Verdict::Reply(bytes, outcome) => Some((Message::from_vec(&bytes).unwrap(), outcome)),
+        Verdict::Forward(asked, resolvers) => {
+            assert_eq!(resolvers, names.others);
+            Some((asked.forwarded(), Outcome::Forwarded))
+        }
+    }
+}
+
+fn ask(name: &str, kind: RecordType) -> (Message, Outcome) {
+    ask_with(&query(name, kind).to_vec().unwrap(), &names(true)).unwrap()
+}
+
+#[test]
+fn a_node_has_its_address_for_five_seconds() {
+    let (reply, outcome) = ask("Worker-1.", RecordType::A);
+    assert_eq!(outcome, Outcome::Node);
+    let [answer] = reply.answers.as_slice() else {
+        panic!("{reply}");
+    };
+    assert_eq!(answer.data, RData::A(A::new(10, 106, 217, 16)));
+    assert_eq!(answer.ttl, 5);
+    assert_eq!(
+        answer.name.to_ascii(),
+        "Worker-1.",
+        "the client's own spelling"
+    );
+    let flags = reply.metadata;
+    assert!(flags.authoritative && flags.recursion_available && flags.recursion_desired);
+    assert_eq!(flags.response_code, ResponseCode::NoError);
+}
+
+#[test]
+fn the_missing_family_and_other_types_are_no_error_without_answers() {
+    for (name, kind) in [
+        ("worker-1.", RecordType::AAAA),
+        ("six.", RecordType::A),
+        ("worker-1.", RecordType::TXT),
+        ("worker-1.", RecordType::PTR),
+        ("worker-1.", RecordType::ANY),
+        ("worker-1.nodes.tunnel.internal.", RecordType::MX),
+        ("nodes.tunnel.internal.", RecordType::A),
+    ] {
+        let (reply, outcome) = ask(name, kind);
+        assert_eq!(outcome, Outcome::NoData, "{name} {kind}");
+        assert_eq!(reply.metadata.response_code, ResponseCode::NoError);
+        assert!(reply.answers.is_empty());
+    }
+    let (reply, _) = ask("both.", RecordType::AAAA);
+    assert_eq!(reply.answers.len(), 1);
+}
+
+#[test]
+fn a_missing_name_is_missing_for_one_second() {
+    for (name, authority) in [
+        ("worker-9.", "."),
+        ("worker-9.nodes.tunnel.internal.", "nodes.tunnel.internal."),
+        ("worker-1.kube-system.svc.cluster.local.", "cluster.local."),
+    ] {
+        let (reply, outcome) = ask(name, RecordType::A);
+        assert_eq!(outcome, Outcome::NoName, "{name}");
+        assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
+        let soa = &reply.authorities[0];
+        assert_eq!((soa.name.to_ascii().as_str(), soa.ttl), (authority, 1));
+        let RData::SOA(data) = &soa.data else {
+            panic!("{soa}");
+        };
+        assert_eq!(data.minimum, 1);
+    }
+}
+
+#[test]
+fn recursion_is_available_exactly_when_there_is_somebody_to_ask() {
+    let (question, outcome) = ask("example.com.", RecordType::A);
+    assert_eq!(outcome, Outcome::Forwarded);
+    assert!(question.metadata.recursion_desired && question.edns.is_some());
+    let message = query("example.com.", RecordType::A).to_vec().unwrap();
+    let (reply, outcome) = ask_with(&message, &names(false)).unwrap();
+    assert_eq!(outcome, Outcome::Refused);
+    assert_eq!(reply.metadata.response_code, ResponseCode::Refused);
+    assert!(!reply.metadata.recursion_available);
+    let message = query("worker-1.", RecordType::A).to_vec().unwrap();
+    let (reply, _) = ask_with(&message, &names(false)).unwrap();
+    assert!(!reply.metadata.recursion_available);
+}
+
+#[test]
+fn no_single_label_is_ever_forwarded() {
+    let odd = [&[0xff_u8, b'.', 0][..], b"a b", b"*", b"_x", b"com", b"0"];
+    for label in odd {
+        let mut message = query("x.", RecordType::A);
+        message.queries[0].name = Name::from_labels([label]).unwrap();
+        let (_, outcome) = ask_with(&message.to_vec().unwrap(), &names(true)).unwrap();
+        assert_eq!(outcome, Outcome::NoName, "{label:?}");
+    }
+}
+
+#[test]
+fn hostile_messages_are_answered_shortly_or_not_at_all() {
+    let names = names(true);
+    let plain = query("worker-1.", RecordType::A).to_vec().unwrap();
+    let code =
+        |message: &[u8]| ask_with(message, &names).map(|(reply, _)| reply.metadata.response_code);
+    let with = |at: usize, byte: u8| {
+        let mut message = plain.clone();
+        message[at] = byte;
+        message
+    };
+    assert_eq!(code(&[]), None);
+    assert_eq!(code(&plain[..11]), None, "not even a header");
+    assert_eq!(code(&with(2, 0x81)), None, "a response");
+    assert_eq!(code(&plain[..12]), Some(ResponseCode::FormErr), "cut short");
+    assert_eq!(code(&plain[..plain.len() - 1]), Some(ResponseCode::FormErr));
+    assert_eq!(code(&with(2, 0x28)), Some(ResponseCode::NotImp), "UPDATE");
+    assert_eq!(code(&with(2, 0x20)), Some(ResponseCode::NotImp), "NOTIFY");
+    assert_eq!(
+        code(&with(5, 0)),
+        Some(ResponseCode::FormErr),
+        "no question"
+    );
+    assert_eq!(code(&with(5, 2)), Some(ResponseCode::FormErr), "two");
+    assert_eq!(code(&with(4, 0xff)), Some(ResponseCode::FormErr), "65,281");
+    assert_eq!(code(&with(6, 1)), Some(ResponseCode::FormErr), "answers");
+    assert_eq!(
+        code(&with(10, 1)),
+        Some(ResponseCode::FormErr),
+        "additionals"
+    );
+    let last = plain.len() - 1;
+    assert_eq!(code(&with(last, 3)), Some(ResponseCode::Refused), "CHAOS");
+    assert_eq!(
+        code(&with(last, 255)),
+        Some(ResponseCode::Refused),
+        "class ANY"
+    );
+    let looping = [&plain[..12], &[0xc0, 12, 0, 1, 0, 1]].concat();
+    assert_eq!(
+        code(&looping),
+        Some(ResponseCode::FormErr),
+        "points at itself"
+    );
+    let long = [&plain[..], &[0; 5000]].concat();
+    assert_eq!(code(&long), Some(ResponseCode::FormErr), "oversize");
+    for kind in [RecordType::AXFR, RecordType::IXFR] {
+        for name in [".", "worker-1.", "nodes.tunnel.internal."] {
+            let (reply, _) = ask(name, kind);
+            assert_eq!(reply.metadata.response_code, ResponseCode::Refused);
+            assert!(reply.answers.is_empty());
+        }
+    }
+    let (reply, _) = ask("example.com.", RecordType::ANY);
+    assert_eq!(reply.metadata.response_code, ResponseCode::Refused);
+}
+
+#[test]
+fn edns_is_answered_with_edns_and_unknown_versions_are_refused() {
+    let mut message = query("worker-1.", RecordType::A);
+    let mut edns = Edns::new();
+    edns.set_max_payload(4096);
+    message.set_edns(edns.clone());
+    let (reply, _) = ask_with(&message.to_vec().unwrap(), &names(true)).unwrap();
+    assert_eq!(reply.edns.unwrap().max_payload(), 1232);
+    edns.set_version(1);
+    message.set_edns(edns);
+    let (reply, _) = ask_with(&message.to_vec().unwrap(), &names(true)).unwrap();
+    // 16, which TSIG calls BADSIG.
+    assert_eq!(u16::from(reply.metadata.response_code), 16);
+}
+
+#[test]
+fn what_does_not_fit_a_datagram_is_cut_and_marked() {
+    let answer_to = |transport, payload: Option<u16>| {
+        let mut message = query("example.com.", RecordType::TXT);
+        if let Some(payload) = payload {
+            let mut edns = Edns::new();
+            edns.set_max_payload(payload);
+            message.set_edns(edns);
+        }
+        let (records, names) = (records(), names(true));
+        let view = View {
+            records: &records,
+            names: &names,
+        };
+        let verdict = decide(&message.to_vec().unwrap(), transport, &view);
+        let Verdict::Forward(asked, _) = verdict else {
+            panic!("{verdict:?}");
+        };
+        let mut answer = asked.forwarded();
+        for number in 0..100 {
+            let name = Name::from_ascii(format!("n{number}.example.com.")).unwrap();
+            answer.add_answer(Record::from_rdata(
+                name,
+                60,
+                RData::A(A::new(10, 0, 0, number)),
+            ));
+        }
+        let bytes = asked.relayed(answer);
+        let reply = Message::from_vec(&bytes).unwrap();
+        (bytes.len(), reply.answers.len(), reply.metadata.truncation)
+    };
+    for payload in [None, Some(100), Some(1232), Some(65_000)] {
+        let (length, answers, is_cut) = answer_to(Transport::Udp, payload);
+        assert!(
+            length <= 512 && answers == 0 && is_cut,
+            "{payload:?}: {length}"
+        );
+    }
+    let (length, answers, is_cut) = answer_to(Transport::Tcp, None);
+    assert!(length > 1232 && answers == 100 && !is_cut, "{length}");
+}

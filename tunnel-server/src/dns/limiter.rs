@@ -1,0 +1,180 @@
+//! How much one source may ask: queries per second, complaints per second, TCP connections.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv6Addr};
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use governor::clock::DefaultClock;
+use governor::state::keyed::HashMapStateStore;
+use governor::{Quota, RateLimiter};
+
+/// Who shares a limit: an IPv4 address, or an IPv6 network of 64 bits, since a host has that many addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Source {
+    One(IpAddr),
+    /// Everybody who comes while [`SOURCES_MAX`] others are being counted.
+    Rest,
+}
+
+type Rate = RateLimiter<Source, HashMapStateStore<Source>, DefaultClock>;
+
+/// Limits of all sources.
+#[derive(Debug)]
+pub(super) struct Limiter {
+    queries: Rate,
+    complaints: Rate,
+    swept: Mutex<Instant>,
+    connections: Arc<Mutex<HashMap<Source, usize>>>,
+}
+
+/// A connection of a source, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Connected {
+    source: Source,
+    all: Arc<Mutex<HashMap<Source, usize>>>,
+}
+
+impl Limiter {
+    pub(super) fn new(queries_per_second: u32) -> Self {
+        let per_second = NonZeroU32::new(queries_per_second).unwrap_or(NonZeroU32::MIN);
+        Self {
+            queries: RateLimiter::hashmap(Quota::per_second(per_second)),
+            complaints: RateLimiter::hashmap(Quota::per_second(COMPLAINTS_PER_SECOND)),
+            swept: Mutex::new(Instant::now()),
+            connections: Arc::default(),
+        }
+    }
+
+    /// Whether a query of this source is looked at.
+    pub(super) fn admits(&self, address: IpAddr) -> bool {
+        self.check(&self.queries, address)
+    }
+
+    /// Whether nonsense of this source is answered: a forged source is not to be flooded with our complaints.
+    pub(super) fn complains_to(&self, address: IpAddr) -> bool {
+        self.check(&self.complaints, address)
+    }
+
+    /// Counts a TCP connection; `None` when its source has as many as it may.
+    pub(super) fn connect(&self, address: IpAddr) -> Option<Connected> {
+        let source = Source::of(address);
+        let mut all = self
+            .connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let count = all.entry(source).or_default();
+        if *count >= CONNECTIONS_PER_SOURCE {
+            return None;
+        }
+        *count += 1;
+        Some(Connected {
+            source,
+            all: self.connections.clone(),
+        })
+    }
+
+    fn check(&self, rate: &Rate, address: IpAddr) -> bool {
+        let mut source = Source::of(address);
+        if rate.len() >= SOURCES_MAX {
+            self.sweep();
+            if rate.len() >= SOURCES_MAX {
+                source = Source::Rest;
+            }
+        }
+        rate.check_key(&source).is_ok()
+    }
+
+    /// Forgets sources that have their full rate again, at most once a second.
+    fn sweep(&self) {
+        let now = Instant::now();
+        {
+            let mut swept = self.swept.lock().unwrap_or_else(PoisonError::into_inner);
+            if now.duration_since(*swept) < SWEEP_PAUSE {
+                return;
+            }
+            *swept = now;
+        }
+        self.queries.retain_recent();
+        self.complaints.retain_recent();
+    }
+}
+
+impl Source {
+    fn of(address: IpAddr) -> Self {
+        Self::One(match address.to_canonical() {
+            IpAddr::V4(address) => address.into(),
+            IpAddr::V6(address) => {
+                let network = u128::from(address) & !u128::from(u64::MAX);
+                Ipv6Addr::from(network).into()
+            }
+        })
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = all.get_mut(&self.source) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.source);
+            }
+        }
+    }
+}
+
+/// Sources that are counted apart, some 100 bytes each.
+const SOURCES_MAX: usize = 65_536;
+const SWEEP_PAUSE: Duration = Duration::from_secs(1);
+/// FORMERR, NOTIMP and REFUSED for one source.
+const COMPLAINTS_PER_SECOND: NonZeroU32 = NonZeroU32::new(100).unwrap();
+/// A stub resolver has one or two; a cache that asks over TCP some more.
+const CONNECTIONS_PER_SOURCE: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_source_is_limited_and_others_are_not() {
+        let limiter = Limiter::new(3);
+        let [greedy, other] = ["192.0.2.1", "192.0.2.2"].map(|text| text.parse().unwrap());
+        let admitted = (0..20).filter(|_| limiter.admits(greedy)).count();
+        assert!((3..6).contains(&admitted), "{admitted}");
+        assert!(limiter.admits(other));
+    }
+
+    #[test]
+    fn addresses_of_one_ipv6_network_share_a_limit() {
+        let same =
+            ["2001:db8::1", "2001:db8::ffff:2"].map(|text| Source::of(text.parse().unwrap()));
+        assert_eq!(same[0], same[1]);
+        assert_ne!(same[0], Source::of("2001:db8:0:1::1".parse().unwrap()));
+        assert_eq!(
+            Source::of("::ffff:192.0.2.1".parse().unwrap()),
+            Source::of("192.0.2.1".parse().unwrap())
+        );
+    }
+
+    #[test]
+    fn connections_of_a_source_are_bounded_and_given_back() {
+        let limiter = Limiter::new(1);
+        let address = "192.0.2.1".parse().unwrap();
+        let held: Vec<_> = std::iter::from_fn(|| limiter.connect(address)).collect();
+        assert_eq!(held.len(), CONNECTIONS_PER_SOURCE);
+        drop(held);
+        assert!(limiter.connect(address).is_some());
+        assert!(limiter.connections.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn forged_sources_do_not_fill_the_memory() {
+        let limiter = Limiter::new(1);
+        for number in 0..200_000_u32 {
+            limiter.admits(IpAddr::from(number.to_be_bytes()));
+        }
+        assert!(limiter.queries.len() <= SOURCES_MAX + 1);
+    }
+}

@@ -1,0 +1,133 @@
+//! What the embedded DNS counts.
+
+use std::time::Duration;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder,
+};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+use super::Records;
+use super::answer::Transport;
+
+/// Metrics of the embedded DNS; clones share them.
+#[derive(Debug, Clone)]
+pub struct DnsMetrics {
+    queries: Family<QueryLabels, Counter>,
+    forward_seconds: Histogram,
+}
+
+/// How a query ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// Answered with a node's address.
+    Node,
+    /// The name is ours, but has nothing of that type.
+    NoData,
+    /// There is no such name.
+    NoName,
+    /// Another resolver answered.
+    Forwarded,
+    /// No other resolver answered in time: SERVFAIL.
+    UpstreamFailed,
+    /// As many queries are being forwarded as may be: SERVFAIL.
+    Busy,
+    /// Asked for something that is not answered here, or nobody to ask.
+    Refused,
+    /// Not a query that can be understood.
+    Malformed,
+    /// Its source asks too much: no answer.
+    Limited,
+    /// Our own: another resolver sends back what we ask it.
+    Loop,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct QueryLabels {
+    transport: Transport,
+    outcome: Outcome,
+}
+
+impl DnsMetrics {
+    /// Registers the metrics under `tunnel_server_dns_`; the number of records is read when it is asked for.
+    #[must_use]
+    pub fn new(root: &mut Registry, records: Records) -> Self {
+        let metrics = Self {
+            queries: Family::default(),
+            forward_seconds: Histogram::new(FORWARD_SECONDS),
+        };
+        let registry = root.sub_registry_with_prefix("tunnel_server_dns");
+        registry.register(
+            "queries",
+            "DNS queries by how they ended",
+            metrics.queries.clone(),
+        );
+        registry.register(
+            "forward_duration_seconds",
+            "Time until another resolver answered",
+            metrics.forward_seconds.clone(),
+        );
+        registry.register_collector(Box::new(RecordsGauge(records)));
+        metrics
+    }
+
+    /// Counts a query.
+    pub fn query(&self, transport: Transport, outcome: Outcome) {
+        let labels = QueryLabels { transport, outcome };
+        self.queries.get_or_create(&labels).inc();
+    }
+
+    /// Notes how long an answer from elsewhere took.
+    pub fn forwarded(&self, elapsed: Duration) {
+        self.forward_seconds.observe(elapsed.as_secs_f64());
+    }
+}
+
+impl EncodeLabelValue for Outcome {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let word = match self {
+            Self::Node => "node",
+            Self::NoData => "no_data",
+            Self::NoName => "no_name",
+            Self::Forwarded => "forwarded",
+            Self::UpstreamFailed => "upstream_failed",
+            Self::Busy => "busy",
+            Self::Refused => "refused",
+            Self::Malformed => "malformed",
+            Self::Limited => "limited",
+            Self::Loop => "loop",
+        };
+        word.encode(encoder)
+    }
+}
+
+impl EncodeLabelValue for Transport {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let word = match self {
+            Self::Udp => "udp",
+            Self::Tcp => "tcp",
+        };
+        word.encode(encoder)
+    }
+}
+
+#[derive(Debug)]
+struct RecordsGauge(Records);
+
+impl Collector for RecordsGauge {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let names = i64::try_from(self.0.load().len()).unwrap_or(i64::MAX);
+        let gauge = ConstGauge::new(names);
+        let help = "Names that are answered with an address";
+        let metric = encoder.encode_descriptor("records", help, None, gauge.metric_type())?;
+        gauge.encode(metric)
+    }
+}
+
+/// Upper bounds, seconds: from a resolver beside us to the budget.
+const FORWARD_SECONDS: [f64; 8] = [0.0005, 0.001, 0.0025, 0.01, 0.025, 0.05, 0.1, 0.4];

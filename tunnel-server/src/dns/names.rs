@@ -1,0 +1,273 @@
+//! Pure: who has the answer to a name, the records, nobody or another resolver.
+//!
+//! ```text
+//! <node>.<zone>                         record, else no such name
+//! <node>.<cluster>, <node>.svc.<cluster>  record: no Service or Pod has a name of this form
+//! anything else below <cluster>         the cluster's resolver; without one, no such name
+//! localhost, *.localhost                no such name, whatever the records say (RFC 6761, section 6.3)
+//! <node>                                record
+//! any other single label                no such name: it never leaves this host
+//! everything else                       another resolver
+//! ```
+
+use std::net::SocketAddr;
+
+use tunnel_proto::wire::name::NodeName;
+
+use super::{Addresses, ClusterDomain, RecordSet};
+
+/// Which names are ours, and who is asked about the rest.
+#[derive(Debug, Clone, Default)]
+pub struct Names {
+    /// Long names are `<node>.<zone>`.
+    pub zone: Option<NodeName>,
+    /// Domains of clusters, with their resolvers.
+    pub clusters: Vec<ClusterDomain>,
+    /// Who is asked about all other names; none: nobody.
+    pub others: Vec<SocketAddr>,
+}
+
+/// Who has the answer to a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source<'a> {
+    /// The name is ours and has these addresses, perhaps none. `authority` is the domain that says so, empty for the root.
+    Ours {
+        /// Its addresses.
+        addresses: Addresses,
+        /// The domain above it.
+        authority: &'a str,
+    },
+    /// There is no such name.
+    Absent {
+        /// The domain above it.
+        authority: &'a str,
+    },
+    /// One of these resolvers knows; without any, the query is refused.
+    Elsewhere(&'a [SocketAddr]),
+}
+
+impl Names {
+    /// Who has the answer to `name`, which is in lower case and without a trailing dot; empty for the root.
+    #[must_use]
+    pub fn source(&self, name: &str, records: &RecordSet) -> Source<'_> {
+        let record = |name: &str| records.get(&name.parse().ok()?);
+        if let Some(zone) = &self.zone
+            && let Some(inner) = below(name, zone)
+        {
+            return ours_or_absent(inner, record(inner), zone.as_str());
+        }
+        if let Some((cluster, inner)) = self.cluster_of(name) {
+            let found = node_in_cluster(inner).and_then(record);
+            return if found.is_none() && !cluster.resolvers.is_empty() {
+                Source::Elsewhere(&cluster.resolvers)
+            } else {
+                ours_or_absent(inner, found, cluster.domain.as_str())
+            };
+        }
+        let is_localhost = name == LOCALHOST || has_suffix(name, LOCALHOST).is_some();
+        if is_localhost {
+            return Source::Absent { authority: ROOT };
+        }
+        if let Some(addresses) = record(name) {
+            return Source::Ours {
+                addresses,
+                authority: ROOT,
+            };
+        }
+        if !name.is_empty() && !name.contains('.') {
+            return Source::Absent { authority: ROOT };
+        }
+        Source::Elsewhere(&self.others)
+    }
+
+    /// Whether anything is forwarded at all.
+    #[must_use]
+    pub fn is_forwarding(&self) -> bool {
+        !self.others.is_empty()
+            || self
+                .clusters
+                .iter()
+                .any(|cluster| !cluster.resolvers.is_empty())
+    }
+
+    /// All resolvers, each once.
+    #[must_use]
+    pub fn resolvers(&self) -> Vec<SocketAddr> {
+        let clusters = self.clusters.iter().flat_map(|cluster| &cluster.resolvers);
+        let mut all: Vec<_> = self.others.iter().chain(clusters).copied().collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// The innermost cluster domain that holds `name`, and the name in it.
+    fn cluster_of<'n>(&self, name: &'n str) -> Option<(&ClusterDomain, &'n str)> {
+        let holding = self
+            .clusters
+            .iter()
+            .filter_map(|cluster| Some((cluster, below(name, &cluster.domain)?)));
+        holding.min_by_key(|(_, inner)| inner.len())
+    }
+}
+
+/// The apex of a domain exists, but has no addresses.
+fn ours_or_absent<'a>(inner: &str, found: Option<Addresses>, authority: &'a str) -> Source<'a> {
+    match found {
+        Some(addresses) => Source::Ours {
+            addresses,
+            authority,
+        },
+        None if inner.is_empty() => Source::Ours {
+            addresses: Addresses::default(),
+            authority,
+        },
+        None => Source::Absent { authority },
+    }
+}
+
+/// The node that a name below a cluster's domain can only mean. Services are `<service>.<namespace>.svc`, their pods have
+/// a label more, other pods are `<address>.<namespace>.pod`: those are never nodes.
+fn node_in_cluster(inner: &str) -> Option<&str> {
+    match inner.rsplit_once('.') {
+        Some((name, "svc")) => (!name.contains('.')).then_some(name),
+        Some((_, "pod")) => None,
+        _ => Some(inner),
+    }
+}
+
+/// What stands in `name` before `domain`; empty for the domain itself.
+fn below<'n>(name: &'n str, domain: &NodeName) -> Option<&'n str> {
+    if name == domain.as_str() {
+        return Some("");
+    }
+    has_suffix(name, domain.as_str())
+}
+
+fn has_suffix<'n>(name: &'n str, domain: &str) -> Option<&'n str> {
+    name.strip_suffix(domain)?.strip_suffix('.')
+}
+
+const LOCALHOST: &str = "localhost";
+const ROOT: &str = "";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dns::{Node, Place};
+
+    const CLUSTER: &str = "10.96.0.10:53";
+    const HOST: &str = "192.0.2.53:53";
+
+    fn names(cluster: &[&str]) -> Names {
+        let parse = |text: &&str| text.parse().unwrap();
+        Names {
+            zone: Some("nodes.tunnel.internal".parse().unwrap()),
+            clusters: vec![ClusterDomain {
+                domain: "cluster.local".parse().unwrap(),
+                resolvers: cluster.iter().map(parse).collect(),
+            }],
+            others: vec![HOST.parse().unwrap()],
+        }
+    }
+
+    fn records() -> RecordSet {
+        let hostile = ["kubernetes.default.svc.cluster.local", "localhost", "kube"];
+        let nodes: Vec<Node> = ["worker-1", "ip-10.ec2.internal", "default", "a.b"]
+            .iter()
+            .chain(&hostile)
+            .map(|name| Node {
+                name: name.parse().unwrap(),
+                hostname: None,
+                place: Place::Edge,
+            })
+            .collect();
+        RecordSet::new(&nodes, tunnel())
+    }
+
+    fn tunnel() -> Addresses {
+        Addresses::first_of(["10.0.0.1".parse().unwrap()])
+    }
+
+    #[test]
+    fn every_form_of_a_nodes_name_is_answered_and_no_service_is_shadowed() {
+        let ours = |authority| Source::Ours {
+            addresses: tunnel(),
+            authority,
+        };
+        let absent = |authority| Source::Absent { authority };
+        let zone = "nodes.tunnel.internal";
+        let cluster = "cluster.local";
+        let host = [HOST.parse().unwrap()];
+        let rows: &[(&str, Source<'_>)] = &[
+            ("worker-1", ours("")),
+            ("ip-10.ec2.internal", ours("")),
+            ("worker-1.nodes.tunnel.internal", ours(zone)),
+            ("ip-10.ec2.internal.nodes.tunnel.internal", ours(zone)),
+            ("worker-9.nodes.tunnel.internal", absent(zone)),
+            ("worker-1.cluster.local", ours(cluster)),
+            ("worker-1.svc.cluster.local", ours(cluster)),
+            // The form of a Service in namespace kube-system: never a node.
+            ("worker-1.kube-system.svc.cluster.local", absent(cluster)),
+            ("a.b.svc.cluster.local", absent(cluster)),
+            ("worker-1.kube-system.pod.cluster.local", absent(cluster)),
+            // A node that calls itself as a Service or as this host.
+            ("kubernetes.default.svc.cluster.local", absent(cluster)),
+            ("kube.kube-system.svc.cluster.local", absent(cluster)),
+            ("localhost", absent("")),
+            ("x.localhost", absent("")),
+            ("worker-9", absent("")),
+            ("xworker-1", absent("")),
+            ("com", absent("")),
+            ("", Source::Elsewhere(&host)),
+            ("example.com", Source::Elsewhere(&host)),
+            ("worker-1.example.com", Source::Elsewhere(&host)),
+            ("xcluster.local", Source::Elsewhere(&host)),
+            ("1.0.0.10.in-addr.arpa", Source::Elsewhere(&host)),
+        ];
+        let (names, records) = (names(&[]), records());
+        for (name, expected) in rows {
+            assert_eq!(names.source(name, &records), *expected, "{name}");
+        }
+        let apex = |authority| Source::Ours {
+            addresses: Addresses::default(),
+            authority,
+        };
+        assert_eq!(names.source(zone, &records), apex(zone));
+        assert_eq!(names.source(cluster, &records), apex(cluster));
+    }
+
+    #[test]
+    fn the_cluster_is_asked_only_when_its_resolver_is_given_and_never_about_nodes() {
+        let (names, records) = (names(&[CLUSTER]), records());
+        let resolver = [CLUSTER.parse().unwrap()];
+        for name in [
+            "kubernetes.default.svc.cluster.local",
+            "worker-1.kube-system.svc.cluster.local",
+            "worker-9.svc.cluster.local",
+            "cluster.local",
+        ] {
+            let found = names.source(name, &records);
+            assert_eq!(found, Source::Elsewhere(&resolver), "{name}");
+        }
+        for name in ["worker-1.svc.cluster.local", "worker-1.cluster.local"] {
+            let found = names.source(name, &records);
+            assert!(matches!(found, Source::Ours { .. }), "{name}: {found:?}");
+        }
+        assert_eq!(names.resolvers().len(), 2);
+    }
+
+    #[test]
+    fn the_innermost_cluster_domain_decides() {
+        let mut names = names(&[CLUSTER]);
+        names.clusters.push(ClusterDomain {
+            domain: "b.cluster.local".parse().unwrap(),
+            resolvers: Vec::new(),
+        });
+        assert_eq!(
+            names.source("x.y.svc.b.cluster.local", &records()),
+            Source::Absent {
+                authority: "b.cluster.local"
+            }
+        );
+    }
+}

@@ -1,0 +1,94 @@
+//! DNS over TCP (RFC 7766): messages with their length before them, one after the other.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tracing::{debug, warn};
+
+use super::answer::Transport;
+use super::limiter::Connected;
+use super::server::{Server, Step};
+
+/// Accepts and answers until it is dropped. Beyond the limit connections wait in the system's queue.
+pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connections: usize) {
+    let permits = Arc::new(Semaphore::new(connections));
+    let mut tasks = JoinSet::new();
+    loop {
+        // Never closed.
+        let Ok(permit) = permits.clone().acquire_owned().await else {
+            return;
+        };
+        while tasks.try_join_next().is_some() {}
+        let (stream, client) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                warn!(%error, "cannot accept DNS connections");
+                tokio::time::sleep(ERROR_PAUSE).await;
+                continue;
+            }
+        };
+        let Some(connected) = server.connect(client) else {
+            continue;
+        };
+        let server = server.clone();
+        tasks.spawn(async move {
+            if let Err(error) = converse(&server, stream, client, connected).await {
+                debug!(%client, %error, "DNS connection ended");
+            }
+            drop(permit);
+        });
+    }
+}
+
+async fn converse(
+    server: &Server,
+    mut stream: TcpStream,
+    client: SocketAddr,
+    _connected: Connected,
+) -> io::Result<()> {
+    let mut message = Vec::new();
+    loop {
+        // The idle time between two queries, and the whole time for one: who sends a byte now and then is cut, too.
+        let reading = read_message(&mut stream, &mut message);
+        let Ok(read) = timeout(IDLE, reading).await else {
+            return Ok(());
+        };
+        if !read? {
+            return Ok(());
+        }
+        let answer = match server.look(&message, client, Transport::Tcp) {
+            Step::Nothing => return Ok(()),
+            Step::Reply(bytes) => bytes,
+            Step::Forward(forward) => server.forward(*forward).await,
+        };
+        let Ok(length) = u16::try_from(answer.len()) else {
+            return Ok(());
+        };
+        let framed = [&length.to_be_bytes()[..], &answer].concat();
+        timeout(IDLE, stream.write_all(&framed)).await??;
+    }
+}
+
+/// Reads the next message; says whether there was one. Not cancel-safe: a message read in part is lost.
+async fn read_message(stream: &mut TcpStream, message: &mut Vec<u8>) -> io::Result<bool> {
+    let length = match stream.read_u16().await {
+        Ok(length) => usize::from(length),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    message.resize(length, 0);
+    stream.read_exact(message).await?;
+    Ok(true)
+}
+
+/// Stub resolvers send their queries at once; caches open a new connection when they need one.
+const IDLE: Duration = Duration::from_secs(5);
+/// An error that stays must not keep a core busy.
+const ERROR_PAUSE: Duration = Duration::from_millis(100);

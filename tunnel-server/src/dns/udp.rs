@@ -1,0 +1,125 @@
+//! DNS over UDP: one task reads and answers from the records; only what is asked elsewhere gets a task of its own.
+
+use std::io::{self, IoSliceMut};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
+use tokio::io::Interest;
+use tokio::net::UdpSocket;
+use tokio::task::JoinSet;
+use tracing::{debug, warn};
+
+use super::answer::Transport;
+use super::server::{Server, Step};
+
+/// A UDP socket that answers from the address that was asked: on a wildcard socket of a host with several addresses the
+/// system may take another one, and clients drop such answers.
+#[derive(Debug)]
+pub struct DnsSocket {
+    socket: UdpSocket,
+    state: UdpSocketState,
+}
+
+/// Who asked, and which of our addresses.
+#[derive(Debug, Clone, Copy)]
+struct Path {
+    client: SocketAddr,
+    asked: Option<IpAddr>,
+}
+
+impl DnsSocket {
+    /// Binds a socket; needs a runtime.
+    ///
+    /// # Errors
+    /// As the system says.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let socket = std::net::UdpSocket::bind(address)?;
+        let state = UdpSocketState::new((&socket).into())?;
+        if let Err(error) = state.set_recv_buffer_size((&socket).into(), RECEIVE_BUFFER) {
+            debug!(%error, "cannot enlarge the receive buffer");
+        }
+        socket.set_nonblocking(true)?;
+        let socket = UdpSocket::from_std(socket)?;
+        Ok(Self { socket, state })
+    }
+
+    async fn receive(&self, buffer: &mut [u8]) -> io::Result<RecvMeta> {
+        let mut meta = [RecvMeta::default()];
+        self.socket
+            .async_io(Interest::READABLE, || {
+                let mut buffers = [IoSliceMut::new(buffer)];
+                self.state
+                    .recv((&self.socket).into(), &mut buffers, &mut meta)
+            })
+            .await?;
+        let [meta] = meta;
+        Ok(meta)
+    }
+
+    async fn send(&self, path: Path, contents: &[u8]) {
+        let transmit = Transmit {
+            destination: path.client,
+            ecn: None,
+            contents,
+            segment_size: None,
+            src_ip: path.asked,
+        };
+        let sent = self.socket.async_io(Interest::WRITABLE, || {
+            self.state.try_send((&self.socket).into(), &transmit)
+        });
+        if let Err(error) = sent.await {
+            debug!(client = %path.client, %error, "cannot send a DNS answer");
+        }
+    }
+}
+
+/// Answers until it is dropped.
+pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
+    let socket = Arc::new(socket);
+    let mut buffer = vec![0; BUFFER].into_boxed_slice();
+    let mut forwards = JoinSet::new();
+    loop {
+        let received = tokio::select! {
+            received = socket.receive(&mut buffer) => received,
+            Some(_ended) = forwards.join_next() => continue,
+        };
+        let meta = match received {
+            Ok(meta) => meta,
+            Err(error) => {
+                warn!(%error, "cannot receive DNS queries");
+                tokio::time::sleep(ERROR_PAUSE).await;
+                continue;
+            }
+        };
+        let path = Path {
+            client: meta.addr,
+            asked: meta.dst_ip,
+        };
+        let Some(datagrams) = buffer.get(..meta.len) else {
+            continue;
+        };
+        // The system may hand over several datagrams of one client in one piece.
+        for datagram in datagrams.chunks(meta.stride.max(1)) {
+            match server.look(datagram, path.client, Transport::Udp) {
+                Step::Nothing => {}
+                Step::Reply(bytes) => socket.send(path, &bytes).await,
+                Step::Forward(forward) => {
+                    let (server, socket) = (server.clone(), socket.clone());
+                    forwards.spawn(async move {
+                        let bytes = server.forward(*forward).await;
+                        socket.send(path, &bytes).await;
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// The largest piece that the system hands over.
+const BUFFER: usize = 1 << 16;
+/// Bursts of queries while this task waits for its turn.
+const RECEIVE_BUFFER: usize = 1 << 20;
+/// An error that stays must not keep a core busy.
+const ERROR_PAUSE: Duration = Duration::from_millis(100);

@@ -1,0 +1,149 @@
+//! Asking other resolvers: in order, the next one beside a slow one, until one has an answer.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use hickory_net::runtime::TokioRuntimeProvider;
+use hickory_net::tcp::TcpClientStream;
+use hickory_net::udp::UdpClientStream;
+use hickory_net::xfer::{DnsExchange, DnsRequestSender as _, FirstAnswer as _};
+use hickory_net::{DnsHandle as _, DnsMultiplexer, NetError};
+use hickory_proto::op::{DnsRequest, DnsRequestOptions, DnsResponse, Message, ResponseCode};
+use tokio::time::{sleep, timeout};
+use tracing::debug;
+
+use super::answer::Transport;
+
+/// The first good answer of `resolvers` within `budget`; else a bad one, if any came.
+///
+/// Cancel-safe: nothing goes on when it is dropped.
+pub(super) async fn ask(
+    resolvers: &[SocketAddr],
+    message: &Message,
+    transport: Transport,
+    budget: Duration,
+) -> Option<Message> {
+    let ask_all = async {
+        let mut waiting = resolvers.iter();
+        let mut running = FuturesUnordered::new();
+        let mut bad = None;
+        loop {
+            if let Some(next) = waiting.next() {
+                running.push(ask_one(*next, message.clone(), transport, budget));
+            }
+            tokio::select! {
+                answer = running.next() => match answer {
+                    None => return bad,
+                    Some(Some(answer)) if is_good(&answer) => return Some(answer),
+                    Some(answer) => bad = answer.or(bad),
+                },
+                () = sleep(HEAD_START), if waiting.len() > 0 => {}
+            }
+        }
+    };
+    timeout(budget, ask_all).await.ok().flatten()
+}
+
+/// Another resolver may know better than one that cannot or does not want to answer.
+fn is_good(answer: &Message) -> bool {
+    let code = answer.metadata.response_code;
+    !matches!(code, ResponseCode::ServFail | ResponseCode::Refused)
+}
+
+async fn ask_one(
+    resolver: SocketAddr,
+    message: Message,
+    transport: Transport,
+    budget: Duration,
+) -> Option<Message> {
+    let mut options = DnsRequestOptions::default();
+    options.retry_interval = RETRY;
+    let request = DnsRequest::new(message, options);
+    let answer = match transport {
+        Transport::Udp => over_udp(resolver, request, budget).await,
+        Transport::Tcp => over_tcp(resolver, request, budget).await,
+    };
+    match answer {
+        Ok(answer) => Some(answer.into_message()),
+        Err(error) => {
+            debug!(%resolver, %error, "resolver gave no answer");
+            None
+        }
+    }
+}
+
+/// From a port of its own for each try, so that answers are hard to forge.
+async fn over_udp(
+    resolver: SocketAddr,
+    request: DnsRequest,
+    budget: Duration,
+) -> Result<DnsResponse, NetError> {
+    let retry = u64::try_from(RETRY.as_millis()).unwrap_or(u64::MAX);
+    UdpClientStream::builder(resolver, TokioRuntimeProvider::default())
+        .with_timeout(Some(budget))
+        .with_max_retries(TRIES)
+        .with_retry_interval_floor(retry)
+        .build()
+        .send_message(request)
+        .first_answer()
+        .await
+}
+
+async fn over_tcp(
+    resolver: SocketAddr,
+    request: DnsRequest,
+    budget: Duration,
+) -> Result<DnsResponse, NetError> {
+    let provider = TokioRuntimeProvider::default();
+    let (connecting, sender) = TcpClientStream::new(resolver, None, Some(budget), provider);
+    let multiplexer = DnsMultiplexer::new(connecting.await?, sender).with_timeout(budget);
+    let (exchange, connection) = DnsExchange::<TokioRuntimeProvider>::from_stream(multiplexer);
+    let answer = exchange.send(request).first_answer();
+    tokio::pin!(answer);
+    tokio::select! {
+        biased;
+        answer = &mut answer => answer,
+        () = connection => answer.await,
+    }
+}
+
+/// The resolvers that this host uses itself, on port 53.
+pub(super) fn of_host(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> {
+    let text = std::fs::read_to_string(resolv_conf)?;
+    let resolvers = text.lines().filter_map(|line| {
+        let address = line.strip_prefix("nameserver")?.split_whitespace().next()?;
+        address.parse::<IpAddr>().ok()
+    });
+    Ok(resolvers.map(|address| (address, PORT).into()).collect())
+}
+
+/// The port of resolvers.
+const PORT: u16 = 53;
+/// How long a resolver is waited for alone: most answer sooner, and a dead one leaves the next one most of the budget.
+const HEAD_START: Duration = Duration::from_millis(150);
+/// A lost datagram is sent again well within the budget.
+const RETRY: Duration = Duration::from_millis(120);
+const TRIES: u8 = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resolvers_of_the_host_are_read_as_resolvers_do() {
+        let path = std::env::temp_dir().join(format!("culvert-resolv-{}", std::process::id()));
+        let text = "# nameserver 192.0.2.9\nsearch a b\nnameserver 192.0.2.1 \nnameserver\t2001:db8::1\nnameserver x\nnameserver\noptions ndots:5\n";
+        std::fs::write(&path, text).unwrap();
+        let expected = ["192.0.2.1:53", "[2001:db8::1]:53"];
+        assert_eq!(
+            of_host(&path).unwrap(),
+            expected.map(|text| text.parse().unwrap())
+        );
+        std::fs::remove_file(&path).unwrap();
+        assert!(of_host(&path).is_err());
+    }
+}
