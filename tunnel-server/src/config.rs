@@ -213,7 +213,7 @@ impl Config {
             ),
             https_certificate: https_certificate(bad, raw),
             client_auth,
-            dns: dns::check(bad, &raw),
+            dns: dns::check(bad, raw),
             drain_timeout: duration(
                 bad,
                 "--drain-timeout",

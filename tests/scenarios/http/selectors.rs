@@ -40,7 +40,7 @@ impl Site {
         let [first, second] = [pair().await?, pair().await?];
         let ports = [first[0].addr().port(), second[0].addr().port()];
         let ([a, b], [c, d]) = (first, second);
-        let [one, two]: [Agent; 2] = agents.try_into().map_err(|_| anyhow::anyhow!("agents"))?;
+        let [one, two]: [Agent; 2] = agents.try_into().map_err(|_agents| anyhow::anyhow!("agents"))?;
         Ok(Self {
             world,
             targets: [[a, c], [b, d]],
