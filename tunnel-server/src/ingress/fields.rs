@@ -4,7 +4,7 @@ use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
 };
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Body;
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
@@ -50,6 +50,38 @@ pub(super) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option
     HeaderValue::from_bytes(&joined).ok()
 }
 
+/// Whether a target's answer switches protocols as the request asked for, or why it is no answer to it.
+pub(super) fn judge<B>(
+    upgrade: Option<&HeaderValue>,
+    response: &Response<B>,
+) -> Result<bool, String> {
+    let (status, headers) = (response.status(), response.headers());
+    let switches = match (upgrade, status) {
+        (Some(wanted), StatusCode::SWITCHING_PROTOCOLS) if switches_to(headers, wanted) => true,
+        (_, StatusCode::SWITCHING_PROTOCOLS) => {
+            return Err("switched to a protocol that was not asked for".into());
+        }
+        // The lesson of CVE-2018-1002105: anything but a refusal would leave a connection to the target open.
+        (Some(_), status) if status.as_u16() < 400 => {
+            return Err(format!("answered {status} to an upgrade request"));
+        }
+        (Some(_) | None, _) => false,
+    };
+    if !is_plainly_coded(headers) {
+        return Err("answered in a transfer coding that was not asked for".into());
+    }
+    Ok(switches)
+}
+
+/// Ends the caller's connection after an upgrade that was not granted: what follows such a request may be meant for the
+/// other protocol.
+pub(super) fn end_unless_switched<B>(upgrade: Option<&HeaderValue>, response: &mut Response<B>) {
+    if upgrade.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
+    }
+}
+
 /// Whether a message is delimited by its chunks or not at all by Transfer-Encoding. Other codings would be lost on the
 /// way, since the field is one hop's.
 pub(super) fn is_plainly_coded(headers: &HeaderMap) -> bool {
@@ -91,7 +123,7 @@ fn lists(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
 }
 
 /// Whether a 101 names a protocol of the request's list.
-pub(super) fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
+fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
     let (Some(Ok(chosen)), Ok(wanted)) = (
         headers.get(UPGRADE).map(HeaderValue::to_str),
         wanted.to_str(),

@@ -5,8 +5,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use http::header::CONNECTION;
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderValue, Request, Response};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
@@ -21,8 +20,8 @@ use super::answer::{Failure, Outcome};
 use super::body::{DoorBody, Passing, RequestBody};
 use super::course::{Course, Followed, Overdue, Patience};
 use super::fields::{
-    clean_response, is_framed_twice, is_plainly_coded, may_share_connection, prepare,
-    requested_upgrade, switches_to, trace_parent,
+    clean_response, end_unless_switched, is_framed_twice, judge, may_share_connection, prepare,
+    requested_upgrade, trace_parent,
 };
 use super::record::Record;
 use super::socket::{Fate, Hangup, Unfinished, read_away};
@@ -209,11 +208,7 @@ impl Caller {
                 failure.response()
             }
         };
-        if wanted.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            // What follows such a request may be meant for the protocol that was not granted.
-            let close = HeaderValue::from_static("close");
-            response.headers_mut().insert(CONNECTION, close);
-        }
+        end_unless_switched(wanted.as_ref(), &mut response);
         response.map(|body| body.ending(underway))
     }
 
@@ -236,29 +231,11 @@ impl Caller {
             kept: shares.then_some(&*self.kept),
         };
         let (mut response, upstream) = way.exchange(request.map(RequestBody), record).await?;
-        let bad = |what: &str| {
+        let switches = judge(upgrade, &response).map_err(|what| {
             let text = format!("{place}: the target {what}");
-            Err(Failure::new(Outcome::TargetBadResponse, text))
-        };
-        let status = response.status();
-        let switched = match (upgrade, status) {
-            (Some(wanted), StatusCode::SWITCHING_PROTOCOLS)
-                if switches_to(response.headers(), wanted) =>
-            {
-                Some(hyper::upgrade::on(&mut response))
-            }
-            (_, StatusCode::SWITCHING_PROTOCOLS) => {
-                return bad("switched to a protocol that was not asked for");
-            }
-            // The lesson of CVE-2018-1002105: anything but a refusal would leave a connection to the target open.
-            (Some(_), status) if status.as_u16() < 400 => {
-                return bad(&format!("answered {status} to an upgrade request"));
-            }
-            (Some(_) | None, _) => None,
-        };
-        if !is_plainly_coded(response.headers()) {
-            return bad("answered in a transfer coding that was not asked for");
-        }
+            Failure::new(Outcome::TargetBadResponse, text)
+        })?;
+        let switched = switches.then(|| hyper::upgrade::on(&mut response));
         let clear = !is_framed_twice(response.headers());
         clean_response(&mut response, switched.is_some());
         let switched = switched.and_then(|target| Some((self.take_upgrade()?, target)));

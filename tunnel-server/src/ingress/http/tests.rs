@@ -1,5 +1,6 @@
 mod bench;
 mod framing;
+mod fuzz;
 mod hangup;
 mod moves;
 mod reuse;

@@ -1,0 +1,119 @@
+//! Random bytes through the request path as it is configured: hyper's parser, the decision, what goes to the target, the
+//! target's answer and what goes to the caller. Seeded, so that a failure can be repeated.
+//!
+//! `FUZZ_EXECUTIONS` (default 500,000) and `FUZZ_SEED` (default 1) make a longer or another run; use `cargo test --release`.
+
+use std::panic::AssertUnwindSafe;
+use std::time::Instant;
+
+mod exchange;
+mod mutate;
+mod strict;
+
+use exchange::{Exchange, exchange};
+use mutate::Mutator;
+use strict::Parsed;
+
+const HI: &[u8] = super::bench::HI.as_bytes();
+
+/// Runs `check` on pairs of mutated inputs, on all processors.
+#[expect(clippy::print_stderr, reason = "figures of a longer run")]
+fn run(requests: &[&str], answers: &[&str], check: impl Fn(&[u8], &[u8]) -> bool + Sync) {
+    let number = |name: &str, default: u64| {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let (executions, seed) = (number("FUZZ_EXECUTIONS", 500_000), number("FUZZ_SEED", 1));
+    let workers = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
+    let (began, check) = (Instant::now(), &check);
+    let routed: u64 = std::thread::scope(|scope| {
+        let worker = |index| {
+            let mut mutator = Mutator::new(seed * 1000 + index);
+            let mut routed = 0;
+            for _ in 0..executions.div_ceil(workers) {
+                let request = mutator.mutate(requests);
+                let answer = match answers {
+                    [] => HI.to_vec(),
+                    answers => mutator.mutate(answers),
+                };
+                let told = std::panic::catch_unwind(AssertUnwindSafe(|| check(&request, &answer)));
+                let told = told.unwrap_or_else(|_| {
+                    panic!(
+                        "request {:?}\nanswer {:?}",
+                        String::from_utf8_lossy(&request),
+                        String::from_utf8_lossy(&answer)
+                    )
+                });
+                routed += u64::from(told);
+            }
+            routed
+        };
+        let workers: Vec<_> = (0..workers)
+            .map(|index| scope.spawn(move || worker(index)))
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .sum()
+    });
+    eprintln!(
+        "{executions} executions, {routed} reached a target, {:?}",
+        began.elapsed()
+    );
+    // Mutations that nothing survives would prove nothing.
+    assert!(
+        routed * 10 > executions,
+        "{routed} of {executions} reached a target"
+    );
+}
+
+#[test]
+fn what_is_routed_is_the_one_request() {
+    run(mutate::REQUESTS, &[], |request, answer| {
+        let Exchange { seen, routed, .. } = exchange(request, answer);
+        for sent in &routed {
+            sent.check();
+        }
+        // What a strict reader takes for one request is never two.
+        if let Parsed::Whole(_, length) = strict::request(request)
+            && length == request.len()
+        {
+            assert!(seen <= 1, "{seen} requests were seen");
+        }
+        !routed.is_empty()
+    });
+}
+
+#[test]
+fn protocols_are_switched_only_as_asked_and_granted() {
+    run(mutate::UPGRADES, mutate::ANSWERS, |request, answer| {
+        let told = exchange(request, answer);
+        let Some(first) = told.routed.first() else {
+            return false;
+        };
+        first.check();
+        let head = match strict::head_of(&told.output) {
+            // What the caller was told first is about the first request.
+            Some(head) if first.number == 1 => head,
+            Some(_) | None => return true,
+        };
+        let head = strict::answer_head(head).expect("a plain head");
+        let asked = first.wanted.as_deref();
+        let granted = strict::first_final(answer).and_then(|head| {
+            (head.status == 101).then(|| head.all("upgrade").next().unwrap_or_default().to_owned())
+        });
+        let fits = matches!((asked, &granted), (Some(asked), Some(granted))
+            if asked.split(',').any(|one| one.trim().eq_ignore_ascii_case(granted.trim())));
+        if head.status == 101 {
+            assert!(fits, "asked {asked:?}, granted {granted:?}");
+        } else if asked.is_some() {
+            assert!(head.status >= 400, "{}", head.status);
+            assert!(head.all("connection").any(|value| value == "close"));
+            assert_eq!(told.seen, 1, "a request behind it was read");
+        }
+        let ours = head.all("x-tunnel-error").count();
+        assert!(ours == 0 || head.status >= 400);
+        assert!(ours == 0 || told.failed, "a forged code");
+        assert_eq!(head.all("keep-alive").count(), 0);
+        true
+    });
+}

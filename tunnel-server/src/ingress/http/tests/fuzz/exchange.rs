@@ -1,0 +1,343 @@
+//! One caller's bytes and one target's bytes through the doors' HTTP, without sockets, tasks or time.
+
+use std::cell::RefCell;
+use std::convert::Infallible;
+use std::io;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::LazyLock;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::Either;
+use hyper::body::{Body, Frame, Incoming};
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper::service::service_fn;
+
+use super::strict::{self, Head, Parsed};
+use crate::ingress::DoorLimits;
+use crate::ingress::body::{DoorBody, RequestBody};
+use crate::ingress::fields::{
+    clean_response, end_unless_switched, judge, may_share_connection, prepare, requested_upgrade,
+};
+use crate::ingress::http::builder;
+use crate::ingress::target::{Destination, Facts, Scheme, decide};
+use crate::ingress::upstream::client;
+use crate::policy::PortPolicy;
+use crate::routes::RouteTable;
+
+/// What became of the bytes.
+#[derive(Debug, Default)]
+pub(super) struct Exchange {
+    /// Requests that hyper read.
+    pub(super) seen: usize,
+    /// Those that were sent to a target.
+    pub(super) routed: Vec<Routed>,
+    /// One was answered by the door itself.
+    pub(super) failed: bool,
+    /// What the caller was told.
+    pub(super) output: Vec<u8>,
+}
+
+/// A request as it was sent.
+#[derive(Debug)]
+pub(super) struct Routed {
+    /// Which of the caller's requests it is, from 1.
+    pub(super) number: usize,
+    host: String,
+    selected: bool,
+    destination: Destination,
+    method: String,
+    target: Vec<u8>,
+    /// Protocols that it wanted to switch to.
+    pub(super) wanted: Option<String>,
+    bytes: Vec<u8>,
+}
+
+impl Routed {
+    /// What was sent is one plain request, for the node that the caller named.
+    pub(super) fn check(&self) {
+        let head = match strict::request(&self.bytes) {
+            Parsed::Whole(head, length) => {
+                assert_eq!(length, self.bytes.len(), "something follows");
+                head
+            }
+            // The caller's body has not come to its end; the head is whole.
+            Parsed::Begun => match strict::head_of(&self.bytes).map(strict::request) {
+                Some(Parsed::Whole(head, _)) => head,
+                Some(Parsed::Begun) | None => return,
+                Some(Parsed::Wrong(why)) => panic!("{why}"),
+            },
+            Parsed::Wrong(why) => panic!("{why}: {:?}", String::from_utf8_lossy(&self.bytes)),
+        };
+        self.check_head(&head);
+    }
+
+    fn check_head(&self, head: &Head) {
+        assert_eq!((&head.method, &head.target), (&self.method, &self.target));
+        let hosts: Vec<_> = head.all("host").collect();
+        assert_eq!(hosts, [self.destination.host_field()]);
+        if !self.selected {
+            let named = self.host.split(':').next().unwrap_or_default();
+            let named = named.to_lowercase();
+            let node = self.destination.node.to_string();
+            assert!(
+                named.trim_end_matches('.') == node || self.host.starts_with("192.0.2.1"),
+                "{named} led to {node}"
+            );
+        }
+        for gone in [
+            "x-tunnel-proxy-host",
+            "x-tunnel-proxy-dest",
+            "expect",
+            "keep-alive",
+        ] {
+            assert_eq!(head.all(gone).count(), 0, "{gone}");
+        }
+        assert!(head.all("te").all(|te| te == "trailers"));
+        assert_eq!(head.all("upgrade").next().is_some(), self.wanted.is_some());
+        let known = ["Upgrade", "close", "close, TE", "TE"];
+        assert!(head.all("connection").all(|value| known.contains(&value)));
+    }
+}
+
+static ROUTES: LazyLock<RouteTable> = LazyLock::new(|| {
+    let (one, two) = ("worker-1".parse().unwrap(), "worker-2".parse().unwrap());
+    let addresses = ["192.0.2.1".parse().unwrap()];
+    RouteTable::new([(&one, &addresses[..]), (&two, &[][..])])
+});
+static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| PortPolicy {
+    http: "9100".parse().unwrap(),
+    ..PortPolicy::default()
+});
+const LIMITS: DoorLimits = DoorLimits {
+    handshake: Duration::from_secs(1),
+    request_head_time: Duration::from_secs(1),
+    request_head_bytes: 64 << 10,
+    idle: Duration::from_secs(1),
+    open: Duration::from_secs(1),
+};
+
+/// Sends `input` to a door whose targets all answer with `answer`.
+pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
+    let told = Rc::new(RefCell::new(Exchange::default()));
+    let wire = Wire::new(input);
+    let service = service_fn(|request| {
+        let told = told.clone();
+        async move { Ok::<_, Infallible>(serve(request, answer, &told).await) }
+    });
+    let mut connection = pin!(builder(&LIMITS).serve_connection(wire.clone(), service));
+    let mut cx = Context::from_waker(Waker::noop());
+    // Everything is there from the start, so progress ends when nothing moves any more.
+    let mut before = (usize::MAX, 0, 0);
+    loop {
+        if connection.as_mut().poll(&mut cx).is_ready() {
+            break;
+        }
+        let now = (
+            wire.0.borrow().at,
+            wire.0.borrow().output.len(),
+            told.borrow().seen,
+        );
+        if std::mem::replace(&mut before, now) == now {
+            break;
+        }
+    }
+    let mut told = told.take();
+    told.output = std::mem::take(&mut wire.0.borrow_mut().output);
+    told
+}
+
+type Sent = Either<TargetBody, DoorBody>;
+
+async fn serve(
+    mut request: Request<Incoming>,
+    answer: &[u8],
+    told: &RefCell<Exchange>,
+) -> Response<Sent> {
+    told.borrow_mut().seen += 1;
+    let facts = Facts {
+        method: request.method(),
+        uri: request.uri(),
+        headers: request.headers(),
+        scheme: Scheme::Http,
+        implied_port: None,
+    };
+    let wanted = requested_upgrade(request.version(), request.headers());
+    let fail = |failure: crate::ingress::answer::Failure| {
+        told.borrow_mut().failed = true;
+        failure.response().map(Either::Right)
+    };
+    let mut response = match decide(&facts, &ROUTES, &POLICY) {
+        Err(failure) => fail(failure),
+        Ok(destination) => {
+            let text = |name: &str| {
+                let value = request.headers().get(name);
+                value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
+            };
+            let mut routed = Routed {
+                number: told.borrow().seen,
+                host: text("host").unwrap_or_default(),
+                selected: text("x-tunnel-proxy-host").is_some()
+                    || text("x-tunnel-proxy-dest").is_some(),
+                method: request.method().to_string(),
+                target: request.uri().to_string().into_bytes(),
+                wanted: wanted
+                    .as_ref()
+                    .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned()),
+                destination,
+                bytes: Vec::new(),
+            };
+            let shares = may_share_connection(&request);
+            prepare(&mut request, &routed.destination, wanted.as_ref(), !shares);
+            let wire = Wire::new(&[]);
+            let answered = ask(request, &wire, answer).await;
+            routed.bytes.clone_from(&wire.0.borrow().output);
+            told.borrow_mut().routed.push(routed);
+            let judged = answered
+                .map_err(|error| error.to_string())
+                .and_then(|response| {
+                    judge(wanted.as_ref(), &response).map(|switched| (response, switched))
+                });
+            match judged {
+                Ok((mut response, switched)) => {
+                    clean_response(&mut response, switched);
+                    response.map(Either::Left)
+                }
+                Err(text) => {
+                    let outcome = crate::ingress::answer::Outcome::TargetBadResponse;
+                    fail(crate::ingress::answer::Failure::new(outcome, text))
+                }
+            }
+        }
+    };
+    end_unless_switched(wanted.as_ref(), &mut response);
+    response
+}
+
+/// Sends a request, and the answer once the request is there; what does not come whole gets it too.
+async fn ask(
+    request: Request<Incoming>,
+    wire: &Wire,
+    answer: &[u8],
+) -> Result<Response<TargetBody>, hyper::Error> {
+    let (mut sender, connection) = client().handshake(wire.clone()).await?;
+    let mut driver: Driver = Box::pin(connection);
+    let mut sent = pin!(sender.send_request(request.map(RequestBody)));
+    let mut fed = false;
+    let mut ended = false;
+    let response = std::future::poll_fn(|cx| {
+        for _ in 0..3 {
+            if !ended {
+                ended = driver.as_mut().poll(cx).is_ready();
+            }
+            if let Poll::Ready(response) = sent.as_mut().poll(cx) {
+                return Poll::Ready(response);
+            }
+            let head_is_there = strict::head_of(&wire.0.borrow().output).is_some();
+            if head_is_there && !std::mem::replace(&mut fed, true) {
+                wire.feed(answer);
+            }
+        }
+        Poll::Pending
+    });
+    let response = response.await?;
+    let driver = (!ended).then_some(driver);
+    Ok(response.map(|body| TargetBody { body, driver }))
+}
+
+type Driver = Pin<Box<dyn Future<Output = hyper::Result<()>>>>;
+
+/// An answer's body that drives the connection it comes from.
+struct TargetBody {
+    body: Incoming,
+    driver: Option<Driver>,
+}
+
+impl Body for TargetBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(driver) = &mut self.driver
+            && driver.as_mut().poll(cx).is_ready()
+        {
+            self.driver = None;
+        }
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> hyper::body::SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// A connection in memory: what was put in is read, then nothing; what is written is kept.
+#[derive(Clone)]
+struct Wire(Rc<RefCell<Ends>>);
+
+struct Ends {
+    input: Vec<u8>,
+    at: usize,
+    output: Vec<u8>,
+}
+
+impl Wire {
+    fn new(input: &[u8]) -> Self {
+        Self(Rc::new(RefCell::new(Ends {
+            input: input.to_vec(),
+            at: 0,
+            output: Vec::new(),
+        })))
+    }
+
+    fn feed(&self, bytes: &[u8]) {
+        self.0.borrow_mut().input.extend_from_slice(bytes);
+    }
+}
+
+impl Read for Wire {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        mut out: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
+        let mut ends = self.0.borrow_mut();
+        let rest = &ends.input[ends.at..];
+        if rest.is_empty() {
+            return Poll::Pending;
+        }
+        let count = rest.len().min(out.remaining());
+        out.put_slice(&rest[..count]);
+        ends.at += count;
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Write for Wire {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.0.borrow_mut().output.extend_from_slice(data);
+        Poll::Ready(Ok(data.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
