@@ -7,4 +7,5 @@ mod kubelet;
 mod limits;
 mod selectors;
 mod smuggling;
+mod table;
 mod upgrades;

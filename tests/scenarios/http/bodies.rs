@@ -2,10 +2,12 @@
 
 use anyhow::{Context, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Exchange, KeepAliveClient, RawRequest, request};
+use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Step, deterministic_bytes};
-use tunnel_tests::world::{Agent, World};
+use tunnel_tests::world::{Agent, PATIENCE, World};
 
 use crate::scripted::ScriptedAgent;
 
@@ -247,8 +249,10 @@ async fn each_write_of_a_target_arrives_before_the_next() -> Result<()> {
             };
             stream.write_all(&sent).await?;
             stream.flush().await?;
+            let arrived = timeout(scaled(PATIENCE), answer.data()).await;
+            let arrived = arrived.with_context(|| format!("{head:?}: byte {index} is held up"))?;
             assert_eq!(
-                answer.data().await.as_deref(),
+                arrived.as_deref(),
                 Some([byte].as_slice()),
                 "{head:?} {index}"
             );

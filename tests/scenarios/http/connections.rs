@@ -8,26 +8,9 @@ use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Seen, Step};
-use tunnel_tests::world::{Agent, PATIENCE, World};
+use tunnel_tests::world::PATIENCE;
 
-struct Site {
-    world: World,
-    _agents: [Agent; 2],
-}
-
-impl Site {
-    async fn start() -> Result<Self> {
-        let world = World::start().await?;
-        let agents = [
-            world.agent("worker-1").await?,
-            world.agent("worker-2").await?,
-        ];
-        Ok(Self {
-            world,
-            _agents: agents,
-        })
-    }
-}
+use super::table::TwoNodes;
 
 fn get(node: &str, port: u16, path: &str) -> RawRequest {
     RawRequest::new("GET", path, &format!("{node}:{port}"))
@@ -35,7 +18,7 @@ fn get(node: &str, port: u16, path: &str) -> RawRequest {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let target = RecordingTarget::start("one").await?;
     let port = target.addr().port();
     for callers in 1..=3 {
@@ -71,7 +54,7 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let target = RecordingTarget::start("one").await?;
     let mut caller = KeepAliveClient::connect(site.world.http()).await?;
     for round in 0..20 {
@@ -98,7 +81,7 @@ async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let targets = [
         ("worker-1", RecordingTarget::start("a").await?, "a"),
         ("worker-2", RecordingTarget::start("b").await?, "b"),
@@ -132,7 +115,7 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
 /// A connection that may carry something of its last exchange, or that ends, is no good for the next one.
 #[tokio::test(flavor = "multi_thread")]
 async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let answer = |fields: &str| format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 3\r\n\r\nabc");
     let refused = "HTTP/1.1 403 Forbidden\r\nContent-Length: 3\r\n\r\nabc".to_owned();
     let upgrade = [("Connection", "Upgrade"), ("Upgrade", "SPDY/3.1")];
@@ -183,7 +166,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
 /// As servers do that restart, or whose idle connections end.
 #[tokio::test(flavor = "multi_thread")]
 async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
     let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer.into())]).await?;
     let mut caller = KeepAliveClient::connect(site.world.http()).await?;
@@ -208,7 +191,7 @@ async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let targets = [
         ("worker-1", RecordingTarget::start("one").await?, "one"),
         ("worker-2", RecordingTarget::start("two").await?, "two"),
@@ -256,7 +239,7 @@ async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
 /// Also where hyper cannot see it: behind requests that wait their turn, or a body that nobody reads.
 #[tokio::test(flavor = "multi_thread")]
 async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
-    let site = Site::start().await?;
+    let site = TwoNodes::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("Host: worker-1:{}\r\n", exporter.addr().port());
     let waiting = format!("GET /slow-head HTTP/1.1\r\n{host}\r\n");

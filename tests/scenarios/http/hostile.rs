@@ -5,7 +5,6 @@ use std::io::ErrorKind;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use futures_util::future::join_all;
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
@@ -13,8 +12,9 @@ use tunnel_tests::client::{
 };
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{HostileTarget, RecordingTarget};
-use tunnel_tests::world::{Agent, PATIENCE, World};
+use tunnel_tests::world::{PATIENCE, World};
 
+use super::table::{TwoNodes, judge_all};
 use behaviour::{Answer, Behaviour};
 
 mod behaviour;
@@ -35,30 +35,14 @@ async fn all_behaviours(transport: TransportChoice) -> Result<()> {
     let site = Site::start(transport).await?;
     let behaviours = [heads::behaviours(), bodies::behaviours()].concat();
     assert!(behaviours.len() >= 60, "{} behaviours", behaviours.len());
-    let mut wrong = Vec::new();
-    let mut left = behaviours.iter();
-    loop {
-        let batch: Vec<_> = left.by_ref().take(AT_ONCE).collect();
-        if batch.is_empty() {
-            break;
-        }
-        let judged = join_all(batch.iter().map(|behaviour| site.judge(behaviour))).await;
-        for (behaviour, judged) in batch.iter().zip(judged) {
-            wrong.extend(
-                judged
-                    .err()
-                    .map(|error| format!("{}: {error:#}", behaviour.name)),
-            );
-        }
-    }
-    assert!(
-        wrong.is_empty(),
-        "{} of {} behaviours:\n{}",
-        wrong.len(),
-        behaviours.len(),
-        wrong.join("\n")
-    );
+    judge_all(
+        &behaviours,
+        |behaviour| &behaviour.name,
+        async |behaviour| site.judge(behaviour).await,
+    )
+    .await;
     let session = site
+        .nodes
         .world
         .registry()
         .of_node(&"worker-1".parse()?)
@@ -72,30 +56,18 @@ async fn all_behaviours(transport: TransportChoice) -> Result<()> {
 }
 
 struct Site {
-    world: World,
+    nodes: TwoNodes,
     healthy: RecordingTarget,
-    _agents: [Agent; 2],
 }
 
 impl Site {
     async fn start(transport: TransportChoice) -> Result<Self> {
-        let world = World::start_with(|settings| {
+        let nodes = TwoNodes::start_with(transport, |settings| {
             settings.limits = World::limits("{handshakeTimeout: 500ms, openTimeout: 2s}");
-        })
-        .await?;
-        let agents = [
-            world
-                .agent_with("worker-1", |config| config.transport = transport)
-                .await?,
-            world
-                .agent_with("worker-2", |config| config.transport = transport)
-                .await?,
-        ];
-        let healthy = RecordingTarget::start("healthy").await?;
+        });
         Ok(Self {
-            world,
-            healthy,
-            _agents: agents,
+            nodes: nodes.await?,
+            healthy: RecordingTarget::start("healthy").await?,
         })
     }
 
@@ -104,9 +76,9 @@ impl Site {
     async fn judge(&self, behaviour: &Behaviour) -> Result<()> {
         let target = behaviour.start().await?;
         let door = if behaviour.tls {
-            self.world.https("worker-1")?
+            self.nodes.world.https("worker-1")?
         } else {
-            self.world.http()
+            self.nodes.world.http()
         };
         let host = format!("worker-1:{}", target.addr().port());
         let (met, beside) = tokio::join!(
@@ -166,7 +138,7 @@ impl Site {
         let reply = match caller {
             Some(caller) => caller.request(&get).await?,
             None => {
-                let mut own = KeepAliveClient::connect(self.world.http()).await?;
+                let mut own = KeepAliveClient::connect(self.nodes.world.http()).await?;
                 own.request(&get).await?
             }
         };
@@ -273,6 +245,3 @@ fn is_end(error: &anyhow::Error) -> bool {
             .to_string()
             .contains("an earlier answer ended this connection")
 }
-
-/// Behaviours judged together.
-const AT_ONCE: usize = 12;

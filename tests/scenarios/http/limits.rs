@@ -162,7 +162,7 @@ async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
 }
 
 const PIECES: [&[u8]; 18] = [
-    b"\r\nInjected: 1",
+    b"\r\nFine: 1",
     b"\nInjected: 1",
     b"\rInjected: 1",
     b"%0d%0aInjected: 1",

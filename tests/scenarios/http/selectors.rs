@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Result;
+use tunnel_agent::config::Config;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::targets::RecordingTarget;
 use tunnel_tests::world::{Agent, World};
@@ -22,30 +23,27 @@ const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.12", "10.0.0.9"];
 impl Site {
     async fn start() -> Result<Self> {
         let world = World::start().await?;
-        let mut agents = Vec::new();
-        for (node, address) in [("worker-1", "127.0.0.2"), ("worker-2", "127.0.0.3")] {
+        let agent = async |node: &str, address: &str| -> Result<Agent> {
             let address: IpAddr = address.parse()?;
-            agents.push(
-                world
-                    .agent_with(node, |config| config.node_ip = Some(address))
-                    .await?,
-            );
+            let own = |config: &mut Config| config.node_ip = Some(address);
+            world.agent_with(node, own).await
+        };
+        let agents = [
+            agent("worker-1", "127.0.0.2").await?,
+            agent("worker-2", "127.0.0.3").await?,
+        ];
+        let shared: IpAddr = ADDRESSES[2].parse()?;
+        for (node, address) in ["worker-1", "worker-2"].iter().zip(ADDRESSES) {
+            world.token(node, &[address.parse()?, shared])?;
         }
-        let [one, two, both, _nobody] = ADDRESSES.map(|address| address.parse::<IpAddr>());
-        let both = both?;
-        world.nodes().record(&"worker-1".parse()?, &[one?, both]);
-        world.nodes().record(&"worker-2".parse()?, &[two?, both]);
-        world.token("worker-1", &[ADDRESSES[0].parse()?, both])?;
-        world.token("worker-2", &[ADDRESSES[1].parse()?, both])?;
         let [first, second] = [pair().await?, pair().await?];
         let ports = [first[0].addr().port(), second[0].addr().port()];
         let ([a, b], [c, d]) = (first, second);
-        let [one, two]: [Agent; 2] = agents.try_into().map_err(|_agents| anyhow::anyhow!("agents"))?;
         Ok(Self {
             world,
             targets: [[a, c], [b, d]],
             ports,
-            _agents: [one, two],
+            _agents: agents,
         })
     }
 }

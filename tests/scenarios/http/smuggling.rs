@@ -5,14 +5,15 @@ use std::io;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use futures_util::future::join_all;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tunnel_agent::config::TransportChoice;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{RecordingTarget, Seen};
-use tunnel_tests::world::{Agent, PATIENCE, World};
+use tunnel_tests::world::{PATIENCE, World};
 
+use super::table::{TwoNodes, judge_all};
 use case::{Case, Expect, Ports, Want};
 
 mod case;
@@ -32,29 +33,12 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
     ]
     .concat();
     assert!(cases.len() >= 150, "{} cases", cases.len());
-    let mut wrong = Vec::new();
-    let mut left = cases.iter();
-    loop {
-        let batch: Vec<_> = left.by_ref().take(AT_ONCE).collect();
-        if batch.is_empty() {
-            break;
-        }
-        let judged = join_all(batch.iter().map(|case| site.judge(case))).await;
-        for (case, judged) in batch.iter().zip(judged) {
-            wrong.extend(
-                judged
-                    .err()
-                    .map(|error| format!("{}: {error:#}", case.name)),
-            );
-        }
-    }
-    assert!(
-        wrong.is_empty(),
-        "{} of {} cases:\n{}",
-        wrong.len(),
-        cases.len(),
-        wrong.join("\n")
-    );
+    judge_all(
+        &cases,
+        |case| &case.name,
+        async |case| site.judge(case).await,
+    )
+    .await;
     // Nothing of all that has harmed anybody else.
     let sane = Case::new(
         "sane",
@@ -66,23 +50,16 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
 
 /// Two nodes: the one that requests are for, and another that must not be reached.
 struct Site {
-    world: World,
-    _agents: [Agent; 2],
+    nodes: TwoNodes,
 }
 
 impl Site {
     async fn start() -> Result<Self> {
-        let world = World::start_with(|settings| {
+        let nodes = TwoNodes::start_with(TransportChoice::Auto, |settings| {
             settings.limits = World::limits("requestHeadTimeout: 1s");
-        })
-        .await?;
-        let agents = [
-            world.agent("worker-1").await?,
-            world.agent("worker-2").await?,
-        ];
+        });
         Ok(Self {
-            world,
-            _agents: agents,
+            nodes: nodes.await?,
         })
     }
 
@@ -148,7 +125,7 @@ impl Site {
     /// The statuses of all answers up to the end of the connection, which the server has to bring about, unless the client
     /// leaves.
     async fn send(&self, bytes: &[u8], expect: &Expect) -> Result<Vec<u16>> {
-        let address = self.world.bound().http.context("plain door")?;
+        let address = self.nodes.world.bound().http.context("plain door")?;
         let mut stream = TcpStream::connect(address).await?;
         let (mut reader, mut writer) = stream.split();
         let mut answers = Vec::new();
@@ -219,6 +196,3 @@ fn statuses(mut bytes: &[u8]) -> Result<Vec<u16>> {
     }
     Ok(statuses)
 }
-
-/// Cases judged together: most of them wait for the end of a connection.
-const AT_ONCE: usize = 16;
