@@ -3,6 +3,7 @@
 mod answers;
 mod binaries;
 mod cuts;
+mod dns;
 mod drain;
 mod faults;
 mod house;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use tunnel_tests::demo::get;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Topology};
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
@@ -26,7 +26,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     let extra_port = ["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"];
     let arguments = [&["--http-proxy-ports", "9100"][..], &extra_port].concat();
     let fleet = Fleet::start(&sites, &arguments).await?;
-    let prometheus = prometheus(&sites, &scratch)?;
+    let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES, API)?;
 
     eventually("four targets to be up", SCRAPE_PATIENCE, async || {
         let targets = active_targets(&sites).await?;
@@ -125,16 +125,22 @@ fn node_exporter(edge: &Edge, scratch: &Path) -> Result<Process> {
     program.inside(Some(edge.node())).start()
 }
 
-fn prometheus(sites: &Topology, scratch: &ScratchDir) -> Result<Process> {
-    let configuration = scratch.file("prometheus.yml", SCRAPES)?;
+/// A Prometheus inside `namespace` that scrapes what `scrapes` says, with its API on `api`.
+pub(super) fn prometheus(
+    namespace: &Namespace,
+    scratch: &ScratchDir,
+    scrapes: &str,
+    api: &str,
+) -> Result<Process> {
+    let configuration = scratch.file("prometheus.yml", scrapes)?;
     let program = Program::tool(Tool::Prometheus)?
         .arg(format!("--config.file={}", configuration.display()))
         .arg(format!(
             "--storage.tsdb.path={}",
             scratch.path().join("data").display()
         ))
-        .arg(format!("--web.listen-address={API}"));
-    program.inside(Some(sites.cloud())).start()
+        .arg(format!("--web.listen-address={api}"));
+    program.inside(Some(namespace)).start()
 }
 
 async fn active_targets(sites: &Topology) -> Result<Vec<Value>> {

@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::stage::Stage;
 use self::terminal::Terminal;
 
-pub use errand::{Tally, dial, get, site, tally};
+pub use errand::{Tally, dial, get, resolver, site, tally};
 
 /// What the program `demo` does with its arguments.
 ///
@@ -82,5 +82,7 @@ Small programs that the tour and the tests run inside namespaces:
                                                       one request to ADDR, with that Host
   demo exec ADDR HOST PATH TEXT [--ca FILE]           upgrades, sends TEXT, prints what comes back
   demo tally ADDR HOST PATH COUNT CONNECTIONS         counts the answers to many requests by status and first line
+  demo dns ADDR NAME                                  the addresses that the DNS at ADDR has for NAME
+  demo resolver ADDR answers|silent                   a stand-in resolver that tells what it is asked
   demo dial ADDR                                      tells whether ADDR takes a TCP connection
 ";

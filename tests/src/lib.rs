@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod demo;
+pub mod dns;
 pub mod eventually;
 pub mod faults;
 pub mod figures;

@@ -16,6 +16,8 @@ pub enum Tool {
     NodeExporter,
     /// `curl`.
     Curl,
+    /// `dig` of bind9-dnsutils.
+    Dig,
     /// `openssl`.
     Openssl,
     /// `ip` of iproute2.
@@ -37,6 +39,7 @@ impl Tool {
             Self::Prometheus => "prometheus",
             Self::NodeExporter => "prometheus-node-exporter",
             Self::Curl => "curl",
+            Self::Dig => "dig",
             Self::Openssl => "openssl",
             Self::Ip => "ip",
             Self::Nft => "nft",

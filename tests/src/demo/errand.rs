@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{interval, timeout};
 
 use crate::client::{ClientTls, Door, Exchange, KeepAliveClient, RawRequest, UpgradeClient};
+use crate::dns::{Behaviour, DnsClient, RecordType, StandInResolver};
 use crate::netns::Namespace;
 use crate::process::{Process, Program};
 use crate::targets::{Exporter, StandInKubelet};
@@ -98,6 +99,25 @@ pub async fn dial(
     })
 }
 
+/// Starts a resolver on `address` inside `namespace` that tells `asked NAME` for each query: `answers` it, or is `silent`.
+///
+/// # Errors
+/// It cannot be started; with what it printed.
+pub async fn resolver(
+    namespace: Option<&Namespace>,
+    address: SocketAddr,
+    behaviour: &str,
+) -> Result<Process> {
+    let program = Program::ours(PROGRAM)?.args(["resolver", &address.to_string(), behaviour]);
+    let mut resolver = program.inside(namespace).in_own_group().start()?;
+    resolver
+        .wait_for_line("readiness", SITE_START, |line| {
+            (line == READY).then_some(())
+        })
+        .await?;
+    Ok(resolver)
+}
+
 /// Does the errand of that name.
 pub(super) async fn run(name: &str, words: &[&str]) -> Result<ExitCode> {
     let words = Words::sort(words)?;
@@ -116,6 +136,17 @@ pub(super) async fn run(name: &str, words: &[&str]) -> Result<ExitCode> {
                 connections.parse()?,
             )
             .await
+        }
+        ("resolver", &[address, behaviour]) => serve_resolver(address.parse()?, behaviour).await,
+        ("dns", &[address, name]) => {
+            let answer = DnsClient::new(address.parse()?)
+                .ask(name, RecordType::A)
+                .await?;
+            print(&format!("{}", answer.metadata.response_code))?;
+            answer
+                .answers
+                .iter()
+                .try_for_each(|record| print(&record.to_string()))
         }
         ("dial", &[address]) => {
             let address: SocketAddr = address.parse()?;
@@ -204,6 +235,26 @@ async fn serve_site(node: &str, words: &Words<'_>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+async fn serve_resolver(address: SocketAddr, behaviour: &str) -> Result<()> {
+    let behaviour = match behaviour {
+        "answers" => Behaviour::Answers(1),
+        "silent" => Behaviour::Silent,
+        other => bail!("{other} is neither answers nor silent"),
+    };
+    let resolver = StandInResolver::start_on(address, behaviour).await?;
+    print(READY)?;
+    let mut told = 0;
+    let mut pace = interval(LOOK_PACE);
+    loop {
+        pace.tick().await;
+        let asked = resolver.asked();
+        for name in asked.iter().skip(told) {
+            print(&format!("asked {name}"))?;
+        }
+        told = asked.len();
+    }
 }
 
 async fn print_answer(
@@ -316,5 +367,8 @@ const DIAL_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Slow enough to read, fast enough not to wait for.
 const LOG_PACE: Duration = Duration::from_millis(200);
+
+/// How soon a query of the stand-in resolver is told.
+const LOOK_PACE: Duration = Duration::from_millis(20);
 
 const CONNECTIONS: u64 = 8;

@@ -52,6 +52,35 @@ impl Namespace {
         hold(&mut unshare, name, hosts, self.in_user_namespace)
     }
 
+    /// The same network with files of its own, written to `folder`: an empty `/etc/hosts`, this `/etc/resolv.conf`, and an
+    /// `/etc/nsswitch.conf` that makes programs use both and nothing else.
+    ///
+    /// # Errors
+    /// [`Skip`] when the files cannot be written or mounted.
+    pub fn with_resolver(
+        &self,
+        name: &str,
+        folder: &Path,
+        resolv_conf: &str,
+    ) -> Result<Self, Skip> {
+        let mut mounts = String::new();
+        for (file, content) in [
+            ("hosts", "127.0.0.1 localhost\n"),
+            ("resolv.conf", resolv_conf),
+            ("nsswitch.conf", "hosts: files dns\n"),
+        ] {
+            let own = folder.join(format!("{name}.{file}"));
+            std::fs::write(&own, content)
+                .map_err(|error| Skip::because(format!("cannot write {file}: {error}")))?;
+            mounts.push_str(&format!("mount --bind '{}' /etc/{file}\n", own.display()));
+        }
+        let mut unshare = self.command(Tool::Unshare.program());
+        let spawned = unshare
+            .args(["-m", "--propagation", "private", "sh", "-ec"])
+            .arg(format!("{mounts}echo ready; exec cat >&2"));
+        held(spawned, name, self.in_user_namespace)
+    }
+
     /// What [`Self::new`] was given.
     pub fn name(&self) -> &str {
         &self.name
@@ -132,9 +161,8 @@ fn hold(
     hosts: &Path,
     in_user_namespace: bool,
 ) -> Result<Namespace, Skip> {
-    let failed = |what: String| Skip::because(format!("cannot make namespace {name}: {what}"));
     let ip = Tool::Ip.find().unwrap_or_else(|| Tool::Ip.program().into());
-    let spawned = unshare
+    let holder = unshare
         .args([
             "-m",
             "-n",
@@ -145,7 +173,14 @@ fn hold(
             HOLD,
             "sh",
         ])
-        .args([hosts.as_os_str(), ip.as_os_str()])
+        .args([hosts.as_os_str(), ip.as_os_str()]);
+    held(holder, name, in_user_namespace)
+}
+
+/// Starts a holder that tells when it is ready and ends with its standard input.
+fn held(holder: &mut Command, name: &str, in_user_namespace: bool) -> Result<Namespace, Skip> {
+    let failed = |what: String| Skip::because(format!("cannot make namespace {name}: {what}"));
+    let spawned = holder
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -290,6 +290,8 @@ pub enum Listener {
     Http,
     /// Health and metrics.
     Meta,
+    /// The embedded DNS, UDP and TCP.
+    Dns,
     /// The extra proxy port of a target's port.
     Proxy(u16),
 }
@@ -304,6 +306,7 @@ impl Listener {
             Self::Https => "https",
             Self::Http => "http",
             Self::Meta => "meta",
+            Self::Dns => "dns",
             Self::Proxy(_) => "proxy",
         }
     }
@@ -314,6 +317,7 @@ impl Listener {
             Self::Https => "--https-listen",
             Self::Http => "--http-listen",
             Self::Meta => "--meta-listen",
+            Self::Dns => "--dns-listen",
             Self::Proxy(_) => "--proxy-port-listen",
         }
     }

@@ -1,0 +1,125 @@
+//! The embedded DNS: what it answers, how soon, whom it asks, and what hostile clients get.
+
+mod answers;
+mod cold_start;
+mod forwarding;
+mod hostile;
+mod load;
+mod resolvers;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_server::config::RawConfig;
+use tunnel_server::data::DataDir;
+use tunnel_server::dns::{
+    Addresses, Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSocket, DnsSockets, Records,
+    Resolvers,
+};
+use tunnel_tests::dns::DnsClient;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::world::{PATIENCE, World};
+
+/// What edge nodes answer with in worlds of these scenarios.
+const TUNNEL: &str = "10.106.217.16";
+
+/// A world with DNS that asks `upstreams` about other names.
+async fn world(upstreams: &[String]) -> Result<World> {
+    World::start_with(|settings| with_dns(settings, upstreams)).await
+}
+
+fn with_dns(settings: &mut RawConfig, upstreams: &[String]) {
+    settings.dns_listen = Some("127.0.0.1:0".into());
+    settings.dns_answer = vec![TUNNEL.into()];
+    settings.dns_zone = Some("nodes.tunnel.internal".into());
+    settings.dns_upstream = upstreams.to_vec();
+}
+
+fn nobody() -> Vec<String> {
+    vec!["off".into()]
+}
+
+fn client(world: &World) -> Result<DnsClient> {
+    Ok(DnsClient::new(listener(world)?))
+}
+
+/// Makes a node known and returns a client that has seen its address.
+///
+/// # Panics
+/// When it is not answered in time.
+async fn client_that_knows(world: &World, node: &str) -> Result<DnsClient> {
+    world.nodes().record(&node.parse()?, &[]);
+    let client = client(world)?;
+    eventually(node, PATIENCE, async || {
+        ensure!(!client.addresses(node).await?.is_empty(), "no address yet");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(client)
+}
+
+/// Tells a figure that was measured on the way.
+#[expect(clippy::print_stderr, reason = "shown with the test's output")]
+fn tell(figure: &str) {
+    eprintln!("{figure}");
+}
+
+fn listener(world: &World) -> Result<SocketAddr> {
+    world.bound().dns.context("no DNS")
+}
+
+/// DNS alone, without the server around it that feeds the records.
+struct BareDns(DnsSockets);
+
+impl BareDns {
+    async fn on_loopback() -> Result<Self> {
+        for _ in 0..PORT_TRIES {
+            let tcp = TcpListener::bind("127.0.0.1:0").await?;
+            if let Ok(udp) = DnsSocket::bind(tcp.local_addr()?) {
+                return Ok(Self(DnsSockets { udp, tcp }));
+            }
+        }
+        anyhow::bail!("no port is free for UDP and TCP")
+    }
+
+    fn address(&self) -> Result<SocketAddr> {
+        Ok(self.0.tcp.local_addr()?)
+    }
+
+    fn start(
+        self,
+        data: &DataDir,
+        resolver: SocketAddr,
+        shutdown: &Shutdown,
+    ) -> Result<(Dns, Records)> {
+        let records = Records::default();
+        let settings = DnsSettings {
+            listen: self.address()?,
+            zone: None,
+            clusters: Vec::new(),
+            others: Resolvers::These(vec![resolver]),
+            answer: Addresses::default(),
+            fixed: Vec::new(),
+        };
+        let parts = DnsParts {
+            sockets: self.0,
+            settings: &settings,
+            records: records.clone(),
+            data,
+            limits: DnsLimits {
+                forward_budget: Duration::from_millis(400),
+                forwards: 16,
+                connections: 16,
+                per_source: 10_000,
+            },
+            metrics: DnsMetrics::new(&mut Registry::default(), records.clone()),
+        };
+        Ok((Dns::start(parts, shutdown), records))
+    }
+}
+
+const PORT_TRIES: u32 = 16;

@@ -1,0 +1,184 @@
+//! What is answered, and how soon after a node is known.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use tunnel_tests::dns::{RecordType, ResponseCode, addresses, query};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::figures::{millis, percentile};
+use tunnel_tests::world::PATIENCE;
+
+use super::{TUNNEL, client, client_that_knows, nobody, tell, with_dns, world};
+use tunnel_tests::dns::{Behaviour, StandInResolver};
+use tunnel_tests::world::World;
+
+/// One row of the table: what is asked, and what the hosts plugin does with the guide's block
+/// `hosts { 10.106.217.16 worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
+struct Row {
+    name: &'static str,
+    kind: RecordType,
+    expected: Expected,
+}
+
+enum Expected {
+    Address(&'static str),
+    /// NOERROR without an answer.
+    Empty,
+    /// What the next plugin says.
+    FallsThrough,
+}
+
+const DIFFERENTIAL: &[Row] = &[
+    Row {
+        name: "worker-1",
+        kind: RecordType::A,
+        expected: Expected::Address(TUNNEL),
+    },
+    Row {
+        name: "WORKER-1",
+        kind: RecordType::A,
+        expected: Expected::Address(TUNNEL),
+    },
+    Row {
+        name: "master-1",
+        kind: RecordType::A,
+        expected: Expected::Address("192.168.33.220"),
+    },
+    Row {
+        name: "worker-1",
+        kind: RecordType::AAAA,
+        expected: Expected::Empty,
+    },
+    Row {
+        name: "six",
+        kind: RecordType::AAAA,
+        expected: Expected::Address("fd00::6"),
+    },
+    Row {
+        name: "six",
+        kind: RecordType::A,
+        expected: Expected::Empty,
+    },
+    Row {
+        name: "worker-1",
+        kind: RecordType::TXT,
+        expected: Expected::Empty,
+    },
+    Row {
+        name: "worker-1",
+        kind: RecordType::MX,
+        expected: Expected::Empty,
+    },
+    Row {
+        name: "example.com",
+        kind: RecordType::A,
+        expected: Expected::FallsThrough,
+    },
+    Row {
+        name: "16.217.106.10.in-addr.arpa",
+        kind: RecordType::PTR,
+        expected: Expected::FallsThrough,
+    },
+];
+
+#[tokio::test]
+async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()> {
+    let next = StandInResolver::start(Behaviour::Answers(1)).await?;
+    let world = World::start_with(|settings| {
+        with_dns(settings, &[next.address().to_string()]);
+        let records = "[{ name: master-1, addresses: [192.168.33.220] }, { name: six, addresses: ['fd00::6'] }]";
+        settings.dns_records = serde_saphyr::from_str(records).unwrap_or_default();
+    })
+    .await?;
+    let client = client_that_knows(&world, "worker-1").await?;
+    for Row {
+        name,
+        kind,
+        expected,
+    } in DIFFERENTIAL
+    {
+        let answer = client.ask(name, *kind).await?;
+        let code = answer.metadata.response_code;
+        ensure!(code == ResponseCode::NoError, "{name} {kind}: {code}");
+        let found: Vec<String> = addresses(&answer).iter().map(ToString::to_string).collect();
+        match expected {
+            Expected::Address(address) => {
+                ensure!(found == [*address], "{name} {kind}: {answer}");
+                ensure!(answer.metadata.authoritative, "{name} {kind}: {answer}");
+            }
+            Expected::Empty => ensure!(answer.answers.is_empty(), "{name} {kind}: {answer}"),
+            Expected::FallsThrough => {
+                ensure!(
+                    next.asked().iter().any(|asked| asked == name),
+                    "{name}: not passed on"
+                );
+                ensure!(found == ["10.1.0.0"], "{name} {kind}: {answer}");
+            }
+        }
+    }
+    // The hosts plugin would list the edge nodes here; its generated stanza says no_reverse.
+    ensure!(
+        next.asked().iter().all(|asked| asked.contains('.')),
+        "{:?}",
+        next.asked()
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second() -> Result<()> {
+    let world = world(&nobody()).await?;
+    let client = client(&world)?;
+    let mut delays = Vec::new();
+    for number in 0..200 {
+        let name = format!("late-{number}");
+        ensure!(
+            client.addresses(&name).await?.is_empty(),
+            "{name} is known already"
+        );
+        let began = Instant::now();
+        world.nodes().record(&name.parse()?, &[]);
+        while client.addresses(&name).await?.is_empty() {
+            ensure!(began.elapsed() < scaled(PATIENCE), "{name} does not appear");
+        }
+        delays.push(began.elapsed());
+    }
+    delays.sort_unstable();
+    let p99 = percentile(&delays, 0.99);
+    tell(&format!(
+        "P12: p50 {} ms, p99 {} ms of 200",
+        millis(percentile(&delays, 0.5)),
+        millis(p99)
+    ));
+    ensure!(p99 < scaled(Duration::from_secs(1)), "p99 {p99:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn tcp_answers_several_queries_of_one_connection() -> Result<()> {
+    let world = world(&nobody()).await?;
+    let client = client_that_knows(&world, "worker-1").await?;
+    let queries = [
+        query("worker-1", RecordType::A)?,
+        query("worker-9", RecordType::A)?,
+        query("worker-1.nodes.tunnel.internal", RecordType::A)?,
+    ];
+    let answers = client.over_tcp(&queries).await?;
+    let codes: Vec<_> = answers
+        .iter()
+        .map(|answer| answer.metadata.response_code)
+        .collect();
+    ensure!(
+        codes
+            == [
+                ResponseCode::NoError,
+                ResponseCode::NXDomain,
+                ResponseCode::NoError
+            ]
+    );
+    for (query, answer) in queries.iter().zip(&answers) {
+        ensure!(query.metadata.id == answer.metadata.id);
+    }
+    ensure!(addresses(&answers[2]).len() == 1);
+    Ok(())
+}

@@ -1,0 +1,137 @@
+//! P4b: after a cold start names are answered from disk, before anybody has told the nodes.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_server::data::DataDir;
+use tunnel_server::dns::{Addresses, Node, Place, RecordSet, Records};
+use tunnel_tests::dns::{Behaviour, DnsClient, StandInResolver};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{Listener, ScratchDir, ServerSetup};
+use tunnel_tests::world::PATIENCE;
+
+use super::{BareDns, TUNNEL, tell};
+
+/// A DNS server as a cluster's server starts it: nobody has filled the records yet.
+async fn unfed(
+    data: &DataDir,
+    resolver: SocketAddr,
+    shutdown: &Shutdown,
+) -> Result<(DnsClient, Records)> {
+    let bare = BareDns::on_loopback().await?;
+    let client = DnsClient::new(bare.address()?);
+    let (dns, records) = bare.start(data, resolver, shutdown)?;
+    dns.refuse_loops(shutdown).await?;
+    Ok((client, records))
+}
+
+#[tokio::test]
+async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let data = DataDir::open(&scratch.path().join("data"))?;
+    // Everything else is as dead as the API server.
+    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
+    let tunnel = Addresses::first_of([TUNNEL.parse()?]);
+    let edge = |name: &str| -> Result<Node> {
+        Ok(Node {
+            name: name.parse()?,
+            hostname: None,
+            place: Place::Edge,
+        })
+    };
+
+    let before = Shutdown::new();
+    let (client, records) = unfed(&data, black_hole.address(), &before).await?;
+    ensure!(client.addresses("worker-1").await?.is_empty());
+    records.replace(RecordSet::new(
+        &[edge("worker-1")?, edge("worker-2")?],
+        tunnel,
+    ));
+    eventually("the records on disk", PATIENCE, async || {
+        data.dns_records().exists().then_some(())
+    })
+    .await;
+    // A power cut: nothing is said to anybody.
+    before.stop().cancel();
+    before.finish().await;
+
+    let after = Shutdown::new();
+    let began = Instant::now();
+    let starting = unfed(&data, black_hole.address(), &after);
+    let (client, records) = starting.await?;
+    let loops_looked_for = began.elapsed();
+    let asked = Instant::now();
+    ensure!(client.addresses("worker-1").await? == [TUNNEL.parse::<IpAddr>()?]);
+    let answered = asked.elapsed();
+    tell(&format!(
+        "P4b: answered {answered:?} after asking; loops were looked for during {loops_looked_for:?}"
+    ));
+    ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
+
+    // The feed that arrives at last has the last word.
+    records.replace(RecordSet::new(&[edge("worker-2")?], tunnel));
+    ensure!(client.addresses("worker-1").await?.is_empty());
+    ensure!(!client.addresses("worker-2").await?.is_empty());
+    after.stop().cancel();
+    after.finish().await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
+    let upstream = black_hole.address().to_string();
+    let flags = ["--dns-answer", TUNNEL, "--dns-upstream", &upstream];
+    let setup = ServerSetup::on_loopback(&scratch.path().join("data")).args(&flags);
+    let mut server = setup
+        .clone()
+        .args(&["--dns-listen", "127.0.0.1:0"])
+        .start()
+        .await?;
+    server.token("worker-1", None).await?;
+    let address = dns_address(&mut server).await?;
+    let client = DnsClient::new(address);
+    eventually("worker-1", PATIENCE, async || {
+        ensure!(!client.addresses("worker-1").await?.is_empty());
+        anyhow::Ok(())
+    })
+    .await;
+    server.into_process().kill().await?;
+
+    let began = Instant::now();
+    let listen = address.to_string();
+    let restarted = setup.args(&["--dns-listen", &listen]);
+    let starting = restarted.start();
+    tokio::pin!(starting);
+    // Asked from the first moment on: DNS does not wait for the rest.
+    let answered = loop {
+        tokio::select! {
+            biased;
+            started = &mut starting => {
+                let _server = started?;
+                anyhow::bail!("everything else was up before DNS answered");
+            }
+            found = client.addresses("worker-1") => {
+                if matches!(found, Ok(found) if !found.is_empty()) {
+                    break began.elapsed();
+                }
+            }
+        }
+    };
+    tell(&format!(
+        "P4b: answered {answered:?} after the start of the process"
+    ));
+    ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
+    let _server = starting.await?;
+    Ok(())
+}
+
+async fn dns_address(server: &mut tunnel_tests::process::Server) -> Result<SocketAddr> {
+    let line = server
+        .process()
+        .wait_for_line("DNS", PATIENCE, |line| Listener::Dns.opened(line));
+    line.await.context("DNS listener")
+}

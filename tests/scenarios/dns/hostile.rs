@@ -1,0 +1,194 @@
+//! Hostile clients over the network, and half a million hostile messages to the pure part.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tunnel_tests::dns::{Message, RecordType, ResponseCode, corpus, keeps_the_rules, query};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::world::{PATIENCE, World};
+
+use super::{client, client_that_knows, listener, nobody, with_dns, world};
+
+#[test]
+fn half_a_million_messages_keep_the_rules() -> Result<()> {
+    let corpus = corpus()?;
+    for message in &corpus {
+        keeps_the_rules(message)?;
+    }
+    let mut random = SmallRng::seed_from_u64(20_250_731);
+    for _ in corpus.len()..500_000 {
+        let message = mutate(&corpus, &mut random);
+        keeps_the_rules(&message).with_context(|| format!("{message:02x?}"))?;
+    }
+    Ok(())
+}
+
+/// A message of the corpus with bytes changed, cut, doubled or joined with another one; now and then only noise.
+fn mutate(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
+    let pick = |random: &mut SmallRng| corpus[random.random_range(0..corpus.len())].clone();
+    let mut message = pick(random);
+    for _ in 0..random.random_range(1..6) {
+        let at = random.random_range(0..=message.len());
+        match random.random_range(0..7) {
+            0 => message.truncate(at),
+            1 => message.insert(at, random.random()),
+            2 => message.extend_from_within(at..),
+            3 => message.extend(pick(random)),
+            4 => {
+                message = (0..random.random_range(0..64))
+                    .map(|_| random.random())
+                    .collect()
+            }
+            // A pointer of a compressed name.
+            5 => message
+                .splice(
+                    at..at,
+                    [0xc0 | random.random_range(0..2_u8), random.random()],
+                )
+                .for_each(drop),
+            _ => {
+                if let Some(byte) = message.get_mut(at) {
+                    *byte ^= 1 << random.random_range(0..8);
+                }
+            }
+        }
+    }
+    message
+}
+
+#[tokio::test]
+async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> Result<()> {
+    let world = world(&nobody()).await?;
+    let client = client_that_knows(&world, "worker-1").await?;
+    let plain = query("worker-1", RecordType::A)?.to_vec()?;
+    let with = |at: usize, byte: u8| {
+        let mut message = plain.clone();
+        message[at] = byte;
+        message
+    };
+    let mut loops = plain[..12].to_vec();
+    loops.extend([0xc0, 14, 0xc0, 12, 0, 1, 0, 1]);
+    for (what, message, code) in [
+        ("cut short", plain[..14].to_vec(), ResponseCode::FormErr),
+        ("no question", with(5, 0), ResponseCode::FormErr),
+        ("many questions", with(4, 0xff), ResponseCode::FormErr),
+        (
+            "oversize",
+            [&plain[..], &[0; 9000]].concat(),
+            ResponseCode::FormErr,
+        ),
+        ("compression loop", loops, ResponseCode::FormErr),
+        ("update", with(2, 0x28), ResponseCode::NotImp),
+        ("chaos", with(plain.len() - 1, 3), ResponseCode::Refused),
+        (
+            "axfr",
+            query("nodes.tunnel.internal", RecordType::AXFR)?.to_vec()?,
+            ResponseCode::Refused,
+        ),
+        (
+            "any",
+            query("example.com", RecordType::ANY)?.to_vec()?,
+            ResponseCode::Refused,
+        ),
+    ] {
+        let reply = client.exchange(&message).await?;
+        let reply = reply.with_context(|| format!("{what}: no answer"))?;
+        ensure!(
+            reply.len() <= message.len() + 12,
+            "{what}: {} bytes for {}",
+            reply.len(),
+            message.len()
+        );
+        let read = Message::from_vec(&reply)?;
+        ensure!(read.metadata.response_code == code, "{what}: {read}");
+    }
+    // Answers to these would be what an attacker wants. Nothing is sent; a query behind them is answered first.
+    let silent = [with(2, 0x81), plain[..8].to_vec(), Vec::new()];
+    let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await?;
+    socket.connect(listener(&world)?).await?;
+    for message in &silent {
+        socket.send(message).await?;
+    }
+    let mut last = plain.clone();
+    last[0] = !plain[0];
+    socket.send(&last).await?;
+    let mut reply = [0; 512];
+    timeout(scaled(PATIENCE), socket.recv(&mut reply)).await??;
+    ensure!(reply[..2] == last[..2], "something else was answered first");
+    Ok(())
+}
+
+#[tokio::test]
+async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() -> Result<()> {
+    let world = World::start_with(|settings| {
+        with_dns(settings, &nobody());
+        settings.limits = World::limits("{ dnsPerSource: 200 }");
+    })
+    .await?;
+    let address = listener(&world)?;
+    let flood = async |message: Vec<u8>| -> Result<usize> {
+        let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await?;
+        socket.connect(address).await?;
+        for _ in 0..2000 {
+            socket.send(&message).await?;
+        }
+        let (mut answered, mut reply) = (0, [0; 512]);
+        while timeout(Duration::from_millis(300), socket.recv(&mut reply))
+            .await
+            .is_ok()
+        {
+            answered += 1;
+        }
+        Ok(answered)
+    };
+    let answered = flood(query("worker-9", RecordType::A)?.to_vec()?).await?;
+    ensure!(
+        (200..1500).contains(&answered),
+        "{answered} of 2000 were answered"
+    );
+    let mut nonsense = query("worker-9", RecordType::A)?.to_vec()?;
+    nonsense[5] = 0;
+    let answered = flood(nonsense).await?;
+    ensure!(answered < 1000, "{answered} complaints");
+    Ok(())
+}
+
+#[tokio::test]
+async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result<()> {
+    let world = world(&nobody()).await?;
+    let address = listener(&world)?;
+    // More than one source may have: those beyond are closed at once, others are not served less.
+    let mut held = Vec::new();
+    for _ in 0..40 {
+        held.push(TcpStream::connect(address).await?);
+    }
+    let mut closed = 0;
+    for stream in &mut held {
+        let read = timeout(Duration::from_millis(100), stream.read(&mut [0; 1])).await;
+        closed += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
+    }
+    ensure!(closed == 8, "{closed} of 40 were closed at once");
+    drop(held);
+    eventually("a connection that is served", PATIENCE, async || {
+        let answers = client(&world)?
+            .over_tcp(&[query("worker-9", RecordType::A)?])
+            .await?;
+        ensure!(answers.len() == 1);
+        anyhow::Ok(())
+    })
+    .await;
+    // Says 65,535 bytes and sends ten: the whole message has five seconds.
+    let mut liar = TcpStream::connect(address).await?;
+    liar.write_u16(u16::MAX).await?;
+    liar.write_all(&[0; 10]).await?;
+    let ended = timeout(scaled(PATIENCE), liar.read(&mut [0; 1]))
+        .await
+        .context("kept open")?;
+    ensure!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
+    Ok(())
+}

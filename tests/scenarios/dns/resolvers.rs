@@ -1,0 +1,244 @@
+//! Real clients that find the DNS through a `resolv.conf`, in a namespace where it listens on port 53.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_tests::demo::{get, resolver, site};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topology};
+use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
+use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+
+use super::tell;
+use crate::prometheus::prometheus;
+
+/// The guide's search list with the host's domain first, as kubelet writes it for a pod with dnsPolicy None.
+const SEARCH: &str =
+    "search kube-system.svc.cluster.local svc.cluster.local cluster.local corp.example";
+
+struct Site {
+    _exporters: Vec<Process>,
+    fleet: Fleet,
+    upstream: Process,
+    clients: Clients,
+    sites: Topology,
+    _scratch: ScratchDir,
+}
+
+/// Two namespaces beside the cloud's in all but their `resolv.conf`.
+struct Clients {
+    plain: Namespace,
+    searching: Namespace,
+}
+
+async fn set_up(behaviour: &str) -> Result<Option<Site>> {
+    let tools = require(&[Tool::Dig, Tool::Curl, Tool::Prometheus]);
+    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+        return Ok(None);
+    };
+    let scratch = ScratchDir::new()?;
+    let server = format!("nameserver {CLOUD_ADDRESS}\n");
+    let plain = format!("{server}options ndots:0\n");
+    let searching = format!("{server}{SEARCH}\noptions ndots:5\n");
+    let clients = client(&sites, &scratch, "plain", &plain).and_then(|plain| {
+        let searching = client(&sites, &scratch, "searching", &searching)?;
+        Ok(Clients { plain, searching })
+    });
+    let Some(clients) = or_skip(clients) else {
+        return Ok(None);
+    };
+    let mut exporters = Vec::new();
+    for edge in sites.edges() {
+        let address = (EDGE_ADDRESS, 9100).into();
+        exporters.push(site(edge.node_name(), Some(address), None, Some(edge.node())).await?);
+    }
+    let upstream = resolver(Some(sites.cloud()), UPSTREAM.parse()?, behaviour).await?;
+    let (listen, answer) = (format!("{CLOUD_ADDRESS}:53"), CLOUD_ADDRESS.to_string());
+    let dns = [
+        "--dns-listen",
+        &listen,
+        "--dns-answer",
+        &answer,
+        "--dns-upstream",
+        UPSTREAM,
+    ];
+    let doors = [
+        "--http-proxy-ports",
+        "9100",
+        "--proxy-port-listen",
+        "0.0.0.0",
+        "--allow-unauthenticated",
+    ];
+    let fleet = Fleet::start(&sites, &[&dns[..], &doors].concat()).await?;
+    Ok(Some(Site {
+        _exporters: exporters,
+        fleet,
+        upstream,
+        clients,
+        sites,
+        _scratch: scratch,
+    }))
+}
+
+/// The cloud's network with files of its own.
+fn client(
+    sites: &Topology,
+    scratch: &ScratchDir,
+    name: &str,
+    resolv_conf: &str,
+) -> Result<Namespace, Skip> {
+    sites
+        .cloud()
+        .with_resolver(name, scratch.path(), resolv_conf)
+}
+
+/// What left for the other resolver: the names that it tells it was asked for.
+fn asked(upstream: &Process) -> Vec<String> {
+    let lines = upstream.log().lines();
+    lines
+        .iter()
+        .filter_map(|line| line.strip_prefix("asked "))
+        .map(str::to_owned)
+        .collect()
+}
+
+async fn dig(namespace: &Namespace, words: &[&str]) -> Result<String> {
+    Program::tool(Tool::Dig)?
+        .args(words.iter().copied())
+        .inside(Some(namespace))
+        .run()
+        .await?
+        .ok()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
+    let Some(site) = set_up("answers").await? else {
+        return Ok(());
+    };
+    let plain = &site.clients.plain;
+    let own = CLOUD_ADDRESS.to_string();
+    let short = dig(plain, &["+short", "worker-1"]).await?;
+    ensure!(short.trim() == own, "{short}");
+    let full = dig(plain, &["worker-1"]).await?;
+    ensure!(full.contains(";; flags: qr aa rd ra;"), "P30: {full}");
+    ensure!(!full.contains("WARNING"), "P30: {full}");
+    ensure!(full.contains("worker-1.\t\t5\tIN\tA\t10.77.0.1"), "{full}");
+    let tcp = dig(plain, &["+tcp", "+short", "worker-2"]).await?;
+    ensure!(tcp.trim() == own, "{tcp}");
+    for (words, expected) in [
+        (&["AAAA", "worker-1"][..], "status: NOERROR"),
+        (&["worker-9"], "status: NXDOMAIN"),
+        (&["example.com"], "10.1.0.0"),
+        (&["-x", "10.77.0.1"], "status: NOERROR"),
+        (&["AXFR", "cluster.local"], "Transfer failed"),
+        (&["CH", "TXT", "version.bind"], "status: REFUSED"),
+    ] {
+        let told = dig(plain, words).await?;
+        ensure!(told.contains(expected), "{words:?}: {told}");
+    }
+    ensure!(!dig(plain, &["-x", "10.77.0.1"]).await?.contains("worker-"));
+
+    // DNS-12: through the doors by the node's name alone.
+    for namespace in [plain, &site.clients.searching] {
+        for node in NODES {
+            let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
+            let page = curl
+                .arg(format!("http://{node}:9100/metrics"))
+                .inside(Some(namespace));
+            let page = page.run().await?.ok()?;
+            ensure!(page.contains(&format!("node=\"{node}\"")), "{page}");
+        }
+    }
+    prometheus_scrapes_by_name(&site).await
+}
+
+async fn prometheus_scrapes_by_name(site: &Site) -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES, API)?;
+    eventually("both nodes up in Prometheus", SCRAPE_PATIENCE, async || {
+        let cloud = Some(site.sites.cloud());
+        let (_, body) = get(cloud, API.parse()?, API, "/api/v1/targets?state=active").await?;
+        let answer: Value = serde_json::from_str(&body)?;
+        let targets = answer["data"]["activeTargets"]
+            .as_array()
+            .context("no targets")?;
+        let up = targets
+            .iter()
+            .filter(|target| target["health"] == "up")
+            .count();
+        ensure!(up == 2, "{targets:#?}; {prometheus}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() -> Result<()> {
+    let Some(site) = set_up("silent").await? else {
+        return Ok(());
+    };
+    let mut times = Vec::new();
+    for (namespace, limit) in [
+        (&site.clients.plain, Duration::from_millis(50)),
+        (&site.clients.searching, Duration::from_secs(2)),
+    ] {
+        let curl = Program::tool(Tool::Curl)?
+            .args([
+                "-sS",
+                "-o",
+                "/dev/null",
+                "--max-time",
+                "10",
+                "-w",
+                "%{time_namelookup}",
+            ])
+            .arg("http://worker-1:9100/metrics");
+        let told = curl.inside(Some(namespace)).run().await?.ok()?;
+        let lookup = Duration::from_secs_f64(told.trim().parse()?);
+        ensure!(lookup < scaled(limit), "{}: {lookup:?}", namespace.name());
+        times.push(lookup);
+    }
+    tell(&format!(
+        "P13: curl's lookup, ndots 0 {:?}, ndots 5 {:?}",
+        times[0], times[1]
+    ));
+    // Misspelt: every name of the list is tried, and curl learns that there is none.
+    for namespace in [&site.clients.plain, &site.clients.searching] {
+        let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
+        let failed = curl
+            .arg("http://worker-9:9100/")
+            .inside(Some(namespace))
+            .run()
+            .await?;
+        ensure!(failed.code() == Some(6), "{failed}");
+    }
+    let left = asked(&site.upstream);
+    ensure!(
+        left.iter().any(|name| name == "worker-9.corp.example"),
+        "{left:?}"
+    );
+    ensure!(
+        left.iter().all(|name| name.contains('.')),
+        "single labels left: {left:?}"
+    );
+    ensure!(
+        !left.iter().any(|name| name.ends_with("cluster.local")),
+        "{left:?}"
+    );
+    drop(site.fleet);
+    Ok(())
+}
+
+const UPSTREAM: &str = "127.0.0.9:5300";
+const API: &str = "127.0.0.1:9091";
+const SCRAPES: &str = r#"
+global: { scrape_interval: 1s, scrape_timeout: 1s }
+scrape_configs:
+  - job_name: nodes
+    static_configs: [{ targets: ["worker-1:9100", "worker-2:9100"] }]
+"#;
+/// Start of Prometheus and a few scrapes.
+const SCRAPE_PATIENCE: Duration = Duration::from_secs(30);

@@ -1,0 +1,142 @@
+//! A client that sends bytes and tells what came back.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use hickory_proto::op::{Message, Query};
+use hickory_proto::rr::{Name, RData, RecordType};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::time::timeout;
+
+use crate::eventually::scaled;
+
+/// Asks one server.
+#[derive(Debug, Clone, Copy)]
+pub struct DnsClient {
+    server: SocketAddr,
+}
+
+impl DnsClient {
+    /// For the server at `server`.
+    #[must_use]
+    pub fn new(server: SocketAddr) -> Self {
+        Self { server }
+    }
+
+    /// Asks over UDP.
+    ///
+    /// # Errors
+    /// There is no answer, or none to this question.
+    pub async fn ask(&self, name: &str, kind: RecordType) -> Result<Message> {
+        self.send(&query(name, kind)?).await
+    }
+
+    /// Sends a query over UDP.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn send(&self, query: &Message) -> Result<Message> {
+        let answer = self.exchange(&query.to_vec()?).await?;
+        let answer = Message::from_vec(&answer.context("no answer")?)?;
+        ensure!(
+            answer.metadata.id == query.metadata.id,
+            "id of another query"
+        );
+        ensure!(answer.queries == query.queries, "another question");
+        Ok(answer)
+    }
+
+    /// The addresses of a name, of both families.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn addresses(&self, name: &str) -> Result<Vec<IpAddr>> {
+        let (v4, v6) = tokio::try_join!(
+            self.ask(name, RecordType::A),
+            self.ask(name, RecordType::AAAA)
+        )?;
+        Ok([addresses(&v4), addresses(&v6)].concat())
+    }
+
+    /// Sends bytes in a datagram; `None` when nothing comes back.
+    ///
+    /// # Errors
+    /// The socket fails.
+    pub async fn exchange(&self, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
+        let any = if self.server.is_ipv4() {
+            "0.0.0.0:0"
+        } else {
+            "[::]:0"
+        };
+        let socket = UdpSocket::bind(any).await?;
+        // Connected: an answer from another address than the one asked is not taken, as with every stub resolver.
+        socket.connect(self.server).await?;
+        socket.send(bytes).await?;
+        let mut answer = vec![0; 65_535];
+        match timeout(scaled(PATIENCE), socket.recv(&mut answer)).await {
+            Ok(length) => {
+                answer.truncate(length?);
+                Ok(Some(answer))
+            }
+            Err(_elapsed) => Ok(None),
+        }
+    }
+
+    /// Sends queries over one TCP connection and returns their answers.
+    ///
+    /// # Errors
+    /// An answer is missing.
+    pub async fn over_tcp(&self, queries: &[Message]) -> Result<Vec<Message>> {
+        let mut stream = TcpStream::connect(self.server).await?;
+        let mut answers = Vec::new();
+        for query in queries {
+            let bytes = query.to_vec()?;
+            stream.write_u16(u16::try_from(bytes.len())?).await?;
+            stream.write_all(&bytes).await?;
+        }
+        for _ in queries {
+            let read = async {
+                let mut answer = vec![0; usize::from(stream.read_u16().await?)];
+                stream.read_exact(&mut answer).await?;
+                anyhow::Ok(answer)
+            };
+            let answer = timeout(scaled(PATIENCE), read)
+                .await
+                .context("no answer")??;
+            answers.push(Message::from_vec(&answer)?);
+        }
+        Ok(answers)
+    }
+}
+
+/// A query that wants recursion.
+///
+/// # Errors
+/// The name is none.
+pub fn query(name: &str, kind: RecordType) -> Result<Message> {
+    let mut name = Name::from_ascii(name)?;
+    name.set_fqdn(true);
+    let mut message = Message::query();
+    message.metadata.recursion_desired = true;
+    message.add_query(Query::query(name, kind));
+    Ok(message)
+}
+
+/// The addresses in an answer.
+#[must_use]
+pub fn addresses(answer: &Message) -> Vec<IpAddr> {
+    let found = answer
+        .answers
+        .iter()
+        .filter_map(|record| match &record.data {
+            RData::A(address) => Some(IpAddr::V4(address.0)),
+            RData::AAAA(address) => Some(IpAddr::V6(address.0)),
+            _ => None,
+        });
+    found.collect()
+}
+
+/// Longer than any budget of the server.
+const PATIENCE: Duration = Duration::from_secs(3);

@@ -1,0 +1,205 @@
+//! A resolver that does what it is told and remembers what it was asked.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use hickory_proto::op::{Message, OpCode, ResponseCode};
+use hickory_proto::rr::rdata::A;
+use hickory_proto::rr::{Name, RData, Record};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::task::AbortOnDropHandle;
+
+/// What a [`StandInResolver`] does with queries.
+#[derive(Debug, Clone, Copy)]
+pub enum Behaviour {
+    /// Answers every name with this many addresses, `10.1.0.0` and on.
+    Answers(u8),
+    /// Says this, without records.
+    Says(ResponseCode),
+    /// Says nothing: a black hole.
+    Silent,
+    /// Asks this address and passes the answer on, as a cache would.
+    Asks(SocketAddr),
+}
+
+/// A resolver on UDP and TCP; ends when it is dropped.
+#[derive(Debug)]
+pub struct StandInResolver {
+    address: SocketAddr,
+    behaviour: Arc<Mutex<Behaviour>>,
+    asked: Arc<Mutex<Vec<String>>>,
+    _serving: AbortOnDropHandle<()>,
+}
+
+impl StandInResolver {
+    /// A resolver on a free loopback port.
+    ///
+    /// # Errors
+    /// No port can be bound.
+    pub async fn start(behaviour: Behaviour) -> Result<Self> {
+        for _ in 0..PORT_TRIES {
+            let started = Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), behaviour).await;
+            if started.is_ok() {
+                return started;
+            }
+        }
+        anyhow::bail!("no port is free for UDP and TCP")
+    }
+
+    /// A resolver on `bind`.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start_on(bind: SocketAddr, behaviour: Behaviour) -> Result<Self> {
+        let udp = UdpSocket::bind(bind).await.context("bind UDP")?;
+        let address = udp.local_addr()?;
+        let tcp = TcpListener::bind(address).await.context("bind TCP")?;
+        let behaviour = Arc::new(Mutex::new(behaviour));
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let server = Serving {
+            behaviour: behaviour.clone(),
+            asked: asked.clone(),
+        };
+        #[expect(clippy::disallowed_methods, reason = "owned by the returned value")]
+        let serving = tokio::spawn(async move {
+            tokio::join!(server.datagrams(Arc::new(udp)), server.connections(tcp));
+        });
+        Ok(Self {
+            address,
+            behaviour,
+            asked,
+            _serving: AbortOnDropHandle::new(serving),
+        })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What it does from here on.
+    pub fn behave(&self, behaviour: Behaviour) {
+        *self
+            .behaviour
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = behaviour;
+    }
+
+    /// All names that it was asked for, in lower case without a trailing dot, in their order.
+    #[must_use]
+    pub fn asked(&self) -> Vec<String> {
+        self.asked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+#[derive(Clone)]
+struct Serving {
+    behaviour: Arc<Mutex<Behaviour>>,
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Serving {
+    async fn datagrams(&self, socket: Arc<UdpSocket>) {
+        let mut buffer = vec![0; 65_535];
+        let mut answers = JoinSet::new();
+        loop {
+            let Ok((length, client)) = socket.recv_from(&mut buffer).await else {
+                continue;
+            };
+            let query = buffer.get(..length).unwrap_or_default().to_vec();
+            let (server, socket) = (self.clone(), socket.clone());
+            answers.spawn(async move {
+                if let Some(answer) = server.answer(&query, DATAGRAM_MAX).await {
+                    // Whoever has gone needs no answer.
+                    let _ = socket.send_to(&answer, client).await;
+                }
+            });
+            while answers.try_join_next().is_some() {}
+        }
+    }
+
+    async fn connections(&self, listener: TcpListener) {
+        let mut connections = JoinSet::new();
+        loop {
+            let Ok((stream, _)) = listener.accept().await else {
+                continue;
+            };
+            let server = self.clone();
+            connections.spawn(async move {
+                // The client sees a connection that failed.
+                let _ = server.converse(stream).await;
+            });
+            while connections.try_join_next().is_some() {}
+        }
+    }
+
+    async fn converse(&self, mut stream: TcpStream) -> Result<()> {
+        loop {
+            let mut query = vec![0; usize::from(stream.read_u16().await?)];
+            stream.read_exact(&mut query).await?;
+            let Some(answer) = self.answer(&query, usize::from(u16::MAX)).await else {
+                continue;
+            };
+            stream.write_u16(u16::try_from(answer.len())?).await?;
+            stream.write_all(&answer).await?;
+        }
+    }
+
+    async fn answer(&self, bytes: &[u8], limit: usize) -> Option<Vec<u8>> {
+        let query = Message::from_vec(bytes).ok()?;
+        let question = query.queries.first()?.clone();
+        let name = question.name.to_ascii().to_ascii_lowercase();
+        let name = name.strip_suffix('.').unwrap_or(&name).to_owned();
+        self.asked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(name);
+        let behaviour = *self
+            .behaviour
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let (count, code) = match behaviour {
+            Behaviour::Silent => return None,
+            Behaviour::Asks(other) => return relay(bytes, other).await,
+            Behaviour::Says(code) => (0, code),
+            Behaviour::Answers(count) => (count, ResponseCode::NoError),
+        };
+        let mut answer = Message::error_msg(query.metadata.id, OpCode::Query, code);
+        answer.metadata.recursion_available = true;
+        for number in 0..count {
+            let owner: Name = question.name.clone();
+            let data = RData::A(A::new(10, 1, 0, number));
+            answer.add_answer(Record::from_rdata(owner, 60, data));
+        }
+        answer.add_query(question);
+        let encoded = answer.to_vec().ok()?;
+        if encoded.len() <= limit {
+            return Some(encoded);
+        }
+        answer.truncate().to_vec().ok()
+    }
+}
+
+async fn relay(query: &[u8], other: SocketAddr) -> Option<Vec<u8>> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await.ok()?;
+    socket.connect(other).await.ok()?;
+    socket.send(query).await.ok()?;
+    let mut answer = vec![0; 65_535];
+    let length = timeout(RELAY, socket.recv(&mut answer)).await.ok()?.ok()?;
+    answer.truncate(length);
+    Some(answer)
+}
+
+/// What every client takes with EDNS.
+const DATAGRAM_MAX: usize = 1232;
+const RELAY: Duration = Duration::from_secs(2);
+const PORT_TRIES: u32 = 16;
