@@ -1,0 +1,89 @@
+//! What clients ask about the API itself.
+
+use serde_json::{Value, json};
+
+use super::kinds::{KINDS, VERSION, groups};
+
+/// `/api`
+pub(super) fn versions() -> Value {
+    json!({ "kind": "APIVersions", "versions": [VERSION], "serverAddressByClientCIDRs": [] })
+}
+
+/// `/apis`
+pub(super) fn group_list() -> Value {
+    let groups: Vec<Value> = groups().into_iter().map(described).collect();
+    json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups })
+}
+
+/// `/apis/apps`
+pub(super) fn group(group: &str) -> Value {
+    let mut group = described(group);
+    group["kind"] = "APIGroup".into();
+    group["apiVersion"] = "v1".into();
+    group
+}
+
+fn described(group: &str) -> Value {
+    let version = json!({ "groupVersion": format!("{group}/{VERSION}"), "version": VERSION });
+    json!({ "name": group, "versions": [version], "preferredVersion": version })
+}
+
+/// `/api/v1`, `/apis/apps/v1`
+pub(super) fn resources(group: &str) -> Value {
+    let mut resources = Vec::new();
+    for kind in KINDS.iter().filter(|kind| kind.group == group) {
+        let verbs: &[&str] = if kind.is_review() {
+            &["create"]
+        } else {
+            &[
+                "create",
+                "delete",
+                "deletecollection",
+                "get",
+                "list",
+                "patch",
+                "update",
+                "watch",
+            ]
+        };
+        resources.push(json!({
+            "name": kind.plural, "singularName": kind.kind.to_lowercase(), "namespaced": kind.namespaced,
+            "kind": kind.kind, "verbs": verbs, "shortNames": kind.short,
+        }));
+        if kind.has_status {
+            resources.push(json!({
+                "name": format!("{}/status", kind.plural), "singularName": "", "namespaced": kind.namespaced,
+                "kind": kind.kind, "verbs": ["get", "patch", "update"],
+            }));
+        }
+    }
+    let version = if group.is_empty() {
+        VERSION.to_owned()
+    } else {
+        format!("{group}/{VERSION}")
+    };
+    json!({ "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources })
+}
+
+/// `/version`: that of the types the server is built with.
+pub(super) fn version() -> Value {
+    json!({
+        "major": "1", "minor": "33", "gitVersion": "v1.33.0", "gitCommit": "0000000000000000000000000000000000000000",
+        "gitTreeState": "clean", "buildDate": "2025-04-23T00:00:00Z", "goVersion": "go1.24.2", "compiler": "gc",
+        "platform": "linux/amd64",
+    })
+}
+
+/// `/openapi/v2`: a document without definitions, in the protobuf form that kubectl asks for (field 1, `swagger`) or as
+/// JSON. kubectl does not check objects of kinds without a definition.
+pub(super) fn openapi(protobuf: bool) -> (&'static str, Vec<u8>) {
+    if protobuf {
+        (
+            "application/com.github.proto-openapi.spec.v2.v1.0+protobuf",
+            b"\x0a\x032.0".to_vec(),
+        )
+    } else {
+        let document = json!({ "swagger": "2.0", "info": { "title": "Kubernetes", "version": "v1.33.0" }, "paths": {}, "definitions": {} });
+        ("application/json", document.to_string().into_bytes())
+    }
+}

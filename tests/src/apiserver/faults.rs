@@ -1,0 +1,187 @@
+//! What goes wrong on demand.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::record::Seen;
+use super::status::Status;
+
+/// Whether the API server can be reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Presence {
+    /// As it should be.
+    Here,
+    /// Connections are refused, those that were open are reset.
+    Refusing,
+    /// Connections stay open or are taken, and nothing is answered.
+    Silent,
+}
+
+/// How watches are ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    /// In the middle of the body: the connection breaks.
+    Broken,
+    /// The body ends, as after the watch's time.
+    Ended,
+}
+
+/// Something that befalls requests.
+#[derive(Debug, Clone)]
+pub struct Fault {
+    verbs: Vec<&'static str>,
+    plural: Option<&'static str>,
+    user: Option<String>,
+    effect: Effect,
+    left: Option<u32>,
+}
+
+#[derive(Debug, Clone)]
+enum Effect {
+    Answer(Status),
+    Delay(Duration),
+}
+
+impl Fault {
+    /// The request is answered with this instead.
+    pub fn answer(status: Status) -> Self {
+        Self {
+            verbs: Vec::new(),
+            plural: None,
+            user: None,
+            effect: Effect::Answer(status),
+            left: None,
+        }
+    }
+
+    /// A write of an object is answered as if somebody had changed it meanwhile.
+    pub fn conflict() -> Self {
+        let message = "Operation cannot be fulfilled: the object has been modified; please apply your changes to the latest \
+                       version and try again";
+        Self::answer(Status::new(409, "Conflict", message)).verbs(&["update", "patch"])
+    }
+
+    /// The request is answered after this time.
+    pub fn delay(time: Duration) -> Self {
+        Self {
+            verbs: Vec::new(),
+            plural: None,
+            user: None,
+            effect: Effect::Delay(time),
+            left: None,
+        }
+    }
+
+    /// Only requests with these verbs of the API (`get`, `list`, `watch`, `create`, `update`, `patch`, `delete`).
+    #[must_use]
+    pub fn verbs(mut self, verbs: &[&'static str]) -> Self {
+        self.verbs = verbs.to_vec();
+        self
+    }
+
+    /// Only requests for objects of this plural name.
+    #[must_use]
+    pub fn of(mut self, plural: &'static str) -> Self {
+        self.plural = Some(plural);
+        self
+    }
+
+    /// Only requests of this user.
+    #[must_use]
+    pub fn by(mut self, user: &str) -> Self {
+        self.user = Some(user.to_owned());
+        self
+    }
+
+    /// Only so many requests.
+    #[must_use]
+    pub fn times(mut self, count: u32) -> Self {
+        self.left = Some(count);
+        self
+    }
+
+    fn fits(&self, seen: &Seen) -> bool {
+        (self.verbs.is_empty() || self.verbs.contains(&seen.verb.as_str()))
+            && self.plural.is_none_or(|plural| plural == seen.resource)
+            && self.user.as_ref().is_none_or(|user| *user == seen.user)
+            && self.left != Some(0)
+    }
+}
+
+/// The faults in force. Clones share them.
+#[derive(Debug, Clone)]
+pub(super) struct Faults {
+    rules: Arc<Mutex<Vec<Fault>>>,
+    presence: watch::Sender<Presence>,
+    cuts: watch::Sender<(u64, Cut)>,
+}
+
+/// What a request has to suffer.
+pub(super) struct Suffering {
+    pub(super) delay: Duration,
+    pub(super) answer: Option<Status>,
+}
+
+impl Faults {
+    pub(super) fn new() -> Self {
+        Self {
+            rules: Arc::default(),
+            presence: watch::Sender::new(Presence::Here),
+            cuts: watch::Sender::new((0, Cut::Ended)),
+        }
+    }
+
+    fn rules(&self) -> MutexGuard<'_, Vec<Fault>> {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn add(&self, fault: Fault) {
+        self.rules().push(fault);
+    }
+
+    pub(super) fn clear(&self) {
+        self.rules().clear();
+    }
+
+    pub(super) fn set_presence(&self, presence: Presence) {
+        self.presence.send_replace(presence);
+    }
+
+    pub(super) fn presence(&self) -> watch::Receiver<Presence> {
+        self.presence.subscribe()
+    }
+
+    pub(super) fn cut(&self, cut: Cut) {
+        self.cuts.send_modify(|(count, how)| {
+            *count += 1;
+            *how = cut;
+        });
+    }
+
+    pub(super) fn cuts(&self) -> watch::Receiver<(u64, Cut)> {
+        self.cuts.subscribe()
+    }
+
+    /// Counts the request against the rules that it fits.
+    pub(super) fn suffer(&self, seen: &Seen) -> Suffering {
+        let mut suffering = Suffering {
+            delay: Duration::ZERO,
+            answer: None,
+        };
+        for rule in self.rules().iter_mut().filter(|rule| rule.fits(seen)) {
+            if let Some(left) = &mut rule.left {
+                *left -= 1;
+            }
+            match &rule.effect {
+                Effect::Delay(time) => suffering.delay += *time,
+                Effect::Answer(status) => {
+                    suffering.answer = Some(status.clone());
+                    break;
+                }
+            }
+        }
+        suffering
+    }
+}

@@ -1,0 +1,284 @@
+//! Connections of clients: TLS, who they are, HTTP, and what each request is answered with.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::Bytes;
+use futures_util::stream::unfold;
+use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
+use http::{HeaderMap, Method, Response};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, Limited, StreamBody};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+use super::access::{self, User};
+use super::discovery;
+use super::faults::{Faults, Presence};
+use super::kinds::{Address, Kind, Place};
+use super::record::{Record, Seen};
+use super::request::{Answer, Query, Request};
+use super::status::Status;
+use super::store::Store;
+use super::table::table;
+use super::watching::{Signals, Watch};
+
+/// Everything that connections share.
+#[derive(Debug)]
+pub(super) struct Service {
+    pub(super) store: Store,
+    pub(super) faults: Faults,
+    pub(super) record: Record,
+    pub(super) tokens: HashMap<String, User>,
+    /// The first addresses of the ranges of Services, the main one first.
+    pub(super) families: Vec<IpAddr>,
+}
+
+pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
+
+impl Service {
+    /// Answers one request of a client whose certificate says `certified`.
+    pub(super) async fn answer(
+        self: Arc<Self>,
+        request: http::Request<Incoming>,
+        certified: Option<User>,
+    ) -> Result<Response<Body>, io::Error> {
+        let mut presence = self.faults.presence();
+        let here = presence.wait_for(|presence| *presence == Presence::Here);
+        here.await
+            .map_err(|_closed| io::Error::from(io::ErrorKind::ConnectionAborted))?;
+        let (head, body) = request.into_parts();
+        let user = certified.or_else(|| self.bearer(&head.headers));
+        let place = Place::of(head.uri.path());
+        let query = Query::parse(head.uri.query().unwrap_or_default());
+        let verb = verb(&head.method, &place, &query);
+        let seen = seen(&head, &place, verb, user.as_ref());
+        let suffering = self.faults.suffer(&seen);
+        let number = self.record.note(seen);
+        tokio::time::sleep(suffering.delay).await;
+        let body = Limited::new(body, LARGEST_BODY).collect().await;
+        let outcome = match (user, suffering.answer, body) {
+            (_, Some(status), _) => Err(status),
+            (None, ..) => Err(Status::unauthorized()),
+            (_, _, Err(_)) => Err(Status::new(
+                413,
+                "RequestEntityTooLarge",
+                "Request entity too large: limit is 3145728",
+            )),
+            (Some(user), None, Ok(body)) => {
+                let request = |address: Address| Request {
+                    user,
+                    verb,
+                    address,
+                    query,
+                    user_agent: text(&head.headers, USER_AGENT),
+                    content_type: text(&head.headers, CONTENT_TYPE),
+                    body: body.to_bytes().to_vec(),
+                };
+                self.reply(place, request, &head.headers)
+            }
+        };
+        let response = outcome.unwrap_or_else(|status| failure(&status));
+        self.record.answered(number, response.status().as_u16());
+        Ok(response)
+    }
+
+    fn bearer(&self, headers: &HeaderMap) -> Option<User> {
+        let value = headers.get(AUTHORIZATION)?.to_str().ok()?;
+        self.tokens.get(value.strip_prefix("Bearer ")?).cloned()
+    }
+
+    fn reply(
+        &self,
+        place: Place,
+        request: impl FnOnce(Address) -> Request,
+        headers: &HeaderMap,
+    ) -> Result<Response<Body>, Status> {
+        let accept = text(headers, ACCEPT);
+        match place {
+            Place::Versions => Ok(json_body(200, &discovery::versions())),
+            Place::Groups => Ok(json_body(200, &discovery::group_list())),
+            Place::Group(group) => Ok(json_body(200, &discovery::group(group))),
+            Place::Resources(group) => Ok(json_body(200, &discovery::resources(group))),
+            Place::Version => Ok(json_body(200, &discovery::version())),
+            Place::Health => Ok(respond(200, "text/plain", b"ok".to_vec())),
+            Place::OpenApi => {
+                let (kind, body) = discovery::openapi(accept.contains("proto-openapi"));
+                Ok(respond(200, kind, body))
+            }
+            Place::Unknown => Err(Status::no_such_path()),
+            Place::Objects(address) => {
+                let request = request(address);
+                if request.verb == "watch" {
+                    return self.watch(&request);
+                }
+                self.objects(&request, &accept)
+            }
+        }
+    }
+
+    fn watch(&self, request: &Request) -> Result<Response<Body>, Status> {
+        request.authorize(&self.store)?;
+        let signals = Signals {
+            cuts: self.faults.cuts(),
+            presence: self.faults.presence(),
+        };
+        let watch = Watch::begin(request, &self.store, signals)?;
+        let mut response =
+            Response::new(StreamBody::new(unfold(watch, Watch::next)).boxed_unsync());
+        response.headers_mut().insert(CONTENT_TYPE, JSON);
+        Ok(response)
+    }
+
+    fn objects(&self, request: &Request, accept: &str) -> Result<Response<Body>, Status> {
+        request.authorize(&self.store)?;
+        let kind = request.address.kind;
+        if kind.is_review() {
+            return self.review(request);
+        }
+        let as_table = accept.contains("as=Table");
+        match request.serve(&self.store, &self.families)? {
+            Answer::Object(code, object) if as_table && object["kind"] != "Status" => {
+                let metadata = json!({ "resourceVersion": object["metadata"]["resourceVersion"] });
+                Ok(json_body(
+                    code,
+                    &table(kind, std::iter::once(&*object), metadata),
+                ))
+            }
+            Answer::Object(code, object) if object["kind"] == "Status" => {
+                Ok(json_body(code, &object))
+            }
+            Answer::Object(code, object) => Ok(json_body(code, &shown(kind, &object))),
+            Answer::List(objects, metadata) if as_table => Ok(json_body(
+                200,
+                &table(kind, objects.iter().map(|object| &**object), metadata),
+            )),
+            Answer::List(objects, metadata) => {
+                let mut items = objects
+                    .iter()
+                    .map(|object| shown(kind, object))
+                    .collect::<Vec<_>>();
+                for item in &mut items {
+                    // As in the real one, items of a list do not repeat what they are.
+                    if let Some(item) = item.as_object_mut() {
+                        item.remove("kind");
+                        item.remove("apiVersion");
+                    }
+                }
+                let list = json!({ "kind": format!("{}List", kind.kind), "apiVersion": kind.api_version(), "metadata": metadata, "items": items });
+                Ok(json_body(200, &list))
+            }
+        }
+    }
+
+    fn review(&self, request: &Request) -> Result<Response<Body>, Status> {
+        if request.verb != "create" {
+            return Err(Status::method_not_allowed());
+        }
+        let asked: Value = serde_json::from_slice(&request.body)
+            .map_err(|error| Status::bad_request(error.to_string()))?;
+        if request.address.kind.kind == "TokenReview" {
+            let mut answer = asked.clone();
+            let user = asked["spec"]["token"]
+                .as_str()
+                .and_then(|token| self.tokens.get(token));
+            answer["status"] = match user {
+                Some(user) => {
+                    json!({ "authenticated": true, "user": { "username": user.name, "groups": user.groups } })
+                }
+                None => json!({ "authenticated": false }),
+            };
+            return Ok(json_body(201, &answer));
+        }
+        let answer = self
+            .store
+            .read(|content| access::review(content, &request.user, &asked));
+        Ok(json_body(201, &answer))
+    }
+}
+
+/// An object as the path's group shows it.
+pub(super) fn shown(kind: &Kind, object: &Value) -> Value {
+    let mut object = object.clone();
+    object["kind"] = kind.kind.into();
+    object["apiVersion"] = kind.api_version().into();
+    object
+}
+
+fn verb(method: &Method, place: &Place, query: &Query) -> &'static str {
+    let named = matches!(place, Place::Objects(address) if address.name.is_some());
+    match (method.as_str(), named) {
+        ("GET", true) => "get",
+        ("GET", false) if query.is_true("watch") => "watch",
+        ("GET", false) if matches!(place, Place::Objects(_)) => "list",
+        ("GET", false) => "get",
+        ("POST", _) => "create",
+        ("PUT", _) => "update",
+        ("PATCH", _) => "patch",
+        ("DELETE", true) => "delete",
+        ("DELETE", false) => "deletecollection",
+        _ => "unknown",
+    }
+}
+
+fn seen(head: &http::request::Parts, place: &Place, verb: &str, user: Option<&User>) -> Seen {
+    let address = match place {
+        Place::Objects(address) => Some(address),
+        _ => None,
+    };
+    let part = |part: Option<&String>| part.cloned().unwrap_or_default();
+    Seen {
+        at: Instant::now(),
+        user: user.map(|user| user.name.clone()).unwrap_or_default(),
+        verb: verb.to_owned(),
+        method: head.method.to_string(),
+        resource: address.map_or_else(String::new, |address| address.kind.plural.to_owned()),
+        namespace: part(address.and_then(|address| address.namespace.as_ref())),
+        name: part(address.and_then(|address| address.name.as_ref())),
+        path: head.uri.to_string(),
+        user_agent: text(&head.headers, USER_AGENT),
+        content_type: text(&head.headers, CONTENT_TYPE),
+        status: 0,
+    }
+}
+
+fn text(headers: &HeaderMap, name: http::HeaderName) -> String {
+    headers
+        .get(name)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default()
+        .to_owned()
+}
+
+fn failure(status: &Status) -> Response<Body> {
+    let mut response = json_body(status.code, &status.object());
+    if let Some(seconds) = status.retry_after {
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
+    }
+    response
+}
+
+fn json_body(code: u16, value: &Value) -> Response<Body> {
+    respond(code, "application/json", value.to_string().into_bytes())
+}
+
+fn respond(code: u16, kind: &'static str, body: Vec<u8>) -> Response<Body> {
+    let body = Full::new(Bytes::from(body))
+        .map_err(|never| match never {})
+        .boxed_unsync();
+    let mut response = Response::new(body);
+    *response.status_mut() =
+        http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, http::HeaderValue::from_static(kind));
+    response
+}
+
+const JSON: http::HeaderValue = http::HeaderValue::from_static("application/json");
+
+/// As the real one.
+const LARGEST_BODY: usize = 3 * 1024 * 1024;

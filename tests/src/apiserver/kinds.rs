@@ -1,0 +1,341 @@
+//! The kinds of objects that are served, and what a path means.
+
+/// One kind of object.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Kind {
+    pub(super) group: &'static str,
+    pub(super) plural: &'static str,
+    pub(super) kind: &'static str,
+    pub(super) short: &'static [&'static str],
+    pub(super) namespaced: bool,
+    /// Status is written through a path of its own.
+    pub(super) has_status: bool,
+    /// PUT may create it.
+    pub(super) created_by_update: bool,
+    /// `metadata.generation` counts changes of its spec.
+    pub(super) has_generation: bool,
+}
+
+/// All kinds are served in this version.
+pub(super) const VERSION: &str = "v1";
+
+const PLAIN: Kind = Kind {
+    group: "",
+    plural: "",
+    kind: "",
+    short: &[],
+    namespaced: true,
+    has_status: false,
+    created_by_update: false,
+    has_generation: false,
+};
+
+const fn core(plural: &'static str, kind: &'static str, short: &'static [&'static str]) -> Kind {
+    Kind {
+        plural,
+        kind,
+        short,
+        ..PLAIN
+    }
+}
+
+const fn of(group: &'static str, plural: &'static str, kind: &'static str) -> Kind {
+    Kind {
+        group,
+        plural,
+        kind,
+        ..PLAIN
+    }
+}
+
+const RBAC: &str = "rbac.authorization.k8s.io";
+
+/// What is served; the order is that of discovery.
+pub(super) static KINDS: [Kind; 24] = [
+    Kind {
+        namespaced: false,
+        has_status: true,
+        ..core("namespaces", "Namespace", &["ns"])
+    },
+    Kind {
+        namespaced: false,
+        has_status: true,
+        ..core("nodes", "Node", &["no"])
+    },
+    Kind {
+        has_status: true,
+        ..core("pods", "Pod", &["po"])
+    },
+    Kind {
+        has_status: true,
+        created_by_update: true,
+        ..core("services", "Service", &["svc"])
+    },
+    Kind {
+        created_by_update: true,
+        ..core("endpoints", "Endpoints", &["ep"])
+    },
+    core("configmaps", "ConfigMap", &["cm"]),
+    core("secrets", "Secret", &[]),
+    core("serviceaccounts", "ServiceAccount", &["sa"]),
+    Kind {
+        created_by_update: true,
+        ..core("events", "Event", &["ev"])
+    },
+    Kind {
+        has_status: true,
+        has_generation: true,
+        short: &["deploy"],
+        ..of("apps", "deployments", "Deployment")
+    },
+    Kind {
+        has_status: true,
+        has_generation: true,
+        short: &["ds"],
+        ..of("apps", "daemonsets", "DaemonSet")
+    },
+    Kind {
+        has_status: true,
+        has_generation: true,
+        short: &["rs"],
+        ..of("apps", "replicasets", "ReplicaSet")
+    },
+    Kind {
+        created_by_update: true,
+        ..of("coordination.k8s.io", "leases", "Lease")
+    },
+    Kind {
+        created_by_update: true,
+        ..of(RBAC, "roles", "Role")
+    },
+    Kind {
+        created_by_update: true,
+        ..of(RBAC, "rolebindings", "RoleBinding")
+    },
+    Kind {
+        created_by_update: true,
+        namespaced: false,
+        ..of(RBAC, "clusterroles", "ClusterRole")
+    },
+    Kind {
+        created_by_update: true,
+        namespaced: false,
+        ..of(RBAC, "clusterrolebindings", "ClusterRoleBinding")
+    },
+    Kind {
+        created_by_update: true,
+        ..of("discovery.k8s.io", "endpointslices", "EndpointSlice")
+    },
+    Kind {
+        created_by_update: true,
+        short: &["ev"],
+        ..of("events.k8s.io", "events", "Event")
+    },
+    Kind {
+        has_status: true,
+        has_generation: true,
+        short: &["pdb"],
+        ..of("policy", "poddisruptionbudgets", "PodDisruptionBudget")
+    },
+    Kind {
+        has_generation: true,
+        short: &["netpol"],
+        ..of("networking.k8s.io", "networkpolicies", "NetworkPolicy")
+    },
+    Kind {
+        namespaced: false,
+        has_generation: true,
+        short: &["pc"],
+        ..of("scheduling.k8s.io", "priorityclasses", "PriorityClass")
+    },
+    Kind {
+        namespaced: false,
+        ..of(
+            "authorization.k8s.io",
+            "selfsubjectaccessreviews",
+            "SelfSubjectAccessReview",
+        )
+    },
+    Kind {
+        namespaced: false,
+        ..of("authentication.k8s.io", "tokenreviews", "TokenReview")
+    },
+];
+
+impl Kind {
+    /// The kind with this plural name in this group.
+    pub(super) fn find(group: &str, plural: &str) -> Option<&'static Self> {
+        KINDS
+            .iter()
+            .find(|kind| kind.group == group && kind.plural == plural)
+    }
+
+    /// As in objects: `v1`, `apps/v1`.
+    pub(super) fn api_version(&self) -> String {
+        if self.group.is_empty() {
+            VERSION.to_owned()
+        } else {
+            format!("{}/{VERSION}", self.group)
+        }
+    }
+
+    /// As in messages: `nodes`, `leases.coordination.k8s.io`.
+    pub(super) fn qualified(&self) -> String {
+        if self.group.is_empty() {
+            self.plural.to_owned()
+        } else {
+            format!("{}.{}", self.plural, self.group)
+        }
+    }
+
+    /// Questions that are answered and not kept.
+    pub(super) fn is_review(&self) -> bool {
+        self.kind.ends_with("Review")
+    }
+
+    /// Where its objects are kept: events of both groups are the same objects.
+    pub(super) fn storage(&self) -> &'static str {
+        self.plural
+    }
+}
+
+/// The groups beside the core one, each once.
+pub(super) fn groups() -> Vec<&'static str> {
+    let mut groups: Vec<_> = KINDS
+        .iter()
+        .map(|kind| kind.group)
+        .filter(|group| !group.is_empty())
+        .collect();
+    groups.dedup();
+    groups
+}
+
+/// What a request's path means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Place {
+    /// `/api`
+    Versions,
+    /// `/apis`
+    Groups,
+    /// `/apis/apps`
+    Group(&'static str),
+    /// `/api/v1`, `/apis/apps/v1`
+    Resources(&'static str),
+    /// A collection or an object.
+    Objects(Address),
+    /// `/version`
+    Version,
+    /// `/livez` and its relatives
+    Health,
+    /// `/openapi/v2`
+    OpenApi,
+    /// Nothing that is served.
+    Unknown,
+}
+
+/// A collection or an object in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    pub(super) kind: &'static Kind,
+    pub(super) namespace: Option<String>,
+    pub(super) name: Option<String>,
+    pub(super) subresource: Option<String>,
+}
+
+impl Place {
+    /// Reads a path without its query.
+    pub(super) fn of(path: &str) -> Self {
+        let words: Vec<&str> = path.split('/').filter(|word| !word.is_empty()).collect();
+        match words.as_slice() {
+            ["api"] => Self::Versions,
+            ["apis"] => Self::Groups,
+            ["version"] => Self::Version,
+            ["healthz" | "livez" | "readyz", ..] => Self::Health,
+            ["openapi", "v2"] => Self::OpenApi,
+            ["api", VERSION] => Self::Resources(""),
+            ["api", VERSION, rest @ ..] => Self::objects("", rest),
+            ["apis", group] => known_group(group).map_or(Self::Unknown, Self::Group),
+            ["apis", group, VERSION] => known_group(group).map_or(Self::Unknown, Self::Resources),
+            ["apis", group, VERSION, rest @ ..] => {
+                known_group(group).map_or(Self::Unknown, |group| Self::objects(group, rest))
+            }
+            _ => Self::Unknown,
+        }
+    }
+
+    fn objects(group: &'static str, words: &[&str]) -> Self {
+        let (namespace, words) = match words {
+            ["namespaces", namespace, plural, rest @ ..]
+                if Kind::find(group, plural).is_some_and(|kind| kind.namespaced) =>
+            {
+                let mut tail = vec![*plural];
+                tail.extend(rest);
+                (Some((*namespace).to_owned()), tail)
+            }
+            words => (None, words.to_vec()),
+        };
+        let (plural, name, subresource) = match words.as_slice() {
+            [plural] => (plural, None, None),
+            [plural, name] => (plural, Some(*name), None),
+            [plural, name, sub] => (plural, Some(*name), Some(*sub)),
+            _ => return Self::Unknown,
+        };
+        let Some(kind) = Kind::find(group, plural) else {
+            return Self::Unknown;
+        };
+        // One object of a namespaced kind is found only inside its namespace.
+        if kind.namespaced && namespace.is_none() && name.is_some() {
+            return Self::Unknown;
+        }
+        Self::Objects(Address {
+            kind,
+            namespace,
+            name: name.map(str::to_owned),
+            subresource: subresource.map(str::to_owned),
+        })
+    }
+}
+
+fn known_group(group: &str) -> Option<&'static str> {
+    groups().into_iter().find(|known| *known == group)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(path: &str) -> Address {
+        match Place::of(path) {
+            Place::Objects(address) => address,
+            other => panic!("{path}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn paths_name_collections_objects_and_parts_of_them() {
+        let node = address("/api/v1/nodes/worker-1/status");
+        assert_eq!(
+            (
+                node.kind.kind,
+                node.name.as_deref(),
+                node.subresource.as_deref()
+            ),
+            ("Node", Some("worker-1"), Some("status"))
+        );
+        let leases = address("/apis/coordination.k8s.io/v1/namespaces/kube-system/leases");
+        assert_eq!(
+            (leases.kind.kind, leases.namespace.as_deref(), leases.name),
+            ("Lease", Some("kube-system"), None)
+        );
+        let namespace = address("/api/v1/namespaces/kube-system");
+        assert_eq!(
+            (namespace.kind.kind, namespace.name.as_deref()),
+            ("Namespace", Some("kube-system"))
+        );
+        let everywhere = address("/api/v1/configmaps");
+        assert_eq!((everywhere.namespace, everywhere.name), (None, None));
+        assert_eq!(Place::of("/api/v1/configmaps/x"), Place::Unknown);
+        assert_eq!(Place::of("/apis/example.org/v1/things"), Place::Unknown);
+        assert_eq!(Place::of("/apis/apps/v1"), Place::Resources("apps"));
+    }
+}

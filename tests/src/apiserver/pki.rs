@@ -1,0 +1,91 @@
+//! Certificates of the API server and of those who come with one.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, KeyUsagePurpose,
+};
+use rustls_pki_types::CertificateDer;
+
+use super::access::User;
+use crate::targets::TargetTls;
+
+/// A CA, the server's certificate, and whose each client certificate is.
+#[derive(Debug)]
+pub(super) struct Pki {
+    ca: CertifiedIssuer<'static, KeyPair>,
+    serving: TargetTls,
+    users: HashMap<CertificateDer<'static>, User>,
+}
+
+impl Pki {
+    pub(super) fn new() -> Result<Self> {
+        let mut params = CertificateParams::new(Vec::new())?;
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "kubernetes");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![
+            KeyUsagePurpose::KeyCertSign,
+            KeyUsagePurpose::DigitalSignature,
+        ];
+        let ca = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+        let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
+        let mut params = CertificateParams::new(names)?;
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "kube-apiserver");
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &ca)?;
+        let serving = TargetTls::from_pem(&certificate.pem(), &key.serialize_pem())?;
+        Ok(Self {
+            ca,
+            serving,
+            users: HashMap::new(),
+        })
+    }
+
+    /// Makes a client certificate; `NAME.crt` and `NAME.key` are written into `folder`.
+    pub(super) fn user(&mut self, name: &str, user: User, folder: &Path) -> Result<()> {
+        let mut params = CertificateParams::new(Vec::new())?;
+        params
+            .distinguished_name
+            .push(DnType::CommonName, user.name.as_str());
+        for group in user
+            .groups
+            .iter()
+            .filter(|group| !group.ends_with(":authenticated"))
+        {
+            params
+                .distinguished_name
+                .push(DnType::OrganizationName, group.as_str());
+        }
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &self.ca)?;
+        std::fs::write(folder.join(format!("{name}.crt")), certificate.pem())
+            .context("client certificate")?;
+        std::fs::write(folder.join(format!("{name}.key")), key.serialize_pem())
+            .context("client key")?;
+        self.users.insert(certificate.der().clone(), user);
+        Ok(())
+    }
+
+    pub(super) fn ca_pem(&self) -> String {
+        self.ca.pem()
+    }
+
+    pub(super) fn serving(&self) -> &TargetTls {
+        &self.serving
+    }
+
+    /// Only certificates that were made here are anybody's.
+    pub(super) fn users(&self) -> Arc<HashMap<CertificateDer<'static>, User>> {
+        Arc::new(self.users.clone())
+    }
+}

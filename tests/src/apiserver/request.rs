@@ -1,0 +1,522 @@
+//! A request for objects: its parameters, and what each verb does.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::access::{self, Action, User};
+use super::admission::{born, check_frame, complete, kept, key, name_of, now};
+use super::apply::{Writer, apply, note};
+use super::kinds::Address;
+use super::patch;
+use super::selector::Selector;
+use super::status::Status;
+use super::store::{Content, Key, Store};
+
+/// A request for objects, with its body read.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) user: User,
+    pub(super) verb: &'static str,
+    pub(super) address: Address,
+    pub(super) query: Query,
+    pub(super) user_agent: String,
+    pub(super) content_type: String,
+    pub(super) body: Vec<u8>,
+}
+
+/// The parameters of a request.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Query(HashMap<String, String>);
+
+impl Query {
+    pub(super) fn parse(text: &str) -> Self {
+        let decode = |text: &str| {
+            let text = text.replace('+', " ");
+            let mut bytes = Vec::new();
+            let mut rest = text.as_bytes();
+            while let [first, tail @ ..] = rest {
+                let code = (*first == b'%').then(|| tail.get(..2)).flatten();
+                let byte = code
+                    .and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
+                bytes.push(byte.unwrap_or(*first));
+                rest = if byte.is_some() {
+                    tail.get(2..).unwrap_or_default()
+                } else {
+                    tail
+                };
+            }
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let pairs = text.split('&').filter(|pair| !pair.is_empty());
+        Self(
+            pairs
+                .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+                .map(|(name, value)| (decode(name), decode(value)))
+                .collect(),
+        )
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&str> {
+        self.0
+            .get(name)
+            .map(String::as_str)
+            .filter(|value| !value.is_empty())
+    }
+
+    pub(super) fn is_true(&self, name: &str) -> bool {
+        matches!(self.get(name), Some("true" | "1"))
+    }
+
+    /// A revision; absent and 0 are `None`.
+    pub(super) fn revision(&self) -> Result<Option<u64>, Status> {
+        match self.get("resourceVersion") {
+            None | Some("0") => Ok(None),
+            Some(text) => {
+                let number = text.parse().map_err(|_not_a_number| {
+                    Status::bad_request(format!("invalid resource version {text:?}"))
+                })?;
+                Ok(Some(number))
+            }
+        }
+    }
+}
+
+/// What a request is answered with.
+#[derive(Debug)]
+pub(super) enum Answer {
+    /// One object.
+    Object(u16, Arc<Value>),
+    /// A list, as its objects and the metadata of the list.
+    List(Vec<Arc<Value>>, Value),
+}
+
+impl Request {
+    /// The selectors of its parameters.
+    pub(super) fn selector(&self) -> Result<Selector, Status> {
+        Selector::parse(
+            self.address.kind,
+            self.query.get("labelSelector"),
+            self.query.get("fieldSelector"),
+        )
+    }
+
+    /// Whether its user may do it.
+    ///
+    /// # Errors
+    /// 403.
+    pub(super) fn authorize(&self, store: &Store) -> Result<(), Status> {
+        let selector = self.selector()?;
+        let name = self
+            .address
+            .name
+            .as_deref()
+            .or_else(|| selector.only_name());
+        let action = Action::new(self.verb, &self.address, name);
+        store.read(|content| access::check(content, &self.user, &action))
+    }
+
+    /// Does what the verb says; watches are not answered here.
+    pub(super) fn serve(&self, store: &Store, families: &[IpAddr]) -> Result<Answer, Status> {
+        let known_part = self
+            .address
+            .subresource
+            .as_deref()
+            .is_none_or(|sub| sub == "status" && self.address.kind.has_status);
+        if !known_part {
+            return Err(Status::no_such_path());
+        }
+        match self.verb {
+            "get" => store
+                .read(|content| self.found(content).cloned())
+                .map(|object| Answer::Object(200, object)),
+            "list" => self.list(store),
+            "create" => store
+                .write(|content| self.create(content, families))
+                .map(|object| Answer::Object(201, object)),
+            "update" => store.write(|content| self.update(content, families)),
+            "patch" => store.write(|content| self.patch(content, families)),
+            "delete" => store.write(|content| self.delete(content)),
+            "deletecollection" => self.delete_collection(store),
+            _ => Err(Status::method_not_allowed()),
+        }
+    }
+
+    fn key(&self, name: &str) -> Key {
+        key(self.address.kind, self.address.namespace.as_deref(), name)
+    }
+
+    fn name(&self) -> &str {
+        self.address.name.as_deref().unwrap_or_default()
+    }
+
+    fn found<'a>(&self, content: &'a Content) -> Result<&'a Arc<Value>, Status> {
+        content
+            .get(&self.key(self.name()))
+            .ok_or_else(|| Status::not_found(self.address.kind, self.name()))
+    }
+
+    fn list(&self, store: &Store) -> Result<Answer, Status> {
+        let selector = self.selector()?;
+        let limit: usize = self
+            .query
+            .get("limit")
+            .and_then(|limit| limit.parse().ok())
+            .unwrap_or(0);
+        let resume = self.query.get("continue").map(|token| {
+            let mut parts = token.splitn(3, ':');
+            let revision = parts
+                .next()
+                .and_then(|revision| revision.parse::<u64>().ok());
+            let after = (
+                parts.next().unwrap_or_default().to_owned(),
+                parts.next().unwrap_or_default().to_owned(),
+            );
+            revision
+                .map(|revision| (revision, after))
+                .ok_or_else(|| Status::bad_request("continue key is not valid"))
+        });
+        let resume = resume.transpose()?;
+        let asked = self.query.revision()?;
+        let exact = self.query.get("resourceVersionMatch") == Some("Exact");
+        store.read(|content| {
+            if asked.is_some_and(|asked| asked > content.revision()) {
+                let message = format!(
+                    "Too large resource version: {}, current: {}",
+                    asked.unwrap_or_default(),
+                    content.revision()
+                );
+                let mut status = Status::new(504, "Timeout", message);
+                status.retry_after = Some(1);
+                return Err(status);
+            }
+            let revision = match (&resume, asked) {
+                (Some((revision, _)), _) if *revision < content.compacted() => {
+                    return Err(Status::continue_expired());
+                }
+                (Some((revision, _)), _) => *revision,
+                (None, Some(asked)) if exact => {
+                    if asked < content.compacted() {
+                        return Err(Status::expired(asked, content.compacted()));
+                    }
+                    asked
+                }
+                _ => content.revision(),
+            };
+            let after = resume.map(|(_, after)| after);
+            let objects = content.collection_at(
+                self.address.kind.storage(),
+                self.address.namespace.as_deref(),
+                revision,
+            );
+            let mut rest = objects
+                .into_iter()
+                .filter(|(key, _)| {
+                    after.as_ref().is_none_or(|(namespace, name)| {
+                        (&key.namespace, &key.name) > (namespace, name)
+                    })
+                })
+                .filter(|(_, object)| selector.fits(object));
+            let mut page = Vec::new();
+            let mut last = None;
+            for (key, object) in rest.by_ref() {
+                page.push(object);
+                if limit > 0 && page.len() == limit {
+                    last = Some(key);
+                    break;
+                }
+            }
+            let left = rest.count();
+            let mut metadata = json!({ "resourceVersion": revision.to_string() });
+            if let (Some(last), 1..) = (last, left) {
+                metadata["continue"] =
+                    format!("{revision}:{}:{}", last.namespace, last.name).into();
+                if selector.is_empty() {
+                    metadata["remainingItemCount"] = left.into();
+                }
+            }
+            Ok(Answer::List(page, metadata))
+        })
+    }
+
+    fn sent(&self) -> Result<Value, Status> {
+        serde_json::from_slice(&self.body).map_err(|error| {
+            Status::bad_request(format!("the body of the request is no JSON: {error}"))
+        })
+    }
+
+    fn writer(&self) -> Writer {
+        let agent = self.user_agent.split('/').next().unwrap_or_default();
+        Writer {
+            name: self.query.get("fieldManager").unwrap_or(agent).to_owned(),
+            applies: self.content_type.starts_with(APPLY),
+            force: self.query.is_true("force"),
+        }
+    }
+
+    fn may_create(&self, content: &Content) -> Result<(), Status> {
+        access::check(
+            content,
+            &self.user,
+            &Action::new("create", &self.address, self.address.name.as_deref()),
+        )
+    }
+
+    fn create(&self, content: &mut Content, families: &[IpAddr]) -> Result<Arc<Value>, Status> {
+        if self.address.name.is_some() {
+            return Err(Status::method_not_allowed());
+        }
+        let mut object = self.sent()?;
+        check_frame(&self.address, &mut object)?;
+        if object["metadata"]["resourceVersion"]
+            .as_str()
+            .is_some_and(|revision| !revision.is_empty())
+        {
+            return Err(Status::bad_request(
+                "resourceVersion should not be set on objects to be created",
+            ));
+        }
+        self.insert(content, object, None, families)
+    }
+
+    fn insert(
+        &self,
+        content: &mut Content,
+        mut object: Value,
+        applied: Option<&Value>,
+        families: &[IpAddr],
+    ) -> Result<Arc<Value>, Status> {
+        let kind = self.address.kind;
+        let name = name_of(kind, &mut object)?;
+        if let Some(namespace) = &self.address.namespace
+            && content
+                .get(&Key {
+                    storage: "namespaces",
+                    namespace: String::new(),
+                    name: namespace.clone(),
+                })
+                .is_none()
+        {
+            return Err(Status::new(
+                404,
+                "NotFound",
+                format!("namespaces {namespace:?} not found"),
+            ));
+        }
+        if content.get(&self.key(&name)).is_some() {
+            return Err(Status::already_exists(kind, &name));
+        }
+        born(kind, &mut object);
+        complete(kind, &mut object, None, content, families)?;
+        note(None, &mut object, &self.writer(), applied, &now());
+        self.keep(content, &name, object)
+    }
+
+    /// Keeps it, unless the request only wants to know what would be.
+    fn keep(&self, content: &mut Content, name: &str, object: Value) -> Result<Arc<Value>, Status> {
+        if self.query.get("dryRun").is_some() {
+            return Ok(Arc::new(object));
+        }
+        Ok(content.put(self.key(name), object))
+    }
+
+    fn update(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
+        let mut object = self.sent()?;
+        check_frame(&self.address, &mut object)?;
+        let Ok(old) = self.found(content).cloned() else {
+            let has_revision = object["metadata"]["resourceVersion"]
+                .as_str()
+                .is_some_and(|revision| !revision.is_empty());
+            if !self.address.kind.created_by_update || self.address.subresource.is_some() {
+                return Err(Status::not_found(self.address.kind, self.name()));
+            }
+            self.may_create(content)?;
+            if has_revision {
+                return Err(Status::conflict(self.address.kind, self.name()));
+            }
+            object["metadata"]["name"] = self.name().into();
+            return self
+                .insert(content, object, None, families)
+                .map(|object| Answer::Object(201, object));
+        };
+        if object["metadata"]["name"].is_null() {
+            return Err(Status::bad_request("name must be provided"));
+        }
+        self.replace(content, &old, object, None, families)
+            .map(|object| Answer::Object(200, object))
+    }
+
+    fn patch(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
+        let patch = if self.content_type.starts_with(APPLY) {
+            // JSON is YAML, and all clients here send JSON or simple YAML.
+            serde_saphyr::from_slice::<Value>(&self.body)
+                .map_err(|error| Status::bad_request(format!("error decoding YAML: {error}")))?
+        } else {
+            self.sent()?
+        };
+        let old = self.found(content).cloned();
+        if self.content_type.starts_with(APPLY) {
+            if self.query.get("fieldManager").is_none() {
+                return Err(Status::new(
+                    422,
+                    "Invalid",
+                    "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch",
+                ));
+            }
+            let mut wanted = patch;
+            check_frame(&self.address, &mut wanted)?;
+            if !wanted["metadata"]["managedFields"].is_null() {
+                return Err(Status::bad_request("metadata.managedFields must be nil"));
+            }
+            return match old {
+                Ok(old) => {
+                    let new = apply(Some(&old), &wanted, &self.writer())?;
+                    self.replace(content, &old, new, Some(&wanted), families)
+                        .map(|object| Answer::Object(200, object))
+                }
+                Err(_) => {
+                    self.may_create(content)?;
+                    wanted["metadata"]["name"] = self.name().into();
+                    let new = wanted.clone();
+                    self.insert(content, new, Some(&wanted), families)
+                        .map(|object| Answer::Object(201, object))
+                }
+            };
+        }
+        let old = old?;
+        let mut new = Value::clone(&old);
+        match self
+            .content_type
+            .split(';')
+            .next()
+            .unwrap_or_default()
+            .trim()
+        {
+            "application/merge-patch+json" => patch::merge(&mut new, &patch),
+            "application/strategic-merge-patch+json" => patch::strategic(&mut new, &patch),
+            other => {
+                let message = format!(
+                    "the body of the request was in an unknown format - accepted media types include: application/merge-patch+json, application/strategic-merge-patch+json, {APPLY}; got {other}"
+                );
+                return Err(Status::new(415, "UnsupportedMediaType", message));
+            }
+        }
+        check_frame(&self.address, &mut new)?;
+        self.replace(content, &old, new, None, families)
+            .map(|object| Answer::Object(200, object))
+    }
+
+    fn replace(
+        &self,
+        content: &mut Content,
+        old: &Arc<Value>,
+        mut new: Value,
+        applied: Option<&Value>,
+        families: &[IpAddr],
+    ) -> Result<Arc<Value>, Status> {
+        let kind = self.address.kind;
+        for precondition in ["resourceVersion", "uid"] {
+            let sent = applied.unwrap_or(&new)["metadata"][precondition]
+                .as_str()
+                .filter(|sent| !sent.is_empty());
+            if sent.is_some_and(|sent| old["metadata"][precondition] != sent) {
+                return Err(Status::conflict(kind, self.name()));
+            }
+        }
+        kept(kind, old, &mut new, self.address.subresource.as_deref());
+        complete(kind, &mut new, Some(old), content, families)?;
+        note(Some(old), &mut new, &self.writer(), applied, &now());
+        if same(old, &new) {
+            return Ok(Arc::clone(old));
+        }
+        let gone = !new["metadata"]["deletionTimestamp"].is_null()
+            && new["metadata"]["finalizers"]
+                .as_array()
+                .is_none_or(Vec::is_empty);
+        let kept = self.keep(content, self.name(), new)?;
+        if gone && self.query.get("dryRun").is_none() {
+            content.remove(&self.key(self.name()));
+        }
+        Ok(kept)
+    }
+
+    fn delete(&self, content: &mut Content) -> Result<Answer, Status> {
+        let kind = self.address.kind;
+        let old = self.found(content)?.clone();
+        let options: Value = if self.body.is_empty() {
+            Value::Null
+        } else {
+            self.sent()?
+        };
+        for precondition in ["resourceVersion", "uid"] {
+            let wanted = &options["preconditions"][precondition];
+            if !wanted.is_null() && *wanted != old["metadata"][precondition] {
+                return Err(Status::conflict(kind, self.name()));
+            }
+        }
+        let details =
+            json!({ "name": self.name(), "kind": kind.plural, "uid": old["metadata"]["uid"] });
+        let done = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details });
+        if self.query.get("dryRun").is_some() || !options["dryRun"].is_null() {
+            return Ok(Answer::Object(200, Arc::new(done)));
+        }
+        if old["metadata"]["finalizers"]
+            .as_array()
+            .is_some_and(|finalizers| !finalizers.is_empty())
+        {
+            let mut leaving = Value::clone(&old);
+            leaving["metadata"]["deletionTimestamp"] = now().into();
+            return Ok(Answer::Object(
+                200,
+                content.put(self.key(self.name()), leaving),
+            ));
+        }
+        content.remove(&self.key(self.name()));
+        Ok(Answer::Object(200, Arc::new(done)))
+    }
+
+    fn delete_collection(&self, store: &Store) -> Result<Answer, Status> {
+        let selector = self.selector()?;
+        store.write(|content| {
+            let inside = content.collection(
+                self.address.kind.storage(),
+                self.address.namespace.as_deref(),
+            );
+            let gone: Vec<_> = inside
+                .filter(|(_, object)| selector.fits(object))
+                .map(|(key, object)| (key.clone(), Arc::clone(object)))
+                .collect();
+            let objects = gone.into_iter().map(|(key, object)| {
+                content.remove(&key);
+                object
+            });
+            let objects = objects.collect();
+            Ok(Answer::List(
+                objects,
+                json!({ "resourceVersion": content.revision().to_string() }),
+            ))
+        })
+    }
+}
+
+/// Nothing changed but who manages what since when: the real one keeps the old revision too.
+fn same(old: &Value, new: &Value) -> bool {
+    let strip = |object: &Value| {
+        let mut object = object.clone();
+        for entry in object["metadata"]["managedFields"]
+            .as_array_mut()
+            .into_iter()
+            .flatten()
+        {
+            entry["time"] = Value::Null;
+        }
+        object["metadata"]["resourceVersion"] = Value::Null;
+        object
+    };
+    strip(old) == strip(new)
+}
+
+/// The content type of server-side apply.
+const APPLY: &str = "application/apply-patch+yaml";

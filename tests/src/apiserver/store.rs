@@ -1,0 +1,244 @@
+//! Objects in memory with a history, as etcd keeps them: revisions, snapshots of the past, compaction.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde_json::Value;
+use tokio::sync::watch;
+
+/// Where an object is: kind, namespace (empty outside any), name. Collections list in this order.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub(super) storage: &'static str,
+    pub(super) namespace: String,
+    pub(super) name: String,
+}
+
+/// One change of one object.
+#[derive(Debug, Clone)]
+pub(super) struct Change {
+    pub(super) revision: u64,
+    pub(super) key: Key,
+    /// `None`: deleted.
+    pub(super) after: Option<Arc<Value>>,
+    /// `None`: created.
+    pub(super) before: Option<Arc<Value>>,
+}
+
+/// All objects. Clones share them.
+#[derive(Debug, Clone)]
+pub(super) struct Store {
+    content: Arc<Mutex<Content>>,
+    changed: watch::Sender<u64>,
+}
+
+/// What the store holds, for as long as it is locked.
+#[derive(Debug)]
+pub(super) struct Content {
+    revision: u64,
+    /// Changes up to this one are forgotten.
+    compacted: u64,
+    objects: BTreeMap<Key, Arc<Value>>,
+    history: VecDeque<Change>,
+}
+
+impl Store {
+    pub(super) fn new() -> Self {
+        let content = Content {
+            revision: 1,
+            compacted: 0,
+            objects: BTreeMap::new(),
+            history: VecDeque::new(),
+        };
+        Self {
+            content: Arc::new(Mutex::new(content)),
+            changed: watch::Sender::new(1),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Content> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn read<T>(&self, look: impl FnOnce(&Content) -> T) -> T {
+        look(&self.lock())
+    }
+
+    /// Nothing else reads or writes meanwhile.
+    pub(super) fn write<T>(&self, change: impl FnOnce(&mut Content) -> T) -> T {
+        let mut content = self.lock();
+        let result = change(&mut content);
+        self.changed.send_replace(content.revision);
+        result
+    }
+
+    /// Tells the newest revision after each change.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// Forgets the past: watches and lists from before are answered with 410.
+    pub(super) fn compact(&self) {
+        let mut content = self.lock();
+        content.compacted = content.revision;
+        content.history.clear();
+    }
+}
+
+impl Content {
+    pub(super) fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// The oldest revision from which changes are known.
+    pub(super) fn compacted(&self) -> u64 {
+        self.compacted
+    }
+
+    pub(super) fn get(&self, key: &Key) -> Option<&Arc<Value>> {
+        self.objects.get(key)
+    }
+
+    /// Keeps `object` with a new revision, and returns it as kept.
+    pub(super) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
+        self.revision += 1;
+        object["metadata"]["resourceVersion"] = self.revision.to_string().into();
+        let object = Arc::new(object);
+        let before = self.objects.insert(key.clone(), Arc::clone(&object));
+        let after = Some(Arc::clone(&object));
+        self.history.push_back(Change {
+            revision: self.revision,
+            key,
+            after,
+            before,
+        });
+        object
+    }
+
+    /// Forgets the object and returns its last state.
+    pub(super) fn remove(&mut self, key: &Key) -> Option<Value> {
+        let before = self.objects.remove(key)?;
+        self.revision += 1;
+        let last = Value::clone(&before);
+        self.history.push_back(Change {
+            revision: self.revision,
+            key: key.clone(),
+            after: None,
+            before: Some(before),
+        });
+        Some(last)
+    }
+
+    /// Objects of one kind, of one namespace or of all.
+    pub(super) fn collection(
+        &self,
+        storage: &'static str,
+        namespace: Option<&str>,
+    ) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
+        let namespace = namespace.map(str::to_owned);
+        let first = Key {
+            storage,
+            namespace: namespace.clone().unwrap_or_default(),
+            name: String::new(),
+        };
+        let inside = move |key: &Key| {
+            key.storage == storage
+                && namespace
+                    .as_ref()
+                    .is_none_or(|namespace| *namespace == key.namespace)
+        };
+        self.objects
+            .range(first..)
+            .take_while(move |(key, _)| inside(key))
+    }
+
+    /// The same as it was at `revision`, which must not be compacted.
+    pub(super) fn collection_at(
+        &self,
+        storage: &'static str,
+        namespace: Option<&str>,
+        revision: u64,
+    ) -> BTreeMap<Key, Arc<Value>> {
+        let mut objects: BTreeMap<_, _> = self
+            .collection(storage, namespace)
+            .map(|(key, object)| (key.clone(), Arc::clone(object)))
+            .collect();
+        for change in self
+            .history
+            .iter()
+            .rev()
+            .take_while(|change| change.revision > revision)
+        {
+            let inside = change.key.storage == storage
+                && namespace.is_none_or(|namespace| namespace == change.key.namespace);
+            if !inside {
+                continue;
+            }
+            match &change.before {
+                Some(before) => objects.insert(change.key.clone(), Arc::clone(before)),
+                None => objects.remove(&change.key),
+            };
+        }
+        objects
+    }
+
+    /// Changes after `revision`, or `None` when some of them are compacted.
+    pub(super) fn changes_after(&self, revision: u64) -> Option<impl Iterator<Item = &Change>> {
+        if revision < self.compacted {
+            return None;
+        }
+        let first = self
+            .history
+            .partition_point(|change| change.revision <= revision);
+        Some(self.history.range(first..))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn key(name: &str) -> Key {
+        Key {
+            storage: "nodes",
+            namespace: String::new(),
+            name: name.into(),
+        }
+    }
+
+    fn names(objects: &BTreeMap<Key, Arc<Value>>) -> Vec<&str> {
+        objects.keys().map(|key| key.name.as_str()).collect()
+    }
+
+    #[test]
+    fn past_collections_are_as_they_were() {
+        let store = Store::new();
+        let at = store.write(|content| {
+            content.put(key("a"), json!({ "metadata": {} }));
+            content.put(key("b"), json!({ "metadata": {} }));
+            content.revision()
+        });
+        store.write(|content| {
+            content.remove(&key("a"));
+            content.put(key("c"), json!({ "metadata": {} }));
+            content.put(key("b"), json!({ "metadata": {}, "new": true }));
+        });
+        store.read(|content| {
+            let then = content.collection_at("nodes", None, at);
+            assert_eq!(names(&then), ["a", "b"]);
+            assert!(then[&key("b")]["new"].is_null());
+            assert_eq!(content.collection("nodes", None).count(), 2);
+            assert_eq!(content.changes_after(at).unwrap().count(), 3);
+        });
+        store.compact();
+        store.read(|content| {
+            assert!(content.changes_after(at).is_none());
+            assert_eq!(
+                content.changes_after(content.revision()).unwrap().count(),
+                0
+            );
+        });
+    }
+}

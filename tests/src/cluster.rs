@@ -1,0 +1,206 @@
+//! A cluster's API for scenarios: a stand-in in this process, or a real kube-apiserver with etcd.
+//!
+//! Scenarios speak to [`Cluster`] alone, so that they hold for both; what only the stand-in can do, faults and counts, is
+//! behind [`Cluster::stand_in`].
+
+mod api;
+mod objects;
+mod real;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use crate::apiserver::{Setup, StandIn};
+use crate::tools::Skip;
+
+pub use api::{Api, is_status};
+pub use objects::{Node, Objects, SERVICE_ACCOUNT, cloud, edge, endpoints, internal_service};
+pub use real::Real;
+
+/// Which API server a scenario runs against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// In this process.
+    StandIn,
+    /// `kube-apiserver` and `etcd` from the folder that `KUBEBUILDER_ASSETS` names.
+    Real,
+}
+
+/// The API server behind a cluster.
+#[derive(Debug)]
+enum ApiServer {
+    StandIn(Box<StandIn>),
+    Real(Box<Real>),
+}
+
+/// A cluster without nodes, with a ServiceAccount for the server and the roles it needs.
+#[derive(Debug)]
+pub struct Cluster {
+    server: ApiServer,
+    admin: Api,
+}
+
+impl Cluster {
+    /// Starts one; `None`, with a note, where a real one is wanted and its binaries are missing.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub async fn start(kind: Kind) -> Result<Option<Self>> {
+        Self::with_ranges(kind, Families::V4).await
+    }
+
+    /// As [`Cluster::start`], with Services of these families.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub async fn with_ranges(kind: Kind, families: Families) -> Result<Option<Self>> {
+        let server = match kind {
+            Kind::StandIn => {
+                let (namespace, name) = SERVICE_ACCOUNT;
+                let setup = Setup {
+                    service_ranges: families.first_addresses(),
+                    service_accounts: vec![(namespace.to_owned(), name.to_owned())],
+                };
+                ApiServer::StandIn(Box::new(StandIn::start(setup).await?))
+            }
+            Kind::Real => {
+                let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
+                    return Ok(None);
+                };
+                ApiServer::Real(Box::new(Real::start(&binaries, families).await?))
+            }
+        };
+        let kubeconfig = match &server {
+            ApiServer::StandIn(stand_in) => stand_in.admin_kubeconfig()?,
+            ApiServer::Real(real) => real.admin_kubeconfig(),
+        };
+        let admin = Api::new(&kubeconfig, "culvert-tests").await?;
+        let cluster = Self { server, admin };
+        cluster.wait_for_namespace().await;
+        cluster.grant().await?;
+        Ok(Some(cluster))
+    }
+
+    /// Everything is allowed here.
+    pub fn admin(&self) -> &Api {
+        &self.admin
+    }
+
+    /// A kubeconfig that allows everything, for programs.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
+        match &self.server {
+            ApiServer::StandIn(stand_in) => stand_in.admin_kubeconfig(),
+            ApiServer::Real(real) => Ok(real.admin_kubeconfig()),
+        }
+    }
+
+    /// The kubeconfig of the server's ServiceAccount.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn server_kubeconfig(&self) -> Result<PathBuf> {
+        let (namespace, name) = SERVICE_ACCOUNT;
+        match &self.server {
+            ApiServer::StandIn(stand_in) => stand_in.service_account_kubeconfig(namespace, name),
+            ApiServer::Real(real) => Ok(real.server_kubeconfig()),
+        }
+    }
+
+    /// What only the stand-in can do.
+    ///
+    /// # Errors
+    /// This is a real one.
+    pub fn stand_in(&mut self) -> Result<&mut StandIn> {
+        match &mut self.server {
+            ApiServer::StandIn(stand_in) => Ok(stand_in),
+            ApiServer::Real(_) => bail!("a real API server has no faults on demand"),
+        }
+    }
+
+    /// The name of the server's user in its requests.
+    #[must_use]
+    pub fn server_user() -> String {
+        let (namespace, name) = SERVICE_ACCOUNT;
+        format!("system:serviceaccount:{namespace}:{name}")
+    }
+
+    async fn wait_for_namespace(&self) {
+        crate::eventually::eventually("the namespace kube-system", real::START, async || {
+            self.admin.get("/api/v1/namespaces/kube-system").await?.context("not yet there")
+        })
+        .await;
+    }
+
+    /// Binds the roles that the server's own table names, as its manifests do.
+    async fn grant(&self) -> Result<()> {
+        let (namespace, name) = SERVICE_ACCOUNT;
+        let subject = json!([{ "kind": "ServiceAccount", "namespace": namespace, "name": name }]);
+        for role in objects::roles() {
+            let kind = role["kind"].as_str().unwrap_or_default().to_owned();
+            let collection = |kind: &str| match role["metadata"]["namespace"].as_str() {
+                Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{}s", kind.to_lowercase()),
+                None => format!("{RBAC}/{}s", kind.to_lowercase()),
+            };
+            self.admin.create(&collection(&kind), &role).await?;
+            let binding = json!({
+                "metadata": role["metadata"], "subjects": subject,
+                "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role["metadata"]["name"] },
+            });
+            self.admin.create(&collection(&format!("{kind}Binding")), &binding).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes all roles away from the server, or gives them back.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn allow_server(&self, allowed: bool) -> Result<()> {
+        for role in objects::roles() {
+            let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
+            let name = role["metadata"]["name"].as_str().unwrap_or_default();
+            let path = match role["metadata"]["namespace"].as_str() {
+                Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{kind}s/{name}"),
+                None => format!("{RBAC}/{kind}s/{name}"),
+            };
+            let rules = if allowed { role["rules"].clone() } else { Value::Array(Vec::new()) };
+            self.admin.merge(&path, &json!({ "rules": rules })).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Which address families Services get.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Families {
+    /// IPv4 alone.
+    V4,
+    /// IPv4 first, and IPv6 for those that ask for both.
+    Dual,
+}
+
+impl Families {
+    fn first_addresses(self) -> Vec<std::net::IpAddr> {
+        let v4 = std::net::IpAddr::from([10, 96, 0, 0]);
+        let v6 = std::net::IpAddr::from([0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0]);
+        match self {
+            Self::V4 => vec![v4],
+            Self::Dual => vec![v4, v6],
+        }
+    }
+
+    /// As kube-apiserver's flag has them.
+    fn ranges(self) -> &'static str {
+        match self {
+            Self::V4 => "10.96.0.0/12",
+            Self::Dual => "10.96.0.0/12,fd00:10:96::/112",
+        }
+    }
+}
+
+const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
