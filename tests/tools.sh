@@ -4,6 +4,7 @@
 #
 #   curl dig openssl ip ...   installed with apt-get when run as root, else unpacked under target/tools
 #   prometheus, node_exporter always unpacked under target/tools, so that no service starts
+#   kubectl                   Debian's is always unpacked there too, beside what is installed: the oldest that has to work
 set -u
 cd "$(dirname "$0")/.." || exit 1
 target=${CARGO_TARGET_DIR:-target}
@@ -76,5 +77,6 @@ want prlimit util-linux
 for package in prometheus prometheus-node-exporter; do
   have "$package" || unpack "$package" || missing="$missing $package"
 done
+[ -x "$tools/root/usr/bin/kubectl" ] || unpack kubernetes-client || have kubectl || missing="$missing kubectl"
 [ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"
 exit 0

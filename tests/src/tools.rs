@@ -30,6 +30,8 @@ pub enum Tool {
     Nsenter,
     /// `prlimit` of util-linux.
     Prlimit,
+    /// `kubectl`.
+    Kubectl,
 }
 
 impl Tool {
@@ -46,15 +48,21 @@ impl Tool {
             Self::Unshare => "unshare",
             Self::Nsenter => "nsenter",
             Self::Prlimit => "prlimit",
+            Self::Kubectl => "kubectl",
         }
     }
 
     /// Where the program is: in the search path, in the folders of administrators' programs, or where `tests/tools.sh`
     /// unpacked it.
     pub fn find(self) -> Option<PathBuf> {
+        self.find_all().into_iter().next()
+    }
+
+    /// All of that name, in the order of [`Tool::find`]; two names of one file count once.
+    pub fn find_all(self) -> Vec<PathBuf> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let unpacked = unpacked_root();
-        std::env::split_paths(&path)
+        let files = std::env::split_paths(&path)
             .chain(ADMIN_FOLDERS.iter().map(PathBuf::from))
             .chain(unpacked.iter().flat_map(|root| {
                 [
@@ -64,7 +72,17 @@ impl Tool {
                 ]
             }))
             .map(|folder| folder.join(self.program()))
-            .find(|file| file.is_file())
+            .filter(|file| file.is_file());
+        let mut found: Vec<PathBuf> = Vec::new();
+        for file in files {
+            if found
+                .iter()
+                .all(|other| other.canonicalize().ok() != file.canonicalize().ok())
+            {
+                found.push(file);
+            }
+        }
+        found
     }
 
     /// A command that runs the program, with the libraries that were unpacked beside it.
