@@ -1,4 +1,130 @@
 //! In a cluster: records, ports and the Lease through the API; against a stand-in, and a real kube-apiserver where its
 //! binaries are.
 
+/// Each scenario as a test against the stand-in and one against a real API server.
+macro_rules! on_both {
+    ($($scenario:ident),+ $(,)?) => {
+        mod stand_in {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $scenario() -> anyhow::Result<()> {
+                match crate::cluster::Lab::start(tunnel_tests::cluster::Kind::StandIn).await? {
+                    Some(lab) => super::$scenario(lab).await,
+                    None => Ok(()),
+                }
+            })+
+        }
+        mod real {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $scenario() -> anyhow::Result<()> {
+                match crate::cluster::Lab::start(tunnel_tests::cluster::Kind::Real).await? {
+                    Some(lab) => super::$scenario(lab).await,
+                    None => Ok(()),
+                }
+            })+
+        }
+    };
+}
+
+mod hosts_file;
 mod kubectl;
+mod records;
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::cluster::{Cluster, Families, Kind, Objects, cloud, edge};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{ScratchDir, Server, ServerSetup};
+
+/// A cluster and a folder for the servers that follow it.
+struct Lab {
+    cluster: Cluster,
+    scratch: ScratchDir,
+}
+
+impl Lab {
+    async fn start(kind: Kind) -> Result<Option<Self>> {
+        Self::with_families(kind, Families::V4).await
+    }
+
+    async fn with_families(kind: Kind, families: Families) -> Result<Option<Self>> {
+        let scratch = ScratchDir::new()?;
+        let cluster = Cluster::with_ranges(kind, families).await?;
+        Ok(cluster.map(|cluster| Self { cluster, scratch }))
+    }
+
+    fn objects(&self) -> Objects<'_> {
+        self.cluster.objects()
+    }
+
+    /// How to start the server of this name with the rights of its ServiceAccount.
+    fn setup(&self, name: &str) -> Result<ServerSetup> {
+        let folder = self.scratch.path().join(name);
+        let setup = ServerSetup::in_cluster(&folder, &self.cluster.server_kubeconfig()?);
+        Ok(setup.args(&["--namespace", "kube-system"]))
+    }
+
+    async fn server(&self, name: &str) -> Result<Server> {
+        self.setup(name)?.start().await
+    }
+
+    /// The objects of the guide: the Service, an edge node and a cloud node.
+    async fn guide(&self) -> Result<()> {
+        self.guide_at(GUIDE_IP).await
+    }
+
+    async fn guide_at(&self, address: &str) -> Result<()> {
+        let service = |service: &mut Value| service["spec"]["clusterIP"] = address.into();
+        self.objects().create_service(service).await?;
+        self.objects().add(&edge("worker-1")).await?;
+        self.objects()
+            .add(&cloud("master-1", "192.168.33.220"))
+            .await
+    }
+
+    /// Waits until the records are this text.
+    async fn wait_for_records(&self, what: &str, patience: Duration, expected: &str) {
+        eventually(what, patience, async || {
+            let found = self.objects().records().await?;
+            ensure!(found == expected, "records are {found:?}");
+            Ok(())
+        })
+        .await;
+    }
+
+    /// Waits until the Service's ports are these, each as name, number, protocol and target.
+    async fn wait_for_ports(&self, what: &str, expected: &[(&str, u16, &str, u16)]) {
+        eventually(what, REACTION, async || {
+            let service = self.objects().service().await?;
+            let found = service["spec"]["ports"].as_array().context("no ports")?;
+            let found: Vec<_> = found
+                .iter()
+                .map(|port| {
+                    json!([
+                        port["name"],
+                        port["port"],
+                        port["protocol"],
+                        port["targetPort"]
+                    ])
+                })
+                .collect();
+            let wanted: Vec<_> = expected.iter().map(|port| json!(port)).collect();
+            ensure!(found == wanted, "ports are {found:?}, not {wanted:?}");
+            Ok(())
+        })
+        .await;
+    }
+}
+
+/// The address of the guide's Service.
+const GUIDE_IP: &str = "10.106.217.16";
+
+/// The guide's records.
+const GUIDE_RECORDS: &str = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
+
+/// How soon a change in the cluster is followed.
+const REACTION: Duration = Duration::from_secs(2);
+
+/// A server's first writes, election included.
+const FIRST: Duration = Duration::from_secs(10);

@@ -2,6 +2,7 @@
 
 mod answers;
 mod binaries;
+mod cluster;
 mod cuts;
 mod dns;
 mod drain;

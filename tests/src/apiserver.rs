@@ -25,9 +25,6 @@ mod store;
 mod table;
 mod watching;
 
-#[cfg(test)]
-mod tests;
-
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -82,11 +79,11 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// Starts one with the namespaces that every cluster has.
+    /// Starts one with the namespaces that every cluster has, on the runtime that this is called in.
     ///
     /// # Errors
     /// No port, or no place for its files.
-    pub async fn start(setup: Setup) -> Result<Self> {
+    pub fn start(setup: Setup) -> Result<Self> {
         let scratch = ScratchDir::new().context("folder of the API server")?;
         let mut pki = Pki::new().context("certificates of the API server")?;
         pki.user(ADMIN, User::admin(), scratch.path())?;
@@ -104,7 +101,7 @@ impl StandIn {
             tokens: users,
             families: setup.service_ranges,
         });
-        let listening = Listening::start(Arc::clone(&service), &pki).await?;
+        let listening = Listening::start(Arc::clone(&service), &pki)?;
         let stand_in = Self {
             service,
             listening,

@@ -13,7 +13,6 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::apiserver::{Setup, StandIn};
-use crate::tools::Skip;
 
 pub use api::{Api, is_status};
 pub use objects::{Node, Objects, SERVICE_ACCOUNT, cloud, edge, endpoints, internal_service};
@@ -63,7 +62,7 @@ impl Cluster {
                     service_ranges: families.first_addresses(),
                     service_accounts: vec![(namespace.to_owned(), name.to_owned())],
                 };
-                ApiServer::StandIn(Box::new(StandIn::start(setup).await?))
+                ApiServer::StandIn(Box::new(StandIn::start(setup)?))
             }
             Kind::Real => {
                 let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
@@ -131,7 +130,10 @@ impl Cluster {
 
     async fn wait_for_namespace(&self) {
         crate::eventually::eventually("the namespace kube-system", real::START, async || {
-            self.admin.get("/api/v1/namespaces/kube-system").await?.context("not yet there")
+            self.admin
+                .get("/api/v1/namespaces/kube-system")
+                .await?
+                .context("not yet there")
         })
         .await;
     }
@@ -143,7 +145,9 @@ impl Cluster {
         for role in objects::roles() {
             let kind = role["kind"].as_str().unwrap_or_default().to_owned();
             let collection = |kind: &str| match role["metadata"]["namespace"].as_str() {
-                Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{}s", kind.to_lowercase()),
+                Some(namespace) => {
+                    format!("{RBAC}/namespaces/{namespace}/{}s", kind.to_lowercase())
+                }
                 None => format!("{RBAC}/{}s", kind.to_lowercase()),
             };
             self.admin.create(&collection(&kind), &role).await?;
@@ -151,7 +155,9 @@ impl Cluster {
                 "metadata": role["metadata"], "subjects": subject,
                 "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role["metadata"]["name"] },
             });
-            self.admin.create(&collection(&format!("{kind}Binding")), &binding).await?;
+            self.admin
+                .create(&collection(&format!("{kind}Binding")), &binding)
+                .await?;
         }
         Ok(())
     }
@@ -168,7 +174,11 @@ impl Cluster {
                 Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{kind}s/{name}"),
                 None => format!("{RBAC}/{kind}s/{name}"),
             };
-            let rules = if allowed { role["rules"].clone() } else { Value::Array(Vec::new()) };
+            let rules = if allowed {
+                role["rules"].clone()
+            } else {
+                Value::Array(Vec::new())
+            };
             self.admin.merge(&path, &json!({ "rules": rules })).await?;
         }
         Ok(())

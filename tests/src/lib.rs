@@ -2,7 +2,9 @@
 //!
 //! Scenarios live in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
 
+pub mod apiserver;
 pub mod client;
+pub mod cluster;
 pub mod demo;
 pub mod dns;
 pub mod eventually;

@@ -48,7 +48,7 @@ async fn with_each(check: impl AsyncFn(&Kubectl, &Path) -> Result<()>) -> Result
         return Ok(());
     };
     for file in files {
-        let stand_in = StandIn::start(Setup::default()).await?;
+        let stand_in = StandIn::start(Setup::default())?;
         let scratch = ScratchDir::new()?;
         let kubectl = Kubectl {
             file,

@@ -66,10 +66,7 @@ pub(super) fn apply(
     merge(&mut merged, wanted, &mut Vec::new());
     let before = managers.iter().find(|manager| manager.is(writer));
     // What this manager applied before and does not want any more goes, unless others want it.
-    for path in before
-        .iter()
-        .flat_map(|manager| manager.fields.0.iter().rev())
-    {
+    for path in before.iter().flat_map(|manager| &manager.fields.0) {
         let wanted = fields.0.iter().any(|kept| kept.starts_with(path));
         let shared = others
             .iter()

@@ -33,7 +33,7 @@ pub(super) struct Listening {
 }
 
 impl Listening {
-    pub(super) async fn start(service: Arc<Service>, pki: &Pki) -> Result<Self> {
+    pub(super) fn start(service: Arc<Service>, pki: &Pki) -> Result<Self> {
         let kept = socket(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
         let addr = kept
             .local_addr()?

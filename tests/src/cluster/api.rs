@@ -17,7 +17,9 @@ pub struct Api {
 
 impl std::fmt::Debug for Api {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Api").field("agent", &self.agent).finish_non_exhaustive()
+        f.debug_struct("Api")
+            .field("agent", &self.agent)
+            .finish_non_exhaustive()
     }
 }
 
@@ -28,8 +30,12 @@ impl Api {
     /// It cannot be read.
     pub async fn new(kubeconfig: &Path, agent: &str) -> Result<Self> {
         let kubeconfig = Kubeconfig::read_from(kubeconfig).context("read the kubeconfig")?;
-        let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
-        Ok(Self { client: Client::try_from(config)?, agent: agent.to_owned() })
+        let config =
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+        Ok(Self {
+            client: Client::try_from(config)?,
+            agent: agent.to_owned(),
+        })
     }
 
     /// The object or list at a path; `None` when there is none.
@@ -61,7 +67,8 @@ impl Api {
     /// # Errors
     /// The API refuses.
     pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
-        self.request("POST", path, "application/json", Some(object)).await
+        self.request("POST", path, "application/json", Some(object))
+            .await
     }
 
     /// Replaces the object at a path.
@@ -69,7 +76,8 @@ impl Api {
     /// # Errors
     /// The API refuses.
     pub async fn replace(&self, path: &str, object: &Value) -> Result<Value> {
-        self.request("PUT", path, "application/json", Some(object)).await
+        self.request("PUT", path, "application/json", Some(object))
+            .await
     }
 
     /// Changes the object at a path by a merge patch.
@@ -77,7 +85,8 @@ impl Api {
     /// # Errors
     /// The API refuses.
     pub async fn merge(&self, path: &str, patch: &Value) -> Result<Value> {
-        self.request("PATCH", path, "application/merge-patch+json", Some(patch)).await
+        self.request("PATCH", path, "application/merge-patch+json", Some(patch))
+            .await
     }
 
     /// Applies an object on the server's side; `query` begins with `fieldManager=`.
@@ -86,7 +95,8 @@ impl Api {
     /// The API refuses.
     pub async fn apply(&self, path: &str, query: &str, object: &Value) -> Result<Value> {
         let path = format!("{path}?{query}");
-        self.request("PATCH", &path, "application/apply-patch+yaml", Some(object)).await
+        self.request("PATCH", &path, "application/apply-patch+yaml", Some(object))
+            .await
     }
 
     /// Deletes the object at a path.
@@ -94,10 +104,18 @@ impl Api {
     /// # Errors
     /// The API refuses.
     pub async fn delete(&self, path: &str) -> Result<()> {
-        self.request("DELETE", path, "application/json", None).await.map(drop)
+        self.request("DELETE", path, "application/json", None)
+            .await
+            .map(drop)
     }
 
-    async fn request(&self, method: &str, path: &str, content: &str, body: Option<&Value>) -> Result<Value> {
+    async fn request(
+        &self,
+        method: &str,
+        path: &str,
+        content: &str,
+        body: Option<&Value>,
+    ) -> Result<Value> {
         let body = body.map(Value::to_string).unwrap_or_default();
         let request = http::Request::builder()
             .method(method)

@@ -27,8 +27,16 @@ impl Real {
     /// [`Skip`] when `KUBEBUILDER_ASSETS` names none.
     pub fn binaries() -> Result<PathBuf, Skip> {
         let folder = std::env::var_os(VARIABLE).map(PathBuf::from);
-        let complete = |folder: &PathBuf| ["etcd", "kube-apiserver"].iter().all(|name| folder.join(name).is_file());
-        folder.filter(complete).ok_or_else(|| Skip::because(format!("needs etcd and kube-apiserver in the folder that {VARIABLE} names")))
+        let complete = |folder: &PathBuf| {
+            ["etcd", "kube-apiserver"]
+                .iter()
+                .all(|name| folder.join(name).is_file())
+        };
+        folder.filter(complete).ok_or_else(|| {
+            Skip::because(format!(
+                "needs etcd and kube-apiserver in the folder that {VARIABLE} names"
+            ))
+        })
     }
 
     /// Starts both, with a token for an administrator and one for the server's ServiceAccount.
@@ -42,10 +50,22 @@ impl Real {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;
         let etcd = Program::at(&binaries.join("etcd"))
-            .arg(format!("--data-dir={}", scratch.path().join("etcd").display()))
-            .args([format!("--listen-client-urls=http://{clients}"), format!("--advertise-client-urls=http://{clients}")])
-            .args([format!("--listen-peer-urls=http://{peers}"), format!("--initial-advertise-peer-urls=http://{peers}")])
-            .args([format!("--initial-cluster=default=http://{peers}"), "--unsafe-no-fsync=true".to_owned()])
+            .arg(format!(
+                "--data-dir={}",
+                scratch.path().join("etcd").display()
+            ))
+            .args([
+                format!("--listen-client-urls=http://{clients}"),
+                format!("--advertise-client-urls=http://{clients}"),
+            ])
+            .args([
+                format!("--listen-peer-urls=http://{peers}"),
+                format!("--initial-advertise-peer-urls=http://{peers}"),
+            ])
+            .args([
+                format!("--initial-cluster=default=http://{peers}"),
+                "--unsafe-no-fsync=true".to_owned(),
+            ])
             .start()?;
         let (namespace, name) = SERVICE_ACCOUNT;
         let tokens = format!(
@@ -55,16 +75,41 @@ impl Real {
         let key = scratch.file("accounts.key", rcgen::KeyPair::generate()?.serialize_pem())?;
         let certificates = scratch.path().join("certificates");
         let apiserver = Program::at(&binaries.join("kube-apiserver"))
-            .args([format!("--etcd-servers=http://{clients}"), format!("--secure-port={}", api.port())])
-            .args([format!("--bind-address={}", api.ip()), format!("--advertise-address={}", api.ip())])
-            .args([format!("--cert-dir={}", certificates.display()), format!("--token-auth-file={}", tokens.display())])
-            .args([format!("--service-cluster-ip-range={}", families.ranges()), "--authorization-mode=RBAC".to_owned()])
-            .args(["--service-account-issuer=https://kubernetes.default.svc", "--disable-admission-plugins=ServiceAccount"])
-            .args([format!("--service-account-key-file={}", key.display()), format!("--service-account-signing-key-file={}", key.display())])
+            .args([
+                format!("--etcd-servers=http://{clients}"),
+                format!("--secure-port={}", api.port()),
+            ])
+            .args([
+                format!("--bind-address={}", api.ip()),
+                format!("--advertise-address={}", api.ip()),
+            ])
+            .args([
+                format!("--cert-dir={}", certificates.display()),
+                format!("--token-auth-file={}", tokens.display()),
+            ])
+            .args([
+                format!("--service-cluster-ip-range={}", families.ranges()),
+                "--authorization-mode=RBAC".to_owned(),
+            ])
+            .args([
+                "--service-account-issuer=https://kubernetes.default.svc",
+                "--disable-admission-plugins=ServiceAccount",
+            ])
+            .args([
+                format!("--service-account-key-file={}", key.display()),
+                format!("--service-account-signing-key-file={}", key.display()),
+            ])
             .start()?;
-        let real = Self { scratch, _etcd: etcd, _apiserver: apiserver };
+        let real = Self {
+            scratch,
+            _etcd: etcd,
+            _apiserver: apiserver,
+        };
         let ca = certificates.join("apiserver.crt");
-        eventually("kube-apiserver's certificate", START, async || ca.is_file().then_some(())).await;
+        eventually("kube-apiserver's certificate", START, async || {
+            ca.is_file().then_some(())
+        })
+        .await;
         for (file, token) in [(ADMIN_FILE, ADMIN_TOKEN), (SERVER_FILE, SERVER_TOKEN)] {
             real.write_kubeconfig(file, token, api, &ca)?;
         }
@@ -80,7 +125,10 @@ impl Real {
             "users": [{ "name": "test", "user": { "token": token } }],
             "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test", "namespace": SERVICE_ACCOUNT.0 } }],
         });
-        self.scratch.file(file, config.to_string()).context("kubeconfig").map(drop)
+        self.scratch
+            .file(file, config.to_string())
+            .context("kubeconfig")
+            .map(drop)
     }
 
     pub(super) fn admin_kubeconfig(&self) -> PathBuf {
@@ -94,8 +142,13 @@ impl Real {
 
 /// Ports that were free a moment ago: neither program can be told to choose its own and say which.
 fn free_ports<const N: usize>() -> Result<[SocketAddr; N]> {
-    let listeners: Vec<_> = (0..N).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect::<Result<_, _>>()?;
-    let ports: Vec<_> = listeners.iter().map(TcpListener::local_addr).collect::<Result<_, _>>()?;
+    let listeners: Vec<_> = (0..N)
+        .map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))
+        .collect::<Result<_, _>>()?;
+    let ports: Vec<_> = listeners
+        .iter()
+        .map(TcpListener::local_addr)
+        .collect::<Result<_, _>>()?;
     ports.try_into().ok().context("free ports")
 }
 

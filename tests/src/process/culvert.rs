@@ -24,6 +24,17 @@ pub struct ServerSetup {
 impl ServerSetup {
     /// A server with its defaults, outside any cluster, inside `namespace` if given.
     pub fn new(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
+        Self::plain(data_dir, namespace).args(&["--kubernetes", "off"])
+    }
+
+    /// A server on free loopback ports that follows the cluster of a kubeconfig.
+    pub fn in_cluster(data_dir: &Path, kubeconfig: &Path) -> Self {
+        let kubeconfig = kubeconfig.to_string_lossy();
+        let cluster = ["--kubernetes", "on", "--kubeconfig", &kubeconfig];
+        Self::plain(data_dir, None).on_free_ports().args(&cluster)
+    }
+
+    fn plain(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
         let data_dir = data_dir.to_string_lossy().into_owned();
         Self {
             namespace: namespace.cloned(),
@@ -31,20 +42,23 @@ impl ServerSetup {
             data_dir: data_dir.clone(),
             own_group: false,
         }
-        .args(&["--data-dir", &data_dir, "--kubernetes", "off"])
+        .args(&["--data-dir", &data_dir])
     }
 
     /// A server on free loopback ports.
     pub fn on_loopback(data_dir: &Path) -> Self {
+        Self::new(data_dir, None).on_free_ports()
+    }
+
+    fn on_free_ports(self) -> Self {
         let free = [
             "--agent-listen",
             "--https-listen",
             "--http-listen",
             "--meta-listen",
         ];
-        free.iter().fold(Self::new(data_dir, None), |setup, flag| {
-            setup.args(&[flag, "127.0.0.1:0"])
-        })
+        free.iter()
+            .fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
     }
 
     /// The arguments of `run`.

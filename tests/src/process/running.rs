@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -53,6 +54,12 @@ impl Program {
                 .extend(value.map(|value| (name.to_owned(), value.to_owned())));
         }
         Ok(program)
+    }
+
+    /// A program by its file.
+    pub fn at(file: &Path) -> Self {
+        let name = file.file_name().unwrap_or(file.as_os_str());
+        Self::new(&name.to_string_lossy(), file)
     }
 
     fn new(label: &str, file: impl Into<OsString>) -> Self {

@@ -1,0 +1,403 @@
+//! The ConfigMap of the records: its text, what it follows, and what it survives.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use serde_json::json;
+use tunnel_tests::cluster::{Families, Kind, Node, Objects, cloud, edge};
+use tunnel_tests::eventually::{eventually, scaled};
+
+use super::hosts_file::parse;
+use super::{FIRST, GUIDE_RECORDS, Lab, REACTION};
+
+on_both!(
+    dns_1_records_are_those_of_the_guide_byte_for_byte,
+    dns_5_a_flipped_label_and_a_changed_address_are_followed,
+    dns_6_deleting_a_node_leaves_those_whose_names_end_alike,
+    dns_7_the_controller_recovers_from_objects_that_are_missing_or_empty,
+    f22_a_deleted_map_is_made_again_and_foreign_edits_are_repaired_or_kept,
+    t13_hostile_addresses_of_nodes_make_no_foreign_line,
+    t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on,
+    no_record_is_written_without_the_address_of_the_service,
+);
+
+async fn dns_1_records_are_those_of_the_guide_byte_for_byte(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let _server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let map = lab.objects().records_map().await?;
+    ensure!(
+        map["data"] == json!({ "tunnel-nodes": GUIDE_RECORDS }),
+        "{map}"
+    );
+    ensure!(map["binaryData"].is_null(), "{map}");
+    Ok(())
+}
+
+async fn dns_5_a_flipped_label_and_a_changed_address_are_followed(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let _server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let objects = lab.objects();
+    objects.set_edge("worker-1", false).await?;
+    lab.wait_for_records(
+        "worker-1 in the cloud",
+        REACTION,
+        "192.168.33.220\tmaster-1\n192.168.33.221\tworker-1",
+    )
+    .await;
+    objects.set_edge("worker-1", true).await?;
+    lab.wait_for_records("worker-1 at the edge", REACTION, GUIDE_RECORDS)
+        .await;
+    objects
+        .set_addresses(
+            "master-1",
+            json!([{ "type": "InternalIP", "address": "192.168.33.230" }]),
+        )
+        .await?;
+    lab.wait_for_records(
+        "the new address",
+        REACTION,
+        "10.106.217.16\tworker-1\n192.168.33.230\tmaster-1",
+    )
+    .await;
+    objects
+        .set_addresses(
+            "master-1",
+            json!([{ "type": "ExternalIP", "address": "203.0.113.5" }]),
+        )
+        .await?;
+    lab.wait_for_records(
+        "the outer address",
+        REACTION,
+        "10.106.217.16\tworker-1\n203.0.113.5\tmaster-1",
+    )
+    .await;
+    Ok(())
+}
+
+async fn dns_6_deleting_a_node_leaves_those_whose_names_end_alike(lab: Lab) -> Result<()> {
+    lab.objects()
+        .create_service(|service| service["spec"]["clusterIP"] = super::GUIDE_IP.into())
+        .await?;
+    for node in ["1", "worker-1", "xworker-1"] {
+        lab.objects().add(&edge(node)).await?;
+    }
+    let _server = lab.server("a").await?;
+    lab.wait_for_records(
+        "all three",
+        FIRST,
+        "10.106.217.16\t1\n10.106.217.16\tworker-1\n10.106.217.16\txworker-1",
+    )
+    .await;
+    lab.objects().remove("1").await?;
+    lab.wait_for_records(
+        "the other two",
+        REACTION,
+        "10.106.217.16\tworker-1\n10.106.217.16\txworker-1",
+    )
+    .await;
+    lab.objects().remove("worker-1").await?;
+    lab.wait_for_records("the last", REACTION, "10.106.217.16\txworker-1")
+        .await;
+    Ok(())
+}
+
+async fn dns_7_the_controller_recovers_from_objects_that_are_missing_or_empty(
+    lab: Lab,
+) -> Result<()> {
+    let empty = json!({ "metadata": { "name": "yurt-tunnel-nodes", "labels": { "mine": "x" } } });
+    lab.cluster
+        .admin()
+        .create("/api/v1/namespaces/kube-system/configmaps", &empty)
+        .await?;
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    lab.wait_for_records("records in a map without data", FIRST, GUIDE_RECORDS)
+        .await;
+    let map = lab.objects().records_map().await?;
+    ensure!(map["metadata"]["labels"]["mine"] == "x", "{map}");
+
+    let service = Objects::path("services", "x-tunnel-server-internal-svc");
+    lab.cluster.admin().delete(&service).await?;
+    lab.objects()
+        .create_service(|service| service["spec"]["clusterIP"] = "10.106.217.99".into())
+        .await?;
+    lab.wait_for_records(
+        "the new Service's address",
+        REACTION,
+        "10.106.217.99\tworker-1\n192.168.33.220\tmaster-1",
+    )
+    .await;
+
+    let door = server
+        .address(tunnel_tests::process::Listener::Https)
+        .port();
+    lab.objects()
+        .set_ports(&[("https-proxy-ports", "9100")])
+        .await?;
+    lab.wait_for_ports(
+        "the extra port",
+        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", door)],
+    )
+    .await;
+    lab.objects().remove_ports().await?;
+    lab.wait_for_ports("no extra port", &BASE).await;
+    lab.objects()
+        .set_ports(&[("https-proxy-ports", "9100")])
+        .await?;
+    lab.wait_for_ports(
+        "the extra port again",
+        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", door)],
+    )
+    .await;
+    Ok(())
+}
+
+/// The Service's own ports, which nobody changes.
+pub(super) const BASE: [(&str, u16, &str, u16); 2] = [
+    ("http", 10255, "TCP", 10264),
+    ("https", 10250, "TCP", 10263),
+];
+
+async fn f22_a_deleted_map_is_made_again_and_foreign_edits_are_repaired_or_kept(
+    lab: Lab,
+) -> Result<()> {
+    lab.guide().await?;
+    let _server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let admin = lab.cluster.admin();
+    admin.delete(&Objects::records_path()).await?;
+    lab.wait_for_records("the map again", Duration::from_secs(10), GUIDE_RECORDS)
+        .await;
+    let edit = json!({ "data": { "tunnel-nodes": "10.0.0.1\tsomebody-else", "theirs": "1" }, "metadata": { "annotations": { "note": "x" } } });
+    admin.merge(&Objects::records_path(), &edit).await?;
+    lab.wait_for_records(
+        "the repaired records",
+        Duration::from_secs(10),
+        GUIDE_RECORDS,
+    )
+    .await;
+    let map = lab.objects().records_map().await?;
+    ensure!(
+        map["data"]["theirs"] == "1" && map["metadata"]["annotations"]["note"] == "x",
+        "{map}"
+    );
+    admin
+        .merge(
+            &Objects::records_path(),
+            &json!({ "data": { "tunnel-nodes": null } }),
+        )
+        .await?;
+    lab.wait_for_records("the key again", Duration::from_secs(10), GUIDE_RECORDS)
+        .await;
+    let map = lab.objects().records_map().await?;
+    ensure!(map["data"]["theirs"] == "1", "{map}");
+    Ok(())
+}
+
+async fn t13_hostile_addresses_of_nodes_make_no_foreign_line(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let long = "a".repeat(254);
+    for (number, hostile) in HOSTILE.into_iter().chain([long.as_str()]).enumerate() {
+        // Names of Nodes are checked by the API; a kubelet says its addresses as it likes.
+        lab.objects()
+            .add(&edge(&format!("edge-{number}")).addressed("Hostname", hostile))
+            .await?;
+        lab.objects()
+            .add(&Node::new(&format!("cloud-{number}")).addressed("InternalIP", hostile))
+            .await?;
+    }
+    let good = cloud("last", "192.168.33.9").addressed("Hostname", "Last.Example");
+    lab.objects().add(&good).await?;
+    let _server = lab.server("a").await?;
+    let records = eventually("the last node's record", FIRST, async || {
+        let records = lab.objects().records().await?;
+        ensure!(
+            records.contains("\tlast\n") || records.ends_with("\tlast"),
+            "{records}"
+        );
+        Ok(records)
+    })
+    .await;
+    let found = parse(&records);
+    let mut expected: Vec<String> = (0..=HOSTILE.len())
+        .map(|number| format!("edge-{number}"))
+        .collect();
+    expected.extend(["last", "last.example", "master-1", "worker-1"].map(str::to_owned));
+    // Upper case and a trailing dot are names like others, and one of the addresses is one.
+    expected.extend(["upper.example", "dotted.example", "cloud-11"].map(str::to_owned));
+    expected.sort();
+    let names: Vec<_> = found.keys().cloned().collect();
+    ensure!(
+        names == expected,
+        "names {names:?}, not {expected:?}, in\n{records}"
+    );
+    ensure!(
+        found["worker-1"] == ["10.106.217.16".parse::<std::net::IpAddr>()?],
+        "{records}"
+    );
+    ensure!(
+        found["master-1"] == ["192.168.33.220".parse::<std::net::IpAddr>()?],
+        "{records}"
+    );
+    ensure!(
+        records
+            .lines()
+            .all(|line| line.matches('\t').count() == 1 && !line.contains([' ', '#', '\r', '\0'])),
+        "{records}"
+    );
+    Ok(())
+}
+
+/// What a hostile kubelet might call itself.
+const HOSTILE: [&str; 14] = [
+    "x 10.0.0.1 kubernetes.default",
+    "x\n10.0.0.1\tmaster-1",
+    "x\t10.0.0.1",
+    "x#y",
+    "x\0y",
+    "bücher.example",
+    "localhost",
+    "localhost.",
+    "*.example",
+    "-x",
+    "kubernetes.default.svc.cluster.local",
+    "10.0.0.1",
+    "Upper.Example",
+    "dotted.example.",
+];
+
+async fn t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on(
+    lab: Lab,
+) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let filling = "x".repeat(1024 * 1024 - GUIDE_RECORDS.len());
+    let before = lab
+        .cluster
+        .admin()
+        .merge(
+            &Objects::records_path(),
+            &json!({ "data": { "theirs": filling } }),
+        )
+        .await?;
+    lab.objects().add(&edge("worker-2")).await?;
+    let meta = server.address(tunnel_tests::process::Listener::Meta);
+    eventually("the alarm", scaled(FIRST), async || {
+        let (_, told) = tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
+        ensure!(
+            told.contains("bytes") || told.contains("too large"),
+            "readyz tells {told}"
+        );
+        Ok(())
+    })
+    .await;
+    let map = lab.objects().records_map().await?;
+    ensure!(
+        map["data"]["tunnel-nodes"] == before["data"]["tunnel-nodes"],
+        "the old records stay"
+    );
+    lab.cluster
+        .admin()
+        .merge(
+            &Objects::records_path(),
+            &json!({ "data": { "theirs": null } }),
+        )
+        .await?;
+    lab.wait_for_records(
+        "the records that fit",
+        Duration::from_secs(10),
+        "10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n192.168.33.220\tmaster-1",
+    )
+    .await;
+    Ok(())
+}
+
+async fn no_record_is_written_without_the_address_of_the_service(lab: Lab) -> Result<()> {
+    lab.objects().add(&edge("worker-1")).await?;
+    lab.objects()
+        .add(&cloud("master-1", "192.168.33.220"))
+        .await?;
+    let _server = lab.server("a").await?;
+    let made = eventually("the empty map", FIRST, async || {
+        lab.objects().records_map().await
+    })
+    .await;
+    ensure!(
+        made["data"]["tunnel-nodes"]
+            .as_str()
+            .unwrap_or_default()
+            .is_empty(),
+        "{made}"
+    );
+    lab.objects()
+        .create_service(|service| service["spec"]["clusterIP"] = "None".into())
+        .await?;
+    let service = Objects::path("services", "x-tunnel-server-internal-svc");
+    lab.cluster.admin().delete(&service).await?;
+    let map = lab.objects().records_map().await?;
+    ensure!(
+        map["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"],
+        "written without an address: {map}"
+    );
+    lab.objects()
+        .create_service(|service| service["spec"]["clusterIP"] = super::GUIDE_IP.into())
+        .await?;
+    lab.wait_for_records("the guide's records", REACTION, GUIDE_RECORDS)
+        .await;
+    Ok(())
+}
+
+mod dual {
+    use super::*;
+
+    async fn both_families(kind: Kind) -> Result<()> {
+        let Some(lab) = Lab::with_families(kind, Families::Dual).await? else {
+            return Ok(());
+        };
+        let service = lab
+            .objects()
+            .create_service(|service| service["spec"]["ipFamilyPolicy"] = "PreferDualStack".into())
+            .await?;
+        let addresses: Vec<_> = service["spec"]["clusterIPs"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|ip| ip.as_str())
+            .collect();
+        ensure!(addresses.len() == 2, "{service}");
+        lab.objects().add(&edge("worker-1")).await?;
+        lab.objects()
+            .add(&cloud("master-1", "192.168.33.220").addressed("InternalIP", "fd00::220"))
+            .await?;
+        let _server = lab.server("a").await?;
+        let mut lines = vec![
+            format!("{}\tworker-1", addresses[0]),
+            format!("{}\tworker-1", addresses[1]),
+        ];
+        lines.extend([
+            "192.168.33.220\tmaster-1".to_owned(),
+            "fd00::220\tmaster-1".to_owned(),
+        ]);
+        lines.sort();
+        lab.wait_for_records("a line of each family", FIRST, &lines.join("\n"))
+            .await;
+        Ok(())
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn stand_in_a_node_has_a_line_of_each_family() -> Result<()> {
+        both_families(Kind::StandIn).await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn real_a_node_has_a_line_of_each_family() -> Result<()> {
+        both_families(Kind::Real).await
+    }
+}

@@ -1,0 +1,290 @@
+//! The objects that a tunnel has to do with: Nodes, the Service of the doors, ConfigMaps, roles.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use tunnel_server::config::{EDGE_LABEL, ObjectNames};
+use tunnel_server::controllers::objects::{RECORDS_KEY, RIGHTS, Right, Scope};
+
+use super::Cluster;
+
+/// Namespace and name of the server's ServiceAccount.
+pub const SERVICE_ACCOUNT: (&str, &str) = ("kube-system", "tunnel-server");
+
+/// A Node to be created.
+#[derive(Debug, Clone)]
+pub struct Node(Value);
+
+/// A Node behind the tunnel, with an address that only its site knows.
+#[must_use]
+pub fn edge(name: &str) -> Node {
+    Node::new(name)
+        .labelled(EDGE_LABEL, "true")
+        .addressed("InternalIP", "192.168.33.221")
+}
+
+/// A Node that is reached at `address`.
+#[must_use]
+pub fn cloud(name: &str, address: &str) -> Node {
+    Node::new(name)
+        .labelled(EDGE_LABEL, "false")
+        .addressed("InternalIP", address)
+}
+
+impl Node {
+    /// A Node without labels and addresses.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self(json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "labels": {} },
+            "status": { "addresses": [], "daemonEndpoints": { "kubeletEndpoint": { "Port": 10250 } } },
+        }))
+    }
+
+    /// With a label.
+    #[must_use]
+    pub fn labelled(mut self, label: &str, value: &str) -> Self {
+        self.0["metadata"]["labels"][label] = value.into();
+        self
+    }
+
+    /// With one more address.
+    #[must_use]
+    pub fn addressed(mut self, kind: &str, address: &str) -> Self {
+        if let Some(addresses) = self.0["status"]["addresses"].as_array_mut() {
+            addresses.push(json!({ "type": kind, "address": address }));
+        }
+        self
+    }
+
+    /// As the API has it.
+    #[must_use]
+    pub fn object(&self) -> &Value {
+        &self.0
+    }
+}
+
+/// Short words for what scenarios do with a cluster.
+#[derive(Debug, Clone, Copy)]
+pub struct Objects<'a>(&'a Cluster);
+
+impl Cluster {
+    /// Short words for objects.
+    pub fn objects(&self) -> Objects<'_> {
+        Objects(self)
+    }
+}
+
+impl Objects<'_> {
+    /// The path of an object of the core group in the server's namespace.
+    #[must_use]
+    pub fn path(plural: &str, name: &str) -> String {
+        format!("/api/v1/namespaces/{}/{plural}/{name}", SERVICE_ACCOUNT.0)
+    }
+
+    fn collection(plural: &str) -> String {
+        format!("/api/v1/namespaces/{}/{plural}", SERVICE_ACCOUNT.0)
+    }
+
+    /// Creates a Node.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn add(self, node: &Node) -> Result<()> {
+        self.0
+            .admin()
+            .create("/api/v1/nodes", &node.0)
+            .await
+            .map(drop)
+    }
+
+    /// Deletes a Node.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn remove(self, node: &str) -> Result<()> {
+        self.0
+            .admin()
+            .delete(&format!("/api/v1/nodes/{node}"))
+            .await
+    }
+
+    /// Sets the edge label of a Node.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn set_edge(self, node: &str, edge: bool) -> Result<()> {
+        let patch = json!({ "metadata": { "labels": { EDGE_LABEL: edge.to_string() } } });
+        self.0
+            .admin()
+            .merge(&format!("/api/v1/nodes/{node}"), &patch)
+            .await
+            .map(drop)
+    }
+
+    /// Sets the addresses of a Node, as a kubelet does.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn set_addresses(self, node: &str, addresses: Value) -> Result<()> {
+        let patch = json!({ "status": { "addresses": addresses } });
+        self.0
+            .admin()
+            .merge(&format!("/api/v1/nodes/{node}/status"), &patch)
+            .await
+            .map(drop)
+    }
+
+    /// Creates the Service of the doors with the ports of the guide.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn create_service(self, change: impl FnOnce(&mut Value)) -> Result<Value> {
+        let mut service = internal_service();
+        change(&mut service);
+        self.0
+            .admin()
+            .create(&Self::collection("services"), &service)
+            .await
+    }
+
+    /// The Service of the doors.
+    ///
+    /// # Errors
+    /// There is none.
+    pub async fn service(self) -> Result<Value> {
+        let path = Self::path("services", &ObjectNames::default().internal_service);
+        self.0
+            .admin()
+            .get(&path)
+            .await?
+            .context("no Service of the doors")
+    }
+
+    /// Writes the ConfigMap of the ports; each key with its text.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn set_ports(self, lists: &[(&str, &str)]) -> Result<()> {
+        let name = ObjectNames::default().ports_config_map;
+        let data: serde_json::Map<_, _> = lists
+            .iter()
+            .map(|(key, text)| ((*key).to_owned(), Value::from(*text)))
+            .collect();
+        let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": data });
+        let path = Self::path("configmaps", &name);
+        match self.0.admin().get(&path).await? {
+            Some(_) => self.0.admin().replace(&path, &map).await.map(drop),
+            None => self
+                .0
+                .admin()
+                .create(&Self::collection("configmaps"), &map)
+                .await
+                .map(drop),
+        }
+    }
+
+    /// Deletes the ConfigMap of the ports.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn remove_ports(self) -> Result<()> {
+        self.0
+            .admin()
+            .delete(&Self::path(
+                "configmaps",
+                &ObjectNames::default().ports_config_map,
+            ))
+            .await
+    }
+
+    /// The path of the ConfigMap of the records.
+    #[must_use]
+    pub fn records_path() -> String {
+        Self::path("configmaps", &ObjectNames::default().nodes_config_map)
+    }
+
+    /// The ConfigMap of the records.
+    ///
+    /// # Errors
+    /// There is none.
+    pub async fn records_map(self) -> Result<Value> {
+        self.0
+            .admin()
+            .get(&Self::records_path())
+            .await?
+            .context("no ConfigMap of the records")
+    }
+
+    /// The text of the records.
+    ///
+    /// # Errors
+    /// There is none.
+    pub async fn records(self) -> Result<String> {
+        let map = self.records_map().await?;
+        let text = map["data"][RECORDS_KEY].as_str().map(str::to_owned);
+        text.with_context(|| format!("no key {RECORDS_KEY} in {map}"))
+    }
+}
+
+/// The Service of the doors with the ports of the guide.
+#[must_use]
+pub fn internal_service() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": { "name": ObjectNames::default().internal_service, "labels": { "name": "yurt-tunnel-server" } },
+        "spec": {
+            "selector": { "k8s-app": "yurt-tunnel-server" },
+            "ports": [
+                { "name": "http", "port": 10255, "targetPort": 10264, "protocol": "TCP" },
+                { "name": "https", "port": 10250, "targetPort": 10263, "protocol": "TCP" },
+            ],
+        },
+    })
+}
+
+/// What an endpoints controller would make of the Service for one server at `address`.
+#[must_use]
+pub fn endpoints(service: &Value, address: &str) -> Value {
+    let ports = service["spec"]["ports"].as_array().into_iter().flatten();
+    let ports: Vec<_> =
+        ports.map(|port| json!({ "name": port["name"], "port": port["targetPort"], "protocol": port["protocol"] })).collect();
+    json!({
+        "apiVersion": "v1", "kind": "Endpoints", "metadata": { "name": service["metadata"]["name"] },
+        "subsets": [{ "addresses": [{ "ip": address }], "ports": ports }],
+    })
+}
+
+/// The roles that the server's table of rights comes to: one of the cluster, one of the namespace.
+pub(super) fn roles() -> [Value; 2] {
+    let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
+        .iter()
+        .partition(|right| right.scope == Scope::Cluster);
+    let rules = |rights: Vec<&Right>| rights.into_iter().map(rule).collect::<Vec<_>>();
+    let (namespace, name) = SERVICE_ACCOUNT;
+    let api = "rbac.authorization.k8s.io/v1";
+    [
+        json!({ "apiVersion": api, "kind": "ClusterRole", "metadata": { "name": name }, "rules": rules(cluster) }),
+        json!({ "apiVersion": api, "kind": "Role", "metadata": { "name": name, "namespace": namespace }, "rules": rules(inside) }),
+    ]
+}
+
+fn rule(right: &Right) -> Value {
+    let mut rule =
+        json!({ "apiGroups": [right.group], "resources": [right.resource], "verbs": right.verbs });
+    if let Scope::Named(flag) = right.scope {
+        rule["resourceNames"] = json!([named_by(flag)]);
+    }
+    rule
+}
+
+/// The name that a flag has by default; a flag that nobody knows leads to no object.
+fn named_by(flag: &str) -> String {
+    let names = ObjectNames::default();
+    match flag {
+        "--nodes-config-map" => names.nodes_config_map,
+        "--ports-config-map" => names.ports_config_map,
+        "--internal-service" => names.internal_service,
+        "--leader-lease" => names.leader_lease,
+        other => format!("no-such-flag{other}"),
+    }
+}
