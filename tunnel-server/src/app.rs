@@ -38,7 +38,7 @@ mod cluster;
 mod records;
 mod sockets;
 
-use cluster::{Following, follow_cluster};
+use cluster::{Followed, Following, follow_cluster};
 #[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::Bound;
@@ -58,6 +58,7 @@ pub struct App {
     tokens: Arc<TokenStore>,
     nodes: Arc<KnownNodes>,
     records: Records,
+    cluster: Followed,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
@@ -137,7 +138,7 @@ impl App {
             own: own_ports(&bound),
             ..config.ports.clone()
         });
-        let pods = follow_cluster(
+        let cluster = follow_cluster(
             &config,
             Following {
                 routes: &routes,
@@ -157,7 +158,7 @@ impl App {
             routes: routes.clone(),
             registry: registry.clone(),
             policy,
-            pods,
+            pods: cluster.pods.clone(),
             target_tls: tls::target_client()?,
             limits: DoorLimits {
                 handshake: config.limits.handshake_timeout,
@@ -243,6 +244,7 @@ impl App {
             tokens,
             nodes,
             records,
+            cluster,
             _lock: lock,
         })
     }
@@ -291,7 +293,7 @@ impl App {
 
     /// Serves until the drain token is cancelled, then ends: no new work, running work within the drain timeout, sessions
     /// closed after everything sent has arrived.
-    pub async fn run(self) {
+    pub async fn run(mut self) {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
             () = self.shutdown.stop().cancelled() => {}
@@ -311,8 +313,13 @@ impl App {
                 .spawn(async move { agent.close(CloseCode::Draining, "server is stopping").await });
         }
         closing.close();
+        let cluster = &mut self.cluster;
+        let quiet = async {
+            closing.wait().await;
+            tokio::join!(self.quic.wait_idle(), cluster.ended());
+        };
         tokio::select! {
-            () = closing.wait() => self.quic.wait_idle().await,
+            () = quiet => {}
             () = self.shutdown.stop().cancelled() => {}
         }
         self.shutdown.finish().await;

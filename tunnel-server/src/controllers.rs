@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use kube::api::DynamicObject;
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{info, warn};
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
@@ -60,12 +60,15 @@ use metrics::{ClusterMetrics, Object};
 use nodes::{NodeObject, NodeStore};
 use problems::{Part, Problems};
 pub use service::DoorPorts;
-use watches::{Seen, config, follow, follow_one};
+use watches::{Context, Seen, config, follow, follow_one};
 use world::{Desired, Own, World};
 use writers::Writers;
 
 /// A server without any node kept waits this long for the first list before it says that it is ready.
 const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
+
+/// Agents that come and go within this time count together.
+const AGENTS_PAUSE: Duration = Duration::from_millis(200);
 
 /// What the cluster's side feeds.
 #[derive(Debug)]
@@ -100,10 +103,21 @@ pub async fn start(
     settings: &KubernetesSettings,
     parts: Parts,
     registry: &mut MetricsRegistry,
-) -> Result<(), ConfigError> {
+) -> Result<Writing, ConfigError> {
     let connection = client::connect(settings).await?;
-    run(settings, connection, parts, registry);
-    Ok(())
+    Ok(run(settings, connection, parts, registry))
+}
+
+/// What is written to the cluster. It ends by itself when the drain begins.
+#[derive(Debug)]
+pub struct Writing(oneshot::Receiver<()>);
+
+impl Writing {
+    /// Waits until nothing is written any more and the Lease is given back, which takes 2 s at most after the drain has
+    /// begun.
+    pub async fn ended(self) {
+        let _either_way = self.0.await;
+    }
 }
 
 fn run(
@@ -111,7 +125,7 @@ fn run(
     connection: Connection,
     parts: Parts,
     registry: &mut MetricsRegistry,
-) {
+) -> Writing {
     let metrics = ClusterMetrics::new(registry);
     let problems = Problems::new(parts.readiness.clone(), metrics.clone());
     let kept = keep::load(&parts.data);
@@ -127,7 +141,7 @@ fn run(
     let store = NodeStore::new(settings.edge_label.clone(), kept.nodes.clone());
     let world = watch::Sender::new(World::kept(kept));
     let desired = watch::Sender::new(Desired::default());
-    write(
+    let writing = write(
         settings,
         &connection,
         &parts,
@@ -152,7 +166,7 @@ fn run(
             "{}/{}",
             connection.namespace, settings.names.internal_service
         ),
-        problems,
+        problems: problems.clone(),
         metrics: metrics.clone(),
         desired,
         last_nodes: None,
@@ -164,11 +178,13 @@ fn run(
         settings,
         &connection,
         &parts.shutdown,
-        (store, world, first_list, metrics),
+        (store, world, first_list),
+        (problems, metrics),
     );
+    writing
 }
 
-/// The election and the writers that depend on it. A drain waits for both: writing has ended when the Lease is given back.
+/// The election and the writers that depend on it: writing has ended when the Lease is given back.
 fn write(
     settings: &KubernetesSettings,
     connection: &Connection,
@@ -179,7 +195,7 @@ fn write(
         &Problems,
         &ClusterMetrics,
     ),
-) {
+) -> Writing {
     let Connection {
         client,
         throttle,
@@ -210,24 +226,23 @@ fn write(
         written: None,
     };
     let drain = parts.shutdown.drain().clone();
-    parts.shutdown.spawn_work(async move {
+    let (end, ended) = oneshot::channel();
+    parts.shutdown.spawn_service(async move {
         let writing = Box::pin(writers.run(&drain));
         let electing = Box::pin(election.run(&drain));
         tokio::join!(writing, electing);
         election.release().await;
+        let _nobody_waits = end.send(());
     });
+    Writing(ended)
 }
 
 fn watch_all(
     settings: &KubernetesSettings,
     connection: &Connection,
     shutdown: &Shutdown,
-    (mut store, world, first_list, metrics): (
-        NodeStore,
-        watch::Sender<World>,
-        Option<ReadinessBlock>,
-        ClusterMetrics,
-    ),
+    (mut store, world, first_list): (NodeStore, watch::Sender<World>, Option<ReadinessBlock>),
+    (problems, metrics): (Problems, ClusterMetrics),
 ) {
     let Connection {
         client,
@@ -235,13 +250,18 @@ fn watch_all(
         namespace,
     } = connection;
     let names = settings.names.clone();
-    let context = |object| (object, metrics.clone(), throttle.clone());
+    let context = |object| Context {
+        object,
+        metrics: metrics.clone(),
+        problems: problems.clone(),
+        throttle: throttle.clone(),
+    };
     let nodes = Api::<NodeObject>::all(client.clone());
     let services = writers::services(client.clone(), namespace);
     let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
     let (of_nodes, of_service) = (context(Object::Nodes), context(Object::Service));
     let (of_records, of_ports) = (context(Object::Records), context(Object::Ports));
-    let (heard, listed) = tokio::sync::oneshot::channel();
+    let (heard, listed) = oneshot::channel();
     let mut heard = Some(heard);
     let world = Arc::new(world);
     let (service_world, records_world, ports_world) = (world.clone(), world.clone(), world.clone());
@@ -329,7 +349,12 @@ impl Publisher {
                 changed = world.changed() => changed.is_ok(),
                 changed = async {
                     match &mut agents {
-                        Some(agents) => agents.changed().await.is_ok(),
+                        Some(agents) => {
+                            let changed = agents.changed().await.is_ok();
+                            // A site that comes back brings many in a row.
+                            tokio::time::sleep(AGENTS_PAUSE).await;
+                            changed
+                        }
                         None => std::future::pending().await,
                     }
                 } => changed,

@@ -275,7 +275,9 @@ impl Readiness {
         });
     }
 
-    fn notes(&self) -> Vec<(&'static str, String)> {
+    /// What was said of the parts, line by line.
+    #[must_use]
+    pub fn notes(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let notes = state.notes.iter();
         notes

@@ -33,19 +33,40 @@ pub(super) struct Following<'a> {
     pub(super) shutdown: &'a Shutdown,
 }
 
-/// Follows the cluster of the configuration, if there is one; then doors may ask for pods.
+/// A cluster that is followed.
+#[derive(Debug, Default)]
+pub(super) struct Followed {
+    /// Whom doors may ask for pods.
+    pub(super) pods: Option<PodFinder>,
+    #[cfg(feature = "kubernetes")]
+    writing: Option<crate::controllers::Writing>,
+}
+
+impl Followed {
+    /// Waits until nothing is written to the cluster any more. The drain must have begun.
+    pub(super) async fn ended(&mut self) {
+        #[cfg(feature = "kubernetes")]
+        if let Some(writing) = self.writing.take() {
+            writing.ended().await;
+        }
+        #[cfg(not(feature = "kubernetes"))]
+        std::future::ready(()).await;
+    }
+}
+
+/// Follows the cluster of the configuration, if there is one.
 #[cfg(feature = "kubernetes")]
 pub(super) async fn follow_cluster(
     config: &Config,
     parts: Following<'_>,
     registry: &mut MetricsRegistry,
-) -> anyhow::Result<Option<PodFinder>> {
+) -> anyhow::Result<Followed> {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
     use crate::controllers::{self, DoorPorts, Parts};
 
     let Some(settings) = &config.kubernetes else {
-        return Ok(None);
+        return Ok(Followed::default());
     };
     let pods = settings.pod_lookup.then(PodFinder::new);
     let (finder, questions) = pods.unzip();
@@ -64,8 +85,11 @@ pub(super) async fn follow_cluster(
         },
         questions,
     };
-    controllers::start(settings, parts, registry).await?;
-    Ok(finder)
+    let writing = controllers::start(settings, parts, registry).await?;
+    Ok(Followed {
+        pods: finder,
+        writing: Some(writing),
+    })
 }
 
 /// This build follows none, and the configuration has none.
@@ -74,6 +98,6 @@ pub(super) async fn follow_cluster(
     _config: &Config,
     _parts: Following<'_>,
     _registry: &mut MetricsRegistry,
-) -> anyhow::Result<Option<PodFinder>> {
-    std::future::ready(Ok(None)).await
+) -> anyhow::Result<Followed> {
+    std::future::ready(Ok(Followed::default())).await
 }

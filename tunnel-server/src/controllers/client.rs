@@ -1,12 +1,16 @@
 //! A connection to the API server: from a kubeconfig, or as the ServiceAccount of the container.
 
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::Response;
-use kube::client::ClientBuilder;
+use http::{Request, Response};
+use kube::client::{Body, ClientBuilder};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use tower::layer::layer_fn;
 use tower::util::MapResponseLayer;
+use tower::{BoxError, Service};
 use tunnel_proto::process::settings::ConfigError;
 
 use super::failure::Throttle;
@@ -17,6 +21,10 @@ use crate::config::KubernetesSettings;
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// A connection on which nothing came for this long is dead; a watch ends before.
 const READ_LIMIT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
+/// The head of an answer to a watch comes at once, whatever follows when.
+const WATCH_HEAD_LIMIT: Duration = Duration::from_secs(5);
+/// Of a page of a list and all others; writers have limits of their own.
+const HEAD_LIMIT: Duration = Duration::from_secs(60);
 /// Namespace outside a cluster.
 const NAMESPACE: &str = "kube-system";
 
@@ -62,6 +70,7 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
     let builder = ClientBuilder::try_from(config)
         .map_err(|error| ConfigError(vec![format!("--kubeconfig: {error}")]))?;
     let client = builder
+        .with_layer(&layer_fn(HeadLimit))
         .with_layer(&MapResponseLayer::new(move |response: Response<_>| {
             noting.note(response.status(), response.headers());
             response
@@ -72,4 +81,67 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
         throttle,
         namespace,
     })
+}
+
+/// Gives up on answers whose head does not come: kube has no limit of its own for them.
+#[derive(Debug)]
+struct HeadLimit<S>(S);
+
+impl<S> Service<Request<Body>> for HeadLimit<S>
+where
+    S: Service<Request<Body>>,
+    S::Future: Send + 'static,
+    S::Error: Into<BoxError>,
+{
+    type Response = S::Response;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.0.poll_ready(context).map_err(Into::into)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let query = request.uri().query().unwrap_or_default();
+        let is_watch = query.split('&').any(|pair| pair == "watch=true");
+        let limit = if is_watch {
+            WATCH_HEAD_LIMIT
+        } else {
+            HEAD_LIMIT
+        };
+        let answer = self.0.call(request);
+        Box::pin(async move {
+            match tokio::time::timeout(limit, answer).await {
+                Ok(answer) => answer.map_err(Into::into),
+                Err(elapsed) => Err(elapsed.into()),
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+    use tower::{Layer as _, ServiceExt as _, service_fn};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn heads_of_watches_have_a_short_limit() {
+        let never = service_fn(|_request| std::future::pending::<Result<Response<()>, BoxError>>());
+        for (uri, limit) in [
+            (
+                "/api/v1/nodes?&watch=true&timeoutSeconds=60",
+                WATCH_HEAD_LIMIT,
+            ),
+            ("/api/v1/nodes?&limit=200&continue=watch=true", HEAD_LIMIT),
+            ("/api/v1/nodes", HEAD_LIMIT),
+        ] {
+            let begun = Instant::now();
+            let limited = layer_fn(HeadLimit).layer(never);
+            let request = Request::get(uri).body(Body::empty()).unwrap();
+            limited.oneshot(request).await.unwrap_err();
+            assert_eq!(begun.elapsed(), limit, "{uri}");
+        }
+    }
 }

@@ -46,7 +46,9 @@ impl EventLog {
         let reason = match part {
             Part::PortLists => "BadPorts",
             Part::RecordsSize => "RecordsTooLarge",
-            Part::NodeNames | Part::Service | Part::Writing(_) => return Ok(()),
+            Part::NodeNames | Part::Service | Part::Watching(_) | Part::Writing(_) => {
+                return Ok(());
+            }
         };
         if lines.is_empty() {
             self.said.remove(reason);

@@ -23,7 +23,7 @@ const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 /// Between tries to get or renew it.
 const RETRY_PERIOD: Duration = Duration::from_secs(2);
 /// One try.
-const TRY_LIMIT: Duration = Duration::from_secs(5);
+const TRY_LIMIT: Duration = Duration::from_secs(4);
 /// Giving it back at a clean stop.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 

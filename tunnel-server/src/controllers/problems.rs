@@ -74,6 +74,8 @@ pub(super) enum Part {
     Service,
     /// Size of the records.
     RecordsSize,
+    /// Following objects.
+    Watching(Object),
     /// Writing an object.
     Writing(Object),
 }
@@ -85,6 +87,11 @@ impl Part {
             Self::PortLists => "port lists",
             Self::Service => "service",
             Self::RecordsSize => "records size",
+            Self::Watching(Object::Nodes) => "watching nodes",
+            Self::Watching(Object::Records) => "watching records",
+            Self::Watching(Object::Ports) => "watching ports",
+            Self::Watching(Object::Service) => "watching service",
+            Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",
             Self::Writing(_) => "writing",

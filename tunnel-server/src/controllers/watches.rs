@@ -3,20 +3,26 @@
 use std::fmt::Debug;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::{FutureExt as _, StreamExt as _};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
-use tracing::{debug, warn};
+use tokio::time::Instant;
+use tracing::debug;
 
 use super::failure::{Backoff, Failure, FailureKind, Throttle};
 use super::metrics::{ClusterMetrics, Object};
+use super::problems::{Part, Problems};
 
 /// Objects of one page of a list: a Node can be 20 KB of JSON, and a page is in memory as a whole.
 const PAGE_OBJECTS: u32 = 200;
 /// The API server ends watches after this long, seconds; one that is silent for longer is dead.
 pub(super) const WATCH_SECONDS: u32 = 60;
+/// Longer than a try to start a watch and the wait before it together.
+const SILENCE: Duration = Duration::from_secs(12);
+const FOREVER: Duration = Duration::from_secs(86_400 * 365);
 /// Events that are handled together.
 const BATCH_EVENTS: usize = 1024;
 
@@ -27,36 +33,47 @@ pub(super) fn config() -> watcher::Config {
         .timeout(WATCH_SECONDS)
 }
 
+/// What is followed, and where failures are told.
+#[derive(Debug, Clone)]
+pub(super) struct Context {
+    pub(super) object: Object,
+    pub(super) metrics: ClusterMetrics,
+    pub(super) problems: Problems,
+    pub(super) throttle: Throttle,
+}
+
 /// Feeds the events of a list and watch to `apply`, those that are there together in one call, for as long as it is
-/// polled. Failures are counted, logged when their kind changes, and retried.
+/// polled. Failures are counted and retried; those that last are told.
 pub(super) async fn follow<K>(
     api: Api<K>,
     config: watcher::Config,
-    (object, metrics, throttle): (Object, ClusterMetrics, Throttle),
+    context: Context,
     mut apply: impl FnMut(Vec<Event<K>>),
 ) where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let mut backoff = Backoff::default();
-    let mut said: Option<FailureKind> = None;
+    let mut trouble = Trouble::new(context);
     loop {
         let mut events = pin!(watcher(api.clone(), config.clone()));
         // kube goes on from the same version when a watch cannot start, which never succeeds when that is the reason.
         let mut is_expired = false;
         while !is_expired {
-            let Some(next) = events.next().await else {
-                break;
+            let next = tokio::time::timeout(trouble.silence(), events.next()).await;
+            let mut taken = match next {
+                Ok(Some(next)) => Some(next),
+                Ok(None) => break,
+                Err(_nothing_failed) => {
+                    trouble.is_over();
+                    continue;
+                }
             };
             let mut batch = Vec::new();
-            let mut failure = None;
-            let mut taken = Some(next);
+            let mut failed = None;
             while let Some(next) = taken {
                 match next {
                     Ok(event) => batch.push(event),
                     Err(error) => {
-                        is_expired = matches!(&error, watcher::Error::WatchStartFailed(_))
-                            && Failure::from(&error).kind == FailureKind::Expired;
-                        failure = Some(Failure::from(&error));
+                        failed = Some(error);
                         break;
                     }
                 }
@@ -66,26 +83,65 @@ pub(super) async fn follow<K>(
                     None
                 };
             }
-            let is_alive = batch
-                .iter()
-                .any(|event| matches!(event, Event::InitDone | Event::Apply(_) | Event::Delete(_)));
-            if is_alive && failure.is_none() && said.take().is_some() {
-                debug!(object = object.label(), "watching again");
-            }
             if !batch.is_empty() {
                 apply(batch);
             }
-            let Some(failure) = failure else { continue };
-            metrics.watch_failed(object, failure.kind);
-            if said.replace(failure.kind) != Some(failure.kind) {
-                warn!(object = object.label(), error = %failure, "cannot watch, trying again");
+            if let Some(error) = failed {
+                let failure = Failure::from(&error);
+                is_expired = matches!(error, watcher::Error::WatchStartFailed(_))
+                    && failure.kind == FailureKind::Expired;
+                tokio::time::sleep(trouble.after(&failure)).await;
             }
-            let now = tokio::time::Instant::now();
-            let wait = backoff
-                .after(&failure, now, rand::random())
-                .max(throttle.left(now));
-            tokio::time::sleep(wait).await;
         }
+    }
+}
+
+/// Failures of one watch in a row.
+#[derive(Debug)]
+struct Trouble {
+    context: Context,
+    backoff: Backoff,
+    failures: u32,
+}
+
+impl Trouble {
+    fn new(context: Context) -> Self {
+        Self {
+            context,
+            backoff: Backoff::default(),
+            failures: 0,
+        }
+    }
+
+    /// Without a failure for this long a watch runs, though it has nothing to say.
+    fn silence(&self) -> Duration {
+        if self.failures > 0 { SILENCE } else { FOREVER }
+    }
+
+    fn is_over(&mut self) {
+        self.failures = 0;
+        let part = Part::Watching(self.context.object);
+        self.context.problems.set(part, Vec::new());
+    }
+
+    /// How long to wait after a failure. A single one is nothing: every restart of the API server makes some.
+    fn after(&mut self, failure: &Failure) -> Duration {
+        let Context {
+            object,
+            metrics,
+            problems,
+            throttle,
+        } = &self.context;
+        self.failures = self.failures.saturating_add(1);
+        metrics.watch_failed(*object, failure.kind);
+        debug!(object = object.label(), error = %failure, "cannot watch, trying again");
+        if self.failures > 1 {
+            let line = format!("{} cannot be followed: {failure}", object.label());
+            problems.set(Part::Watching(*object), vec![line]);
+        }
+        let now = Instant::now();
+        let wait = self.backoff.after(failure, now, rand::random());
+        wait.max(throttle.left(now))
     }
 }
 
@@ -129,7 +185,7 @@ impl<T> Seen<T> {
 pub(super) async fn follow_one<K>(
     api: Api<K>,
     name: &str,
-    context: (Object, ClusterMetrics, Throttle),
+    context: Context,
     mut change: impl FnMut(Seen<K>),
 ) where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,

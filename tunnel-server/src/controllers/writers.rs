@@ -29,7 +29,7 @@ const QUIET: Duration = Duration::from_millis(300);
 /// And no longer than this together.
 const BURST_MAX: Duration = Duration::from_secs(1);
 /// One call.
-const CALL_LIMIT: Duration = Duration::from_secs(8);
+const CALL_LIMIT: Duration = Duration::from_secs(5);
 /// Writes of one object that may conflict in a row before the writer backs off.
 const CONFLICTS_MAX: u32 = 5;
 /// Objects are read anew, whatever was watched.

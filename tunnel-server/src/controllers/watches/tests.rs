@@ -4,6 +4,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::{Value, json};
 use tokio::time::Instant;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
@@ -27,15 +28,21 @@ fn list(items: &[Value], more: &str) -> Value {
 type Versions = Arc<Mutex<Vec<String>>>;
 
 fn followed() -> (ApiServer, Versions, Shutdown) {
+    followed_with(Readiness::default())
+}
+
+fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
     let (client, server) = api_server();
     let (seen, tasks) = (Versions::default(), Shutdown::new());
     let seeing = seen.clone();
     tasks.spawn_service(async move {
-        let context = (
-            Object::Ports,
-            ClusterMetrics::default(),
-            Throttle::default(),
-        );
+        let metrics = ClusterMetrics::default();
+        let context = Context {
+            object: Object::Ports,
+            problems: Problems::new(readiness, metrics.clone()),
+            metrics,
+            throttle: Throttle::default(),
+        };
         let maps = Api::<ConfigMap>::namespaced(client, NAMESPACE);
         follow_one(maps, "a", context, |state| {
             let version = state.present().map_or_else(
@@ -132,4 +139,26 @@ async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
     }
     assert!((8..=13).contains(&lists), "{lists} lists in 300 s");
     assert!(!seen.lock().unwrap().is_empty());
+}
+
+/// F22: told while it lasts, also when what is followed says nothing afterwards.
+#[tokio::test(start_paused = true)]
+async fn lost_right_is_told_until_the_watch_runs_again() {
+    let readiness = Readiness::default();
+    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    server.call().await.refuse(403, "Forbidden");
+    let second = server.call().await;
+    assert_eq!(readiness.notes(), [], "one failure is nothing");
+    second.refuse(403, "Forbidden");
+    let third = server.call().await;
+    let notes = readiness.notes();
+    assert_eq!(notes.len(), 1);
+    assert!(
+        notes[0].1.contains("ports cannot be followed: Forbidden"),
+        "{notes:?}"
+    );
+    third.answer(&list(&[], ""));
+    let _watch = server.call().await.stream(&[]);
+    tokio::time::sleep(SILENCE + Duration::from_secs(1)).await;
+    assert_eq!(readiness.notes(), []);
 }

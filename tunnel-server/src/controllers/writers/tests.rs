@@ -287,7 +287,7 @@ async fn refused_writes_are_tried_again_and_told() {
             tries += 1;
             call.refuse(403, "Forbidden");
         }
-        assert!((10..=40).contains(&tries), "{tries}");
+        assert!((25..=60).contains(&tries), "{tries}");
         assert_eq!(bench.problems.of(Part::Writing(Object::Records)).len(), 1);
         let returned = Instant::now();
         loop {
