@@ -27,15 +27,22 @@ macro_rules! on_both {
 
 mod hosts_file;
 mod kubectl;
+mod leader;
+mod outage;
+mod ports;
+mod quiet;
 mod records;
+mod rights;
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tunnel_tests::client::{HttpReply, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Families, Kind, Objects, cloud, edge};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::targets::Exporter;
 
 /// A cluster and a folder for the servers that follow it.
 struct Lab {
@@ -115,6 +122,72 @@ impl Lab {
         })
         .await;
     }
+}
+
+/// An agent of a node, and an exporter behind it.
+struct Site {
+    node: String,
+    exporter: Exporter,
+    _agent: Process,
+}
+
+impl Site {
+    /// Starts both; the arguments are further ones of the agent's `run`.
+    async fn start(lab: &Lab, server: &Server, node: &str, arguments: &[&str]) -> Result<Self> {
+        let exporter = Exporter::start(node).await?;
+        let token = server.token(node, None).await?;
+        let folder = lab.scratch.path().join(format!("agent-{node}"));
+        let agents = server.address(Listener::Agents);
+        let agent = if arguments.contains(&"--node-ip") {
+            AgentSetup::new(node, agents, &folder, None).args(&["--meta-listen", "127.0.0.1:0"])
+        } else {
+            AgentSetup::on_loopback(node, agents, &folder)
+        };
+        let agent = agent.args(&["--token", &token]).args(arguments).start()?;
+        server.wait_until_connected(&[node]).await;
+        Ok(Self {
+            node: node.to_owned(),
+            exporter,
+            _agent: agent,
+        })
+    }
+
+    fn port(&self) -> u16 {
+        self.exporter.addr().port()
+    }
+
+    /// What a caller puts into Host.
+    fn host(&self) -> String {
+        format!("{}:{}", self.node, self.port())
+    }
+
+    /// Asks for the exporter's page through the plain door.
+    async fn get(&self, server: &Server) -> Result<HttpReply> {
+        request(
+            server.address(Listener::Http),
+            &RawRequest::get(&self.host(), "/metrics"),
+        )
+        .await
+    }
+
+    /// Fails unless the exporter's page comes through the plain door.
+    async fn serves(&self, server: &Server) -> Result<()> {
+        let reply = self.get(server).await?;
+        ensure!(
+            reply.status == 200 && reply.text().contains(&self.node),
+            "{}: {}",
+            reply.status,
+            reply.text()
+        );
+        Ok(())
+    }
+}
+
+/// What the server tells on its meta port.
+async fn told(server: &Server, path: &str) -> Result<String> {
+    let meta = server.address(Listener::Meta);
+    let reply = request(meta, &RawRequest::get("meta", path)).await?;
+    Ok(reply.text())
 }
 
 /// The address of the guide's Service.

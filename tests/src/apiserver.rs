@@ -32,6 +32,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
+use tokio::sync::Mutex;
 
 use crate::process::ScratchDir;
 
@@ -72,7 +73,8 @@ impl Default for Setup {
 #[derive(Debug)]
 pub struct StandIn {
     service: Arc<Service>,
-    listening: Listening,
+    addr: SocketAddr,
+    listening: Mutex<Listening>,
     pki: Pki,
     tokens: HashMap<(String, String), String>,
     scratch: ScratchDir,
@@ -102,9 +104,11 @@ impl StandIn {
             families: setup.service_ranges,
         });
         let listening = Listening::start(Arc::clone(&service), &pki)?;
+        let addr = listening.addr();
         let stand_in = Self {
             service,
-            listening,
+            addr,
+            listening: Mutex::new(listening),
             pki,
             tokens,
             scratch,
@@ -121,7 +125,7 @@ impl StandIn {
 
     /// Where it listens.
     pub fn addr(&self) -> SocketAddr {
-        self.listening.addr()
+        self.addr
     }
 
     /// A kubeconfig with which one may do everything, by client certificate.
@@ -179,12 +183,14 @@ impl StandIn {
     ///
     /// # Errors
     /// Its port cannot be opened again.
-    pub async fn be(&mut self, presence: Presence) -> Result<()> {
+    pub async fn be(&self, presence: Presence) -> Result<()> {
         self.service.faults.set_presence(presence);
         if presence == Presence::Refusing {
-            self.listening.close().await;
+            self.listening.lock().await.close().await;
         } else {
             self.listening
+                .lock()
+                .await
                 .open(Arc::clone(&self.service))
                 .context("open the API server's port again")?;
         }

@@ -114,8 +114,8 @@ impl Cluster {
     ///
     /// # Errors
     /// This is a real one.
-    pub fn stand_in(&mut self) -> Result<&mut StandIn> {
-        match &mut self.server {
+    pub fn stand_in(&self) -> Result<&StandIn> {
+        match &self.server {
             ApiServer::StandIn(stand_in) => Ok(stand_in),
             ApiServer::Real(_) => bail!("a real API server has no faults on demand"),
         }

@@ -9,22 +9,30 @@ use tunnel_tests::process::{Finished, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
 /// One kubectl with the credentials of an administrator and caches of its own.
-struct Kubectl {
+pub(super) struct Kubectl {
     file: PathBuf,
     kubeconfig: PathBuf,
-    home: PathBuf,
+    home: ScratchDir,
 }
 
 impl Kubectl {
+    pub(super) fn new(file: PathBuf, kubeconfig: PathBuf) -> Result<Self> {
+        Ok(Self {
+            file,
+            kubeconfig,
+            home: ScratchDir::new()?,
+        })
+    }
+
     async fn run(&self, words: &[&str]) -> Result<Finished> {
         let program = Program::at(&self.file)
             .env("KUBECONFIG", &self.kubeconfig)
-            .env("HOME", &self.home)
+            .env("HOME", self.home.path())
             .args(words.iter().copied());
         program.run().await
     }
 
-    async fn ok(&self, words: &[&str]) -> Result<String> {
+    pub(super) async fn ok(&self, words: &[&str]) -> Result<String> {
         self.run(words).await?.ok()
     }
 
@@ -34,8 +42,8 @@ impl Kubectl {
     }
 }
 
-/// All of them, each with its name for messages.
-fn kubectls() -> Result<Vec<PathBuf>, Skip> {
+/// All that are here.
+pub(super) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
     let all = Tool::Kubectl.find_all();
     if all.is_empty() {
         return Err(Skip::because("needs kubectl"));
@@ -49,13 +57,8 @@ async fn with_each(check: impl AsyncFn(&Kubectl, &Path) -> Result<()>) -> Result
     };
     for file in files {
         let stand_in = StandIn::start(Setup::default())?;
-        let scratch = ScratchDir::new()?;
-        let kubectl = Kubectl {
-            file,
-            kubeconfig: stand_in.admin_kubeconfig()?,
-            home: scratch.path().to_owned(),
-        };
-        check(&kubectl, scratch.path()).await?;
+        let kubectl = Kubectl::new(file, stand_in.admin_kubeconfig()?)?;
+        check(&kubectl, kubectl.home.path()).await?;
     }
     Ok(())
 }

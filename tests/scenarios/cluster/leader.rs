@@ -1,0 +1,305 @@
+//! One writer among several servers, and what losing the Lease does not touch.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::apiserver::{Fault, Status};
+use tunnel_tests::client::{Exchange, RawRequest};
+use tunnel_tests::cluster::{Kind, edge};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{Listener, Server, Signal};
+
+use super::{FIRST, GUIDE_RECORDS, Lab, Site, told};
+
+on_both!(
+    dns_8_another_server_writes_when_the_leader_is_killed,
+    dns_8_a_deposed_leader_keeps_serving_and_writes_nothing,
+);
+
+const LEASE: &str =
+    "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-dns-controller";
+
+/// From the end of a leader to the first write of another.
+const TAKEOVER: Duration = Duration::from_secs(20);
+
+const WITH_WORKER_2: &str =
+    "10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n192.168.33.220\tmaster-1";
+
+/// A long answer through the plain door, fed by the exporter.
+struct Long<'a> {
+    exchange: Exchange,
+    site: &'a Site,
+    said: u32,
+}
+
+impl<'a> Long<'a> {
+    async fn start(site: &'a Site, server: &Server) -> Result<Self> {
+        let get = RawRequest::get(&site.host(), "/follow");
+        let exchange = Exchange::start(server.address(Listener::Http), &get).await?;
+        ensure!(exchange.status() == 200, "{}", exchange.status());
+        Ok(Self {
+            exchange,
+            site,
+            said: 0,
+        })
+    }
+
+    /// Says a line at the edge and hears it here.
+    async fn goes_on(&mut self) -> Result<()> {
+        self.said += 1;
+        let line = format!("line {}", self.said);
+        ensure!(
+            self.site.exporter.emit(&line) == 1,
+            "the exporter has lost its caller"
+        );
+        let heard = tokio::time::timeout(scaled(FIRST), self.exchange.line())
+            .await?
+            .context("the answer has ended")?;
+        ensure!(heard.trim() == line, "{heard:?} instead of {line:?}");
+        Ok(())
+    }
+}
+
+async fn dns_8_another_server_writes_when_the_leader_is_killed(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let mut leader = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let other = lab.server("b").await?;
+    let site = Site::start(&lab, &other, "worker-1", &[]).await?;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", &site.port().to_string())])
+        .await?;
+    eventually("the port", FIRST, async || site.serves(&other).await).await;
+    let mut long = Long::start(&site, &other).await?;
+    long.goes_on().await?;
+
+    leader.process().signal(Signal::Kill)?;
+    let killed = Instant::now();
+    lab.objects().add(&edge("worker-2")).await?;
+    lab.wait_for_records("the other one's write", TAKEOVER, WITH_WORKER_2)
+        .await;
+    ensure!(
+        killed.elapsed() <= scaled(TAKEOVER),
+        "only after {:?}",
+        killed.elapsed()
+    );
+    long.goes_on().await?;
+    site.serves(&other).await
+}
+
+async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    let site = Site::start(&lab, &server, "worker-1", &[]).await?;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", &site.port().to_string())])
+        .await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    eventually("the port", FIRST, async || site.serves(&server).await).await;
+    let mut long = Long::start(&site, &server).await?;
+    long.goes_on().await?;
+
+    // Another one takes the Lease, and renews it for a while.
+    steal(&lab).await?;
+    eventually("the server to see it", FIRST, async || {
+        let text = told(&server, "/metrics").await?;
+        ensure!(
+            text.contains("tunnel_server_kubernetes_leader 0"),
+            "still leads"
+        );
+        Ok(())
+    })
+    .await;
+    let before = lab.objects().records_map().await?;
+    lab.objects().add(&edge("worker-2")).await?;
+    // Longer than any burst is gathered; each look renews the Lease of the other one.
+    let end = Instant::now() + Duration::from_secs(4);
+    eventually(
+        "some seconds as another one's follower",
+        Duration::from_secs(20),
+        async || {
+            steal(&lab).await?;
+            let map = lab.objects().records_map().await?;
+            assert_eq!(
+                map["metadata"]["resourceVersion"], before["metadata"]["resourceVersion"],
+                "a deposed server wrote {map}"
+            );
+            ensure!(Instant::now() >= end, "not yet over");
+            Ok(())
+        },
+    )
+    .await;
+    // What it does not write it still knows: the new node has a name here at once.
+    let reply = tunnel_tests::client::request(
+        server.address(Listener::Http),
+        &RawRequest::get("worker-2:10250", "/"),
+    )
+    .await?;
+    ensure!(
+        reply.header("x-tunnel-error") == Some("no_agent"),
+        "{}",
+        reply.text()
+    );
+    long.goes_on().await?;
+    site.serves(&server).await?;
+    lab.wait_for_records(
+        "its write when the other one is silent",
+        TAKEOVER,
+        WITH_WORKER_2,
+    )
+    .await;
+    long.goes_on().await
+}
+
+/// Makes somebody else hold the Lease, renewed at this moment.
+async fn steal(lab: &Lab) -> Result<()> {
+    let lease = lab.cluster.admin().get(LEASE).await?.context("no Lease")?;
+    let now = now();
+    let spec = json!({
+        "holderIdentity": "somebody-else", "leaseDurationSeconds": 15, "renewTime": now,
+        "leaseTransitions": lease["spec"]["leaseTransitions"].as_i64().unwrap_or(0) + 1,
+    });
+    lab.cluster
+        .admin()
+        .merge(LEASE, &json!({ "spec": spec }))
+        .await
+        .map(drop)
+}
+
+/// With six places, as the API has it.
+fn now() -> String {
+    humantime::format_rfc3339_micros(std::time::SystemTime::now()).to_string()
+}
+
+/// F38: the API server refuses the renewals.
+#[tokio::test(flavor = "multi_thread")]
+async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    let site = Site::start(&lab, &server, "worker-1", &[]).await?;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", &site.port().to_string())])
+        .await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    eventually("the port", FIRST, async || site.serves(&server).await).await;
+    let mut long = Long::start(&site, &server).await?;
+
+    let refusal = Status::new(500, "InternalError", "etcdserver: request timed out");
+    let refused = Instant::now();
+    lab.cluster.stand_in()?.fault(
+        Fault::answer(refusal)
+            .of("leases")
+            .verbs(&["update", "patch", "create"]),
+    );
+    eventually("the writer to stop", Duration::from_secs(12), async || {
+        let text = told(&server, "/metrics").await?;
+        ensure!(
+            text.contains("tunnel_server_kubernetes_leader 0"),
+            "still leads"
+        );
+        Ok(())
+    })
+    .await;
+    let stopped = refused.elapsed();
+    ensure!(
+        stopped <= scaled(Duration::from_secs(12)),
+        "stopped only after {stopped:?}"
+    );
+    let before = writes(&lab)?;
+    lab.objects().add(&edge("worker-2")).await?;
+    eventually("the node in the server's own routes", FIRST, async || {
+        let text = told(&server, "/metrics").await?;
+        ensure!(
+            text.lines()
+                .any(|line| line == "tunnel_server_dns_records 3"),
+            "not yet"
+        );
+        Ok(())
+    })
+    .await;
+    long.goes_on().await?;
+    site.serves(&server).await?;
+    ensure!(writes(&lab)? == before, "wrote without the Lease");
+    lab.cluster.stand_in()?.mend();
+    lab.wait_for_records("the write when the Lease is back", TAKEOVER, WITH_WORKER_2)
+        .await;
+    long.goes_on().await
+}
+
+/// Writes of the server to anything but the Lease.
+fn writes(lab: &Lab) -> Result<usize> {
+    let requests = lab.cluster.stand_in()?.requests();
+    let user = tunnel_tests::cluster::Cluster::server_user();
+    Ok(requests
+        .iter()
+        .filter(|seen| seen.user == user && seen.is_write() && seen.resource != "leases")
+        .count())
+}
+
+/// F23: several servers and somebody who edits the same object.
+#[tokio::test(flavor = "multi_thread")]
+async fn f23_two_writers_lose_no_line_and_converge() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    lab.guide().await?;
+    let _servers = (lab.server("a").await?, lab.server("b").await?);
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let path = tunnel_tests::cluster::Objects::records_path();
+    let mut expected = vec![
+        "192.168.33.220\tmaster-1".to_owned(),
+        "10.106.217.16\tworker-1".to_owned(),
+    ];
+    for round in 0..20 {
+        lab.cluster.stand_in()?.fault(
+            Fault::conflict()
+                .of("configmaps")
+                .by(&tunnel_tests::cluster::Cluster::server_user())
+                .times(round % 3),
+        );
+        lab.objects().add(&edge(&format!("new-{round}"))).await?;
+        expected.push(format!("10.106.217.16\tnew-{round}"));
+        // Reads, changes, writes back: refused when the server was faster, and then done again.
+        eventually("the foreign edit", FIRST, async || {
+            let mut map = lab.objects().records_map().await?;
+            map["data"]["count"] = round.to_string().into();
+            if round % 5 == 4 {
+                map["data"]["tunnel-nodes"] = "10.0.0.1\tforeign".into();
+            }
+            lab.cluster.admin().replace(&path, &map).await
+        })
+        .await;
+    }
+    expected.sort();
+    lab.wait_for_records(
+        "all lines and nothing else",
+        Duration::from_secs(5),
+        &expected.join("\n"),
+    )
+    .await;
+    let history =
+        lab.cluster
+            .stand_in()?
+            .history("configmaps", Some("kube-system"), "yurt-tunnel-nodes");
+    let counts = history
+        .iter()
+        .filter_map(|(_, map)| map.as_ref())
+        .map(count);
+    let counts: Vec<i64> = counts.collect();
+    ensure!(
+        counts.is_sorted() && counts.last() == Some(&19),
+        "a foreign edit was lost: {counts:?}"
+    );
+    Ok(())
+}
+
+fn count(map: &Value) -> i64 {
+    map["data"]["count"]
+        .as_str()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(-1)
+}

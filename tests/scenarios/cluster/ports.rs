@@ -1,0 +1,332 @@
+//! The ConfigMap of the ports: the Service's extra ports and what the doors let through.
+
+use std::net::SocketAddr;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::cluster::{Objects, endpoints};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{Listener, Server};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::tools::or_skip;
+
+use super::kubectl::{Kubectl, kubectls};
+use super::records::BASE;
+use super::{FIRST, GUIDE_RECORDS, Lab, REACTION, Site, told};
+
+on_both!(
+    dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it,
+    dns_3_only_good_entries_count_and_ports_of_others_survive,
+    dns_4_https_wins_and_a_changed_target_keeps_its_name,
+    dns_15_loopback_ports_and_node_ports_are_both_reached,
+    p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses_it,
+);
+
+/// The doors' ports, as the Service's targets have them: plain and TLS.
+fn doors(server: &Server) -> (u16, u16) {
+    (
+        server.address(Listener::Http).port(),
+        server.address(Listener::Https).port(),
+    )
+}
+
+async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it(
+    lab: Lab,
+) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    lab.objects()
+        .set_ports(&[("https-proxy-ports", "9100")])
+        .await?;
+    let (_, https) = doors(&server);
+    lab.wait_for_ports(
+        "the guide's ports",
+        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
+    )
+    .await;
+    let service = lab.objects().service().await?;
+    ensure!(service["metadata"]["annotations"].is_null(), "{service}");
+
+    // There is no controller here that makes them; kubectl shows the one or the other.
+    let admin = lab.cluster.admin();
+    let endpoints = endpoints(&service, "192.168.33.220");
+    admin
+        .create("/api/v1/namespaces/kube-system/endpoints", &endpoints)
+        .await?;
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": { "name": "x", "labels": { "kubernetes.io/service-name": service["metadata"]["name"] } },
+        "endpoints": [{ "addresses": ["192.168.33.220"], "conditions": { "ready": true } }],
+        "ports": endpoints["subsets"][0]["ports"],
+    });
+    admin
+        .create(
+            "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices",
+            &slice,
+        )
+        .await?;
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    for file in files {
+        let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
+        let text = kubectl
+            .ok(&[
+                "-n",
+                "kube-system",
+                "describe",
+                "svc",
+                "x-tunnel-server-internal-svc",
+            ])
+            .await?;
+        let rows: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        let of = |word: &str| {
+            rows.iter()
+                .filter(|row| row.first() == Some(&word))
+                .map(|row| row[1..].join(" "))
+                .collect::<Vec<_>>()
+        };
+        let target = format!("{https}/TCP");
+        ensure!(
+            of("Port:") == ["http 10255/TCP", "https 10250/TCP", "dnat-9100 9100/TCP"],
+            "{text}"
+        );
+        ensure!(
+            of("TargetPort:") == ["10264/TCP", "10263/TCP", &target],
+            "{text}"
+        );
+        let ends =
+            ["10264", "10263", &https.to_string()].map(|port| format!("192.168.33.220:{port}"));
+        ensure!(of("Endpoints:") == ends, "{text}");
+        ensure!(of("IP:") == ["10.106.217.16"], "{text}");
+        ensure!(
+            rows.contains(&vec!["Session", "Affinity:", "None"]),
+            "{text}"
+        );
+        ensure!(rows.contains(&vec!["Annotations:", "<none>"]), "{text}");
+    }
+    Ok(())
+}
+
+async fn dns_3_only_good_entries_count_and_ports_of_others_survive(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let admin = lab.cluster.admin();
+    let path = Objects::path("services", "x-tunnel-server-internal-svc");
+    let mut service = lab.objects().service().await?;
+    let ports = service["spec"]["ports"].as_array_mut().context("ports")?;
+    ports.push(json!({ "name": "custom", "port": 8443, "targetPort": "web", "protocol": "TCP" }));
+    ports.push(json!({ "name": "dnat-53", "port": 53, "targetPort": 5353, "protocol": "UDP" }));
+    let before = admin.replace(&path, &service).await?["spec"]["ports"].clone();
+    let server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    lab.objects()
+        .set_ports(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")])
+        .await?;
+    let (_, https) = doors(&server);
+    let added =
+        json!({ "name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": https });
+    let wanted: Vec<Value> = before
+        .as_array()
+        .into_iter()
+        .flatten()
+        .cloned()
+        .chain([added])
+        .collect();
+    wait_for_exact_ports(&lab, &wanted).await;
+    eventually("the mistakes to be told", FIRST, async || {
+        let text = told(&server, "/readyz?verbose").await?;
+        ensure!(text.contains("70000") && text.contains("abc"), "{text}");
+        Ok(())
+    })
+    .await;
+    lab.objects()
+        .set_ports(&[("https-proxy-ports", "")])
+        .await?;
+    wait_for_exact_ports(&lab, before.as_array().context("ports")?).await;
+    Ok(())
+}
+
+async fn wait_for_exact_ports(lab: &Lab, wanted: &[Value]) {
+    eventually("the ports", REACTION, async || {
+        let service = lab.objects().service().await?;
+        ensure!(
+            service["spec"]["ports"]
+                .as_array()
+                .is_some_and(|ports| ports == wanted),
+            "{service}"
+        );
+        Ok(())
+    })
+    .await;
+}
+
+async fn dns_4_https_wins_and_a_changed_target_keeps_its_name(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    let (http, https) = doors(&server);
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", "9100"), ("https-proxy-ports", "9100")])
+        .await?;
+    lab.wait_for_ports(
+        "https wins",
+        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
+    )
+    .await;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", "9100")])
+        .await?;
+    lab.wait_for_ports(
+        "only http",
+        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", http)],
+    )
+    .await;
+    Ok(())
+}
+
+async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    let own = Exporter::start_on("127.0.0.2:0".parse()?, "node-address", None).await?;
+    let inner = Exporter::start_on("127.0.0.1:0".parse()?, "loopback-address", None).await?;
+    let (own_port, inner_port) = (
+        own.addr().port().to_string(),
+        inner.addr().port().to_string(),
+    );
+    let arguments = ["--node-ip", "127.0.0.2", "--localhost-ports", &inner_port];
+    let _site = Site::start(&lab, &server, "worker-1", &arguments).await?;
+    let both = format!("{own_port}, {inner_port}");
+    lab.objects()
+        .set_ports(&[
+            ("http-proxy-ports", &both),
+            ("localhost-proxy-ports", &inner_port),
+        ])
+        .await?;
+    let door = server.address(Listener::Http);
+    for (port, content) in [
+        (&own_port, "node-address"),
+        (&inner_port, "loopback-address"),
+    ] {
+        eventually("both classes of targets", REACTION, async || {
+            let reply = request(
+                door,
+                &RawRequest::get(&format!("worker-1:{port}"), "/metrics"),
+            )
+            .await?;
+            ensure!(
+                reply.status == 200 && reply.text().contains(content),
+                "{}: {}",
+                reply.status,
+                reply.text()
+            );
+            Ok(())
+        })
+        .await;
+    }
+    // The lists decide alone: without the entry the same port is looked for at the node's address.
+    lab.objects()
+        .set_ports(&[
+            ("http-proxy-ports", &both),
+            ("localhost-proxy-ports", "10266"),
+        ])
+        .await?;
+    eventually("the loopback target out of reach", REACTION, async || {
+        let reply = request(
+            door,
+            &RawRequest::get(&format!("worker-1:{inner_port}"), "/metrics"),
+        )
+        .await?;
+        ensure!(reply.status == 502, "{}: {}", reply.status, reply.text());
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses_it(
+    lab: Lab,
+) -> Result<()> {
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    let denied = Exporter::start("worker-1").await?;
+    let denied_port = denied.addr().port().to_string();
+    let site = Site::start(&lab, &server, "worker-1", &["--deny-ports", &denied_port]).await?;
+    let plain = Door::plain(server.address(Listener::Http));
+    let tls = Door::tls(
+        server.address(Listener::Https),
+        ClientTls::insecure("worker-1", None)?,
+    );
+    let get = RawRequest::get(&site.host(), "/metrics");
+    for door in [&plain, &tls] {
+        let reply = request(door.clone(), &get).await?;
+        ensure!(reply.status == 403, "{}: {}", reply.status, reply.text());
+        ensure!(
+            reply.header("x-tunnel-error") == Some("refused_by_policy")
+                && reply.text().contains(&site.port().to_string()),
+            "{}",
+            reply.text()
+        );
+    }
+
+    let list = format!("{}, {denied_port}", site.port());
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", &list)])
+        .await?;
+    eventually("the port by Host", REACTION, async || {
+        site.serves(&server).await
+    })
+    .await;
+    // What a caller of the Service reaches: its cluster address and the port are kube-proxy's, the target is the door's.
+    let target = eventually("the port of the Service", REACTION, async || {
+        let service = lab.objects().service().await?;
+        let ports = service["spec"]["ports"].as_array().context("ports")?;
+        let own = ports
+            .iter()
+            .find(|port| port["port"] == site.port())
+            .context("no such port")?;
+        own["targetPort"]
+            .as_u64()
+            .and_then(|port| u16::try_from(port).ok())
+            .context("no number")
+    })
+    .await;
+    let through_service = request(SocketAddr::from(([127, 0, 0, 1], target)), &get).await?;
+    ensure!(
+        through_service.status == 200 && through_service.text().contains("worker-1"),
+        "{}",
+        through_service.text()
+    );
+
+    let reply = request(
+        plain.clone(),
+        &RawRequest::get(&format!("worker-1:{denied_port}"), "/metrics"),
+    )
+    .await?;
+    ensure!(
+        reply.status == 403 && reply.text().contains("deny-ports"),
+        "{}: {}",
+        reply.status,
+        reply.text()
+    );
+    ensure!(
+        denied.traffic().accepted() == 0,
+        "the agent dialled what it denies"
+    );
+
+    lab.objects().remove_ports().await?;
+    eventually("the port refused again", REACTION, async || {
+        let reply = request(plain.clone(), &get).await?;
+        ensure!(reply.status == 403, "{}", reply.status);
+        Ok(())
+    })
+    .await;
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! The table of rights: the page that operators read, and what the server really asks for.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::cluster::{Cluster, Kind, Objects};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::Listener;
+
+use super::{FIRST, GUIDE_RECORDS, Lab};
+
+#[test]
+fn the_page_has_exactly_the_rights_of_the_table() {
+    let page = include_str!("../../../docs/reference/kubernetes.md");
+    let rights = page
+        .split("\n## ")
+        .find(|part| part.starts_with("Rights"))
+        .expect("a section on rights");
+    let rows: Vec<Vec<&str>> = rights
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .skip(1)
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let expected: Vec<Vec<String>> = RIGHTS.iter().map(row).collect();
+    assert_eq!(rows, expected);
+}
+
+fn row(right: &Right) -> Vec<String> {
+    let group = if right.group.is_empty() {
+        "core"
+    } else {
+        right.group
+    };
+    let objects = match right.scope {
+        Scope::Cluster => "all of the cluster".to_owned(),
+        Scope::Namespace => "any in the namespace".to_owned(),
+        Scope::Named(flag) => format!("the one of `{flag}`"),
+    };
+    vec![
+        group.to_owned(),
+        right.resource.to_owned(),
+        objects,
+        right.verbs.join(", "),
+        right.purpose.to_owned(),
+    ]
+}
+
+/// Each right is asked for somewhere, and nothing else is: a right that nobody needs is one too many.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", "9100, nonsense")])
+        .await?;
+    let http = server.address(Listener::Http).port();
+    lab.wait_for_ports(
+        "the extra port",
+        &[
+            super::records::BASE[0],
+            super::records::BASE[1],
+            ("dnat-9100", 9100, "TCP", http),
+        ],
+    )
+    .await;
+    lab.cluster.admin().delete(&Objects::records_path()).await?;
+    lab.wait_for_records("the map again", FIRST, GUIDE_RECORDS)
+        .await;
+    lab.objects().remove("worker-1").await?;
+    lab.wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
+        .await;
+    let _answer = request(
+        server.address(Listener::Http),
+        &RawRequest::get("203.0.113.1:10250", "/containerLogs/default/pod/main"),
+    )
+    .await?;
+
+    let user = Cluster::server_user();
+    let asked = eventually("every right to be asked for", FIRST, async || {
+        let requests = lab.cluster.stand_in()?.requests();
+        let own = requests.iter().filter(|seen| seen.user == user);
+        let refused: Vec<_> = own
+            .clone()
+            .filter(|seen| seen.status == 403 || seen.status == 401)
+            .collect();
+        assert!(refused.is_empty(), "refused: {refused:?}");
+        let asked: BTreeSet<_> = own
+            .map(|seen| (seen.resource.clone(), seen.verb.clone()))
+            .collect();
+        let granted: BTreeSet<_> = RIGHTS
+            .iter()
+            .flat_map(|right| {
+                right
+                    .verbs
+                    .iter()
+                    .map(|verb| (right.resource.to_owned(), (*verb).to_owned()))
+            })
+            .collect();
+        let unused: Vec<_> = granted.difference(&asked).collect();
+        ensure!(unused.is_empty(), "never asked for: {unused:?}");
+        Ok(asked)
+    })
+    .await;
+    ensure!(!asked.is_empty());
+    Ok(())
+}
