@@ -11,6 +11,9 @@ use crate::wire::name::NodeName;
 
 const SCHEME: &str = "culvert://";
 
+/// Certificates of our CA begin this long before they are issued: clocks of edges may be behind by as much.
+pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
+
 /// What a certificate of our CA entitles to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
@@ -47,8 +50,31 @@ impl Role {
 pub struct PeerIdentity {
     /// Its role.
     pub role: Role,
+    /// When its certificate begins; one of our CA was issued [`BACKDATED`] later.
+    pub not_before: SystemTime,
     /// When its certificate ends.
     pub not_after: SystemTime,
+}
+
+/// When a certificate begins and when it ends.
+///
+/// # Errors
+/// [`IdentityError::Malformed`].
+pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), IdentityError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+    Ok(times(&certificate))
+}
+
+fn times(certificate: &X509Certificate<'_>) -> (SystemTime, SystemTime) {
+    let time = |seconds: i64| {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
+    };
+    let validity = certificate.validity();
+    (
+        time(validity.not_before.timestamp()),
+        time(validity.not_after.timestamp()),
+    )
 }
 
 /// Why a certificate names nobody.
@@ -87,10 +113,24 @@ impl PeerIdentity {
             return Err(IdentityError::NoRole);
         };
         let role = Role::from_uri(uri).ok_or(IdentityError::NoRole)?;
-        let seconds = u64::try_from(certificate.validity().not_after.timestamp()).unwrap_or(0);
+        let (not_before, not_after) = times(&certificate);
         Ok(Self {
             role,
-            not_after: SystemTime::UNIX_EPOCH + Duration::from_secs(seconds),
+            not_before,
+            not_after,
+        })
+    }
+
+    /// A server whose certificate was verified: by its role, or by a name that the operator gave.
+    ///
+    /// # Errors
+    /// [`IdentityError::Malformed`].
+    pub fn of_server(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+        let (not_before, not_after) = validity(der)?;
+        Ok(Self {
+            role: Role::Server,
+            not_before,
+            not_after,
         })
     }
 
@@ -102,6 +142,16 @@ impl PeerIdentity {
             Role::Server => None,
         }
     }
+}
+
+/// The bits of a certificate's public key (RFC 5280, section 4.1.2.7), as signatures are checked with.
+///
+/// # Errors
+/// [`IdentityError::Malformed`].
+pub fn public_key(der: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+    Ok(certificate.public_key().subject_public_key.data.to_vec())
 }
 
 /// SHA-256 of a certificate's SubjectPublicKeyInfo, the form in which join tokens pin a CA (as RFC 7469 does).

@@ -5,6 +5,7 @@ pub mod files;
 pub mod host;
 pub mod meta;
 pub mod places;
+pub mod reload;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;

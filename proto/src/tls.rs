@@ -9,24 +9,29 @@
 
 use std::sync::Arc;
 
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
-use rustls::crypto::{
-    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
-};
-use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{
-    NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
-};
-use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
-    ServerConfig, SignatureScheme,
-};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::client::Resumption;
+use rustls::crypto::CryptoProvider;
+use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
+use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 
-use crate::identity::{PeerIdentity, Role, spki_sha256};
 use crate::wire::ALPN_ENROLL;
+
+mod agents;
+mod alerts;
+pub mod files;
+mod held;
+mod proof;
+mod servers;
+
+pub use agents::{AgentTrust, Judge, Revoked};
+pub use alerts::clock_hint;
+pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, alert_in};
+pub use alerts::{is_verdict, verdict};
+pub use held::{HeldIdentity, HeldKey};
+pub use proof::{ProofError, sign_proof, verify_proof};
+use servers::{Expected, ServerVerifier};
 
 /// How a client knows the CA of its server.
 #[derive(Debug, Clone)]
@@ -35,6 +40,9 @@ pub enum Trust {
     Roots(Arc<RootCertStore>),
     /// SHA-256 of the public key of a root that the server sends along.
     Pin([u8; 32]),
+    /// The roots, and a name that the certificate must be for, in place of the server role: certificates that the
+    /// operator brings.
+    Named(Arc<RootCertStore>, ServerName<'static>),
 }
 
 /// The process's crypto provider.
@@ -80,12 +88,22 @@ pub fn session_server(
     agent_roots: Arc<RootCertStore>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
-    let chain = WebPkiClientVerifier::builder_with_provider(agent_roots, provider())
-        .build()
-        .map_err(|error| Error::General(error.to_string()))?;
+    let everyone: Judge = Arc::new(|_peer| Ok(()));
+    session_server_trusting(own, AgentTrust::new(agent_roots, everyone)?, alpn)
+}
+
+/// As [`session_server`], by roots that may be replaced and a judge that may refuse.
+///
+/// # Errors
+/// When the provider cannot be used.
+pub fn session_server_trusting(
+    own: Arc<dyn ResolvesServerCert>,
+    agents: Arc<AgentTrust>,
+    alpn: &[u8],
+) -> Result<Arc<ServerConfig>, Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(Arc::new(AgentVerifier { chain }))
+        .with_client_cert_verifier(agents)
         .with_cert_resolver(own);
     config.alpn_protocols = vec![alpn.to_vec()];
     without_resumption(&mut config);
@@ -148,11 +166,22 @@ pub fn session_client(
     trust: Trust,
     alpn: &[u8],
 ) -> Result<Arc<ClientConfig>, Error> {
+    session_client_holding(HeldIdentity::new(own, trust), alpn)
+}
+
+/// As [`session_client`], by an identity that may be replaced: each handshake takes the latest.
+///
+/// # Errors
+/// When the provider cannot be used.
+pub fn session_client_holding(
+    identity: Arc<HeldIdentity>,
+    alpn: &[u8],
+) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(Expected::ServerRole(trust)))
-        .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
+        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Server(identity.clone())))
+        .with_client_cert_resolver(identity);
     config.alpn_protocols = vec![alpn.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))
@@ -166,7 +195,7 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(Expected::ServerRole(trust)))
+        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Trusted(trust)))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
     config.resumption = Resumption::disabled();
@@ -193,156 +222,6 @@ fn without_resumption(config: &mut ServerConfig) {
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     config.max_early_data_size = 0;
-}
-
-fn require_role(
-    end_entity: &CertificateDer<'_>,
-    is_right: impl FnOnce(&Role) -> bool,
-) -> Result<(), Error> {
-    match PeerIdentity::from_certificate(end_entity) {
-        Ok(identity) if is_right(&identity.role) => Ok(()),
-        Ok(_) | Err(_) => Err(Error::InvalidCertificate(
-            CertificateError::ApplicationVerificationFailure,
-        )),
-    }
-}
-
-/// Chain by webpki, then the agent role, so that a wrong role fails in the handshake.
-#[derive(Debug)]
-struct AgentVerifier {
-    chain: Arc<dyn ClientCertVerifier>,
-}
-
-impl ClientCertVerifier for AgentVerifier {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.chain.root_hint_subjects()
-    }
-
-    fn verify_client_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<ClientCertVerified, Error> {
-        let verified = self
-            .chain
-            .verify_client_cert(end_entity, intermediates, now)?;
-        require_role(end_entity, |role| matches!(role, Role::Agent(_)))?;
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.chain.verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.chain.verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.supported_verify_schemes()
-    }
-}
-
-/// Judges a server's certificate; the dialled name plays no part, so any address works. Always checks that the server
-/// holds the certificate's key.
-#[derive(Debug)]
-struct ServerVerifier {
-    expected: Expected,
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-/// What a server has to be.
-#[derive(Debug)]
-enum Expected {
-    /// A chain to the trusted root, and the server role.
-    ServerRole(Trust),
-    /// Whatever it shows: the path to it is authenticated otherwise.
-    Anything,
-}
-
-impl ServerVerifier {
-    fn new(expected: Expected) -> Arc<Self> {
-        let algorithms = provider().signature_verification_algorithms;
-        Arc::new(Self {
-            expected,
-            algorithms,
-        })
-    }
-}
-
-impl Trust {
-    fn roots(&self, intermediates: &[CertificateDer<'_>]) -> Result<Arc<RootCertStore>, Error> {
-        match self {
-            Self::Roots(store) => Ok(store.clone()),
-            Self::Pin(pin) => {
-                let pinned = intermediates
-                    .iter()
-                    .find(|der| spki_sha256(der).is_ok_and(|hash| hash == *pin));
-                let root =
-                    pinned.ok_or(Error::InvalidCertificate(CertificateError::UnknownIssuer))?;
-                roots([root.clone()])
-            }
-        }
-    }
-}
-
-impl ServerCertVerifier for ServerVerifier {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        if let Expected::ServerRole(trust) = &self.expected {
-            let leaf = ParsedCertificate::try_from(end_entity)?;
-            let roots = trust.roots(intermediates)?;
-            let algorithms = self.algorithms.all;
-            verify_server_cert_signed_by_trust_anchor(
-                &leaf,
-                &roots,
-                intermediates,
-                now,
-                algorithms,
-            )?;
-            require_role(end_entity, |role| *role == Role::Server)?;
-        }
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, cert, dss, &self.algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, cert, dss, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
 }
 
 #[cfg(test)]

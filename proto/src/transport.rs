@@ -198,6 +198,9 @@ pub enum HandshakeError {
     /// TLS or the transport failed; the peer's alert is in the text.
     #[error("handshake failed: {0}")]
     Transport(String),
+    /// The server judged this agent's certificate: revoked, or not valid at the server's time.
+    #[error("{1}")]
+    Verdict(CloseCode, String),
     /// The peer's certificate gives it no role here.
     #[error("peer has no identity here")]
     Identity(#[from] crate::identity::IdentityError),

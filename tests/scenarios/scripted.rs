@@ -13,7 +13,7 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
-use tunnel_proto::transport::{Dialer as _, Session, Stream};
+use tunnel_proto::transport::{CloseReason, Dialer as _, Session, Stream};
 use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
@@ -51,19 +51,24 @@ pub(crate) fn remote(address: SocketAddr) -> Remote {
     }
 }
 
-/// Dials the world's server with a credential.
-pub(crate) async fn dial(
-    world: &World,
-    key: Arc<CertifiedKey>,
-) -> Result<(Arc<dyn Session>, QuicDialer)> {
-    let settings = SessionSettings {
+/// Windows and timers of scripted sessions.
+pub(crate) fn settings() -> SessionSettings {
+    SessionSettings {
         stream_window: 1 << 20,
         streams: 256,
         keep_alive: Some(Duration::from_secs(5)),
         idle_timeout: Duration::from_secs(30),
         congestion: CongestionControl::default(),
         pool: BufferPool::new(64 << 20),
-    };
+    }
+}
+
+/// Dials the world's server with a credential.
+pub(crate) async fn dial(
+    world: &World,
+    key: Arc<CertifiedKey>,
+) -> Result<(Arc<dyn Session>, QuicDialer)> {
+    let settings = settings();
     let tls = tls::session_client(key, Trust::Roots(world.roots()?), ALPN_SESSION)?;
     let dialer = QuicDialer::new(tls, settings)?;
     let session = dialer.dial(&remote(world.bound().agents)).await?;
@@ -134,6 +139,17 @@ impl ScriptedAgent {
             .header(Instant::now() + Duration::from_secs(30))
             .await?
             .1)
+    }
+
+    /// Ends the session and goes.
+    pub(crate) async fn leave(self) {
+        let session = self.session.clone();
+        session.close(CloseCode::Normal, "test").await;
+    }
+
+    /// Why the session ended.
+    pub(crate) async fn closed(&self) -> CloseReason {
+        self.session.closed().await
     }
 
     /// Ends the session in the middle of everything.

@@ -3,6 +3,7 @@
 //! Scenarios live in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
 
 pub mod apiserver;
+pub mod ca;
 pub mod client;
 pub mod cluster;
 pub mod demo;
@@ -11,6 +12,8 @@ pub mod eventually;
 pub mod faults;
 pub mod figures;
 pub mod link;
+pub mod load;
+pub mod mutation;
 pub mod netns;
 pub mod process;
 pub mod reference;

@@ -20,6 +20,7 @@ use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
 use tunnel_server::issuer::LocalCa;
 use tunnel_server::nodes::KnownNodes;
 use tunnel_server::registry::Registry;
+use tunnel_server::revoked::Revocations;
 use tunnel_server::tokens::TokenStore;
 
 use crate::client::{ClientTls, Door};
@@ -48,6 +49,7 @@ struct Server {
     tokens: Arc<TokenStore>,
     nodes: Arc<KnownNodes>,
     registry: Arc<Registry>,
+    revocations: Arc<Revocations>,
     running: AbortOnDropHandle<()>,
 }
 
@@ -123,6 +125,7 @@ impl World {
         let app = tunnel_server::app::App::start(self.config.clone(), shutdown.clone()).await?;
         let (bound, ca, tokens) = (app.bound().clone(), app.ca().clone(), app.tokens().clone());
         let (nodes, registry) = (app.nodes().clone(), app.registry().clone());
+        let revocations = app.revocations().clone();
         let running = spawn(app.run());
         self.server = Some(Server {
             bound,
@@ -131,6 +134,7 @@ impl World {
             tokens,
             nodes,
             registry,
+            revocations,
             running,
         });
         Ok(())
@@ -196,6 +200,17 @@ impl World {
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.server().registry
+    }
+
+    /// Revoked nodes.
+    #[must_use]
+    pub fn revocations(&self) -> &Revocations {
+        &self.server().revocations
+    }
+
+    /// Asks the server to read its files again, as SIGHUP does.
+    pub fn reload(&self) {
+        self.server().shutdown.reload();
     }
 
     /// A folder for the test's own files; gone with the world.
@@ -327,7 +342,15 @@ impl World {
     pub async fn restart_server(&mut self) -> Result<()> {
         let bound = self.bound().clone();
         self.stop_server().await?;
-        self.config.agent_listen = vec![bound.agents];
+        self.start_server_at(bound.agents).await
+    }
+
+    /// Starts a stopped server with its data and the given port for agents.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub async fn start_server_at(&mut self, agents: SocketAddr) -> Result<()> {
+        self.config.agent_listen = vec![agents];
         // The endpoint's own task closes its socket a moment after the server has ended.
         let deadline = tokio::time::Instant::now() + scaled(PATIENCE);
         loop {
@@ -361,6 +384,11 @@ impl Agent {
     #[must_use]
     pub fn meta(&self) -> Option<SocketAddr> {
         self.meta
+    }
+
+    /// Asks it to read its files again, as SIGHUP does.
+    pub fn reload(&self) {
+        self.shutdown.reload();
     }
 
     /// Begins the drain without waiting for its end.

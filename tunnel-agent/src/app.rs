@@ -13,7 +13,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
-use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::tls;
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{BufferPool, SessionSettings};
@@ -21,12 +21,14 @@ use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
-use crate::connector::{Connector, Paths, SESSION};
-use crate::credentials::{CredentialError, Credentials, Store, Stored, read_token};
+use crate::connector::{Connector, Paths, SESSION, causes};
+use crate::credentials::{CredentialError, Credentials, Keeper, Store, Stored, read_token};
 use crate::egress::Egress;
-use crate::enroll::{Enrolment, enroll};
+use crate::enroll::{Claim, Enrolment, enroll};
 use crate::metrics::Metrics;
 use crate::session::Shared;
+
+mod tend;
 
 /// A started agent. Any number may live in one process; dropped, it stops at once.
 #[derive(Debug)]
@@ -46,8 +48,12 @@ pub struct App {
 /// Where the agent starts from.
 #[derive(Debug)]
 enum Beginning {
-    Stored(Box<Credentials>),
+    Stored(Box<Credentials>, Store),
+    /// What the operator brings, as read, and its digest.
+    Given(Box<Credentials>, [u8; 32]),
     Enrol(Box<Enrolment>),
+    /// The stored certificate has ended: it is renewed by its key, or, when that is refused, by a token.
+    Late(Box<Enrolment>, Option<Box<Enrolment>>),
 }
 
 impl App {
@@ -157,19 +163,13 @@ impl App {
     ) -> anyhow::Result<()> {
         let config = &self.config;
         let drain = self.shutdown.drain();
-        let credentials = match &self.beginning {
-            Beginning::Stored(credentials) => Credentials::clone(credentials),
-            Beginning::Enrol(enrolment) => {
-                let _not_ready = self.readiness.block("enrolment");
-                tokio::select! {
-                    biased;
-                    () = drain.cancelled() => return Ok(()),
-                    enrolled = enroll(enrolment) => enrolled?,
-                }
-            }
+        let keeper = tokio::select! {
+            biased;
+            () = drain.cancelled() => return Ok(()),
+            keeper = self.keeper() => keeper?,
         };
-        self.metrics.certificate(credentials.not_after);
-        let paths = Arc::new(paths(config, credentials)?);
+        let paths = Arc::new(paths(config, &keeper)?);
+        self.tend(&keeper);
         let egress = Egress::new(
             config.node_name.clone(),
             config.ceiling.clone(),
@@ -185,6 +185,7 @@ impl App {
             egress: Arc::new(egress),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),
+            keeper,
             farewell,
         };
         let connector = Connector::new(
@@ -197,6 +198,70 @@ impl App {
         connector.run().await;
         paths.wait_idle().await;
         Ok(())
+    }
+}
+
+impl App {
+    /// The credentials to begin with; enrols if need be.
+    async fn keeper(&self) -> anyhow::Result<Arc<Keeper>> {
+        let (node, metrics) = (self.config.node_name.clone(), self.metrics.clone());
+        let ca = self.config.ca.clone();
+        let holding = |credentials: &Credentials, store| {
+            Keeper::new(node, credentials.clone(), store, ca, metrics)
+        };
+        match &self.beginning {
+            Beginning::Stored(credentials, store) => Ok(holding(credentials, Some(store.clone()))),
+            Beginning::Given(credentials, _) => Ok(holding(credentials, None)),
+            Beginning::Enrol(enrolment) => {
+                let _not_ready = self.readiness.block("enrolment");
+                let enrolled = enroll(enrolment).await?;
+                Ok(holding(
+                    &enrolled.credentials,
+                    Some(enrolment.store.clone()),
+                ))
+            }
+            Beginning::Late(late, by_token) => {
+                let _not_ready = self.readiness.block("enrolment");
+                let enrolled = match (enroll(late).await, by_token) {
+                    (Err(refused), Some(by_token)) => {
+                        let error = causes(&refused);
+                        warn!(agent = %late.node, error, "certificate is not renewed; trying the token");
+                        enroll(by_token).await?
+                    }
+                    (enrolled, _) => enrolled?,
+                };
+                let keeper = holding(&enrolled.credentials, Some(late.store.clone()));
+                keeper
+                    .adopt(enrolled.credentials, enrolled.issued, false)
+                    .await;
+                Ok(keeper)
+            }
+        }
+    }
+
+    /// Keeps the credentials alive beside the sessions: follows the operator's files, or renews what has ended.
+    fn tend(&self, keeper: &Arc<Keeper>) {
+        match (&self.beginning, &self.config.given) {
+            (Beginning::Given(_, digest), Some(given)) => tend::follow(
+                keeper.clone(),
+                given.clone(),
+                &self.config,
+                *digest,
+                (&self.metrics, &self.shutdown),
+            ),
+            (Beginning::Given(..), None) => {}
+            (Beginning::Stored(_, store), _) => {
+                tend::renew(keeper.clone(), store.clone(), &self.config, &self.shutdown)
+            }
+            (Beginning::Enrol(begun) | Beginning::Late(begun, _), _) => {
+                tend::renew(
+                    keeper.clone(),
+                    begun.store.clone(),
+                    &self.config,
+                    &self.shutdown,
+                );
+            }
+        }
     }
 }
 
@@ -215,6 +280,13 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 
 fn begin(config: &Config) -> anyhow::Result<Beginning> {
     let node = &config.node_name;
+    if let Some(given) = &config.given {
+        if config.token.is_some() {
+            info!(agent = %node, "token ignored: --cert-file is given");
+        }
+        let fresh = given.load(node)?;
+        return Ok(Beginning::Given(Box::new(fresh.value), fresh.digest));
+    }
     let store = Store::open(&config.data_dir)?;
     let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
     let ended = match stored {
@@ -222,9 +294,20 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             if config.token.is_some() {
                 info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
             }
-            return Ok(Beginning::Stored(credentials));
+            return Ok(Beginning::Stored(credentials, store));
         }
-        Stored::Expired(ended) => Some(humantime::format_rfc3339_seconds(ended)),
+        Stored::Expired(_, Some(ended)) => {
+            let late = Box::new(enrolment(config, Claim::Ended(ended), &store));
+            // A token may be long gone with what held it.
+            let token = config
+                .token
+                .as_ref()
+                .and_then(|source| read_token(source).ok());
+            let by_token =
+                token.map(|token| Box::new(enrolment(config, Claim::Token(token), &store)));
+            return Ok(Beginning::Late(late, by_token));
+        }
+        Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
         Stored::Nothing => None,
     };
     let dir = config.data_dir.clone();
@@ -248,15 +331,20 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             return Err(CredentialError::NoToken { dir, node }.into());
         }
     };
-    Ok(Beginning::Enrol(Box::new(Enrolment {
+    let claim = Claim::Token(token);
+    Ok(Beginning::Enrol(Box::new(enrolment(config, claim, &store))))
+}
+
+fn enrolment(config: &Config, claim: Claim, store: &Store) -> Enrolment {
+    Enrolment {
         servers: config.servers.clone(),
         proxy: config.proxy.clone(),
-        node: node.clone(),
-        token,
+        node: config.node_name.clone(),
+        claim,
         ca: config.ca.clone(),
-        store,
+        store: store.clone(),
         within: config.limits.handshake_timeout,
-    })))
+    }
 }
 
 async fn start_meta(
@@ -272,11 +360,10 @@ async fn start_meta(
     Ok(bound)
 }
 
-fn paths(config: &Config, credentials: Credentials) -> anyhow::Result<Paths> {
+fn paths(config: &Config, keeper: &Keeper) -> anyhow::Result<Paths> {
     let limits = &config.limits;
-    let trust = Trust::Roots(credentials.roots);
     let tls = |alpn| {
-        tls::session_client(credentials.own.clone(), trust.clone(), alpn)
+        tls::session_client_holding(keeper.identity().clone(), alpn)
             .context("cannot use the stored certificate")
     };
     let settings = SessionSettings {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use tunnel_proto::process::files;
 use tunnel_proto::process::settings::ConfigError;
 
 mod checked;
@@ -13,6 +14,7 @@ pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_addr
 pub(crate) use checked::{NO_PIN, parse_token};
 pub use limits::{LIMITS, Limits, RawLimits};
 
+pub use crate::credentials::Given;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
 
 /// Prefix of the environment variables.
@@ -88,6 +90,23 @@ tunnel_proto::layered! {
         /// CA certificates (PEM) that the server must chain to [default: as pinned by the token, then kept in the data directory]
         #[arg(long, env = "TUNNEL_AGENT_CA_FILE", value_name = "FILE", help_heading = "Identity")]
         pub ca_file: Option<PathBuf>,
+
+        /// Own certificate chain (PEM, leaf first), in place of enrolment
+        ///
+        /// For certificates that the operator brings: with the SAN URI culvert://agent/NAME, of the CA in the server's
+        /// --agent-ca. Needs --ca-file. All three files are read again every few seconds (limits.reloadEvery) and on
+        /// SIGHUP; links are followed, and a file that others may write is refused. New sessions use what is new, and
+        /// the old session ends with its last stream.
+        #[arg(long, env = "TUNNEL_AGENT_CERT_FILE", value_name = "FILE", help_heading = "Identity")]
+        pub cert_file: Option<PathBuf>,
+
+        /// Its private key (PEM) [default: the file of --cert-file]
+        #[arg(long, env = "TUNNEL_AGENT_KEY_FILE", value_name = "FILE", help_heading = "Identity")]
+        pub key_file: Option<PathBuf>,
+
+        /// With --cert-file: the DNS name or address that the server's certificate must be for [default: none; it needs the role culvert://server]
+        #[arg(long, env = "TUNNEL_AGENT_SERVER_NAME", value_name = "NAME", help_heading = "Identity")]
+        pub server_name: Option<String>,
 
         /// Directory for the key and the certificate [default: /var/lib/tunnel-agent]
         #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR", help_heading = "Identity")]
@@ -221,10 +240,11 @@ pub fn layers(
 }
 
 fn read_file(path: &Path) -> Result<Settings, LoadError> {
-    let text = std::fs::read_to_string(path).map_err(|source| LoadError::File {
+    let content = files::read_given(path).map_err(|source| LoadError::File {
         path: path.to_owned(),
         source,
     })?;
+    let text = String::from_utf8_lossy(&content);
     // A file of comments is a document without a value.
     let parsed: Result<Option<Settings>, _> = serde_saphyr::from_str(&text);
     match parsed {

@@ -54,6 +54,8 @@ pub(crate) struct Connector {
     attempt: Option<Attempt>,
     /// When the next attempt begins, or the next round of one that rests.
     retry_at: Option<Instant>,
+    /// When a session with newer credentials is to be dialled beside the current one.
+    refresh_at: Option<Instant>,
     /// Held while no live session takes new streams.
     waiting: Option<ReadinessBlock>,
     draining: bool,
@@ -95,6 +97,7 @@ impl Connector {
             current: None,
             attempt: None,
             retry_at: None,
+            refresh_at: None,
             waiting,
             draining: false,
             paths,
@@ -106,6 +109,7 @@ impl Connector {
     /// Runs until a drain is over and every session has ended. Dropped early, all sessions are cut.
     pub(crate) async fn run(mut self) {
         let drain = self.shared.shutdown.drain().clone();
+        let mut fresh = self.shared.keeper.fresh();
         self.retry_at = Some(Instant::now());
         loop {
             if self.draining && self.tasks.is_empty() {
@@ -122,6 +126,7 @@ impl Connector {
                 // Before the ends of tasks: what a task told comes before its end.
                 Some((id, news)) = self.news.recv() => self.heed(id, news),
                 Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
+                Ok(()) = fresh.changed(), if !self.draining => self.refresh(Instant::now()),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => self.act(Instant::now()),
             }
         }
@@ -131,7 +136,12 @@ impl Connector {
     fn due(&self) -> Option<Instant> {
         match (&self.attempt, &self.current) {
             (Some(attempt), _) if !attempt.race.is_resting() => attempt.race.due(),
-            (None, Some(current)) if !current.suspect && !self.draining => self.ladder.probe_at(),
+            (None, Some(current)) if !current.suspect && !self.draining => {
+                [self.refresh_at, self.ladder.probe_at()]
+                    .into_iter()
+                    .flatten()
+                    .min()
+            }
             (Some(_) | None, _) => self.retry_at,
         }
     }
@@ -148,10 +158,28 @@ impl Connector {
                     self.dial(rung, now);
                 }
             }
+            (None, Some(current))
+                if !current.suspect && self.refresh_at.is_some_and(|at| at <= now) =>
+            {
+                let rung = current.rung;
+                self.refresh_at = None;
+                self.begin(Purpose::Refresh, (rung, None), now);
+            }
             (None, Some(current)) if !current.suspect => {
                 self.begin(Purpose::Climb, (Rung::Quic, None), now);
             }
             (None, _) => self.begin(Purpose::Connect, self.ladder.order(), now),
+        }
+    }
+
+    /// There are new credentials: the next session has them, and one is wanted now.
+    fn refresh(&mut self, now: Instant) {
+        // What is being dialled may have begun with the old ones.
+        if self.current.is_some() {
+            self.refresh_at = Some(now);
+        } else {
+            self.abandon();
+            self.retry_at = Some(now);
         }
     }
 

@@ -9,14 +9,24 @@ use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use tunnel_proto::identity::PeerIdentity;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
-use tunnel_proto::tls;
+use tunnel_proto::tls::files::FileError;
+use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::{TokenSource, parse_token};
+
+mod given;
+mod keeper;
+mod pem;
+
+pub use given::Given;
+pub(crate) use keeper::Keeper;
+pub(crate) use pem::base64;
+use pem::pem_certificates;
 
 /// What the agent proves itself with, and what it trusts.
 #[derive(Debug, Clone)]
@@ -25,8 +35,56 @@ pub(crate) struct Credentials {
     pub(crate) own: Arc<CertifiedKey>,
     /// What servers must chain to.
     pub(crate) roots: Arc<RootCertStore>,
+    /// What a server's certificate must be for, in place of the server role.
+    pub(crate) server_name: Option<ServerName<'static>>,
+    /// The key, where it is ours to ask for another certificate with.
+    pub(crate) signer: Option<Arc<KeyPair>>,
+    /// When the certificate was issued.
+    pub(crate) issued: SystemTime,
     /// When the certificate ends.
     pub(crate) not_after: SystemTime,
+}
+
+/// A chain and the roots as a server issued them, DER.
+pub(crate) type Issued = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+
+impl Credentials {
+    /// What a server issued to `signer`; `given` stands in for the server's roots.
+    ///
+    /// # Errors
+    /// When it cannot be used, in a line for people.
+    pub(crate) fn issued(
+        signer: Arc<KeyPair>,
+        chain: &[Vec<u8>],
+        roots: &[Vec<u8>],
+        given: Option<&[CertificateDer<'static>]>,
+    ) -> Result<Self, String> {
+        let certificates = |list: &[Vec<u8>]| -> Vec<CertificateDer<'static>> {
+            list.iter().cloned().map(CertificateDer::from).collect()
+        };
+        let chain = certificates(chain);
+        let leaf = chain.first().ok_or("it holds no certificate")?;
+        let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
+        let key = PrivateKeyDer::Pkcs8(signer.serialize_der().into());
+        let own = tls::certified_key(chain, key).map_err(|error| error.to_string())?;
+        let roots = given.map_or_else(|| certificates(roots), <[_]>::to_vec);
+        Ok(Self {
+            own,
+            roots: tls::roots(roots).map_err(|error| error.to_string())?,
+            server_name: None,
+            signer: Some(signer),
+            issued: not_before + BACKDATED,
+            not_after,
+        })
+    }
+
+    /// How servers are judged.
+    pub(crate) fn trust(&self) -> Trust {
+        match &self.server_name {
+            Some(name) => Trust::Named(self.roots.clone(), name.clone()),
+            None => Trust::Roots(self.roots.clone()),
+        }
+    }
 }
 
 /// Why there are no usable credentials.
@@ -54,9 +112,9 @@ pub(crate) enum CredentialError {
         stored: NodeName,
         dir: PathBuf,
     },
-    /// The certificate is over and there is no token.
+    /// The certificate is over, cannot be renewed since its key is not here, and there is no token.
     #[error(
-        "certificate in {dir} ended at {ended}; enrol again with --token and a new join token \
+        "certificate in {dir} ended at {ended} and agent.key is missing or not its key; enrol again with --token and a new join token \
          (tunnel-server token create --node {node})"
     )]
     Expired {
@@ -76,6 +134,21 @@ pub(crate) enum CredentialError {
         #[source]
         source: io::Error,
     },
+    /// What --cert-file, --key-file or --ca-file name cannot be used.
+    #[error(transparent)]
+    Given(#[from] FileError),
+    /// The certificate of --cert-file is for another node.
+    #[error(
+        "--node-name is {configured} but must equal the credential's name, {named} (certificate in {path})"
+    )]
+    GivenName {
+        configured: NodeName,
+        named: NodeName,
+        path: PathBuf,
+    },
+    /// Newer files came before the last ones were in use.
+    #[error("the last ones are not in use yet")]
+    Busy,
     /// The token is none.
     #[error("--token-file {path}: {problem}")]
     BadToken { path: PathBuf, problem: String },
@@ -87,9 +160,13 @@ impl CredentialError {
         match self {
             Self::OtherName { .. }
             | Self::NoToken { .. }
+            | Self::Given(_)
+            | Self::GivenName { .. }
             | Self::TokenFile { .. }
             | Self::BadToken { .. } => true,
-            Self::Storage { .. } | Self::Damaged { .. } | Self::Expired { .. } => false,
+            Self::Storage { .. } | Self::Damaged { .. } | Self::Expired { .. } | Self::Busy => {
+                false
+            }
         }
     }
 }
@@ -99,8 +176,8 @@ impl CredentialError {
 pub(crate) enum Stored {
     /// A certificate that may be used.
     Valid(Box<Credentials>),
-    /// One that ended at the given time.
-    Expired(SystemTime),
+    /// One that ended at the given time, and what is left of it when its key is here.
+    Expired(SystemTime, Option<Box<Credentials>>),
     /// None.
     Nothing,
 }
@@ -147,13 +224,31 @@ impl Store {
                 dir: self.dir.clone(),
             });
         }
-        if identity.not_after <= now {
-            return Ok(Stored::Expired(identity.not_after));
+        let not_after = identity.not_after;
+        let loaded = self.usable(&identity, chain, ca);
+        match loaded {
+            Ok(credentials) if not_after <= now => {
+                Ok(Stored::Expired(not_after, Some(Box::new(credentials))))
+            }
+            // A new certificate is needed in any case.
+            Err(_) if not_after <= now => Ok(Stored::Expired(not_after, None)),
+            loaded => Ok(Stored::Valid(Box::new(loaded?))),
         }
-        let key = self
-            .read(KEY)?
+    }
+
+    /// The rest of what belongs to a stored certificate.
+    fn usable(
+        &self,
+        identity: &PeerIdentity,
+        chain: Vec<CertificateDer<'static>>,
+        ca: Option<&[CertificateDer<'static>]>,
+    ) -> Result<Credentials, CredentialError> {
+        let damaged = |problem: &str| self.damaged(CERTIFICATE, problem);
+        let pem = self
+            .read_key()?
             .ok_or_else(|| damaged("has no agent.key beside it"))?;
-        let key = PrivateKeyDer::from_pem_slice(&key)
+        let signer = self.key_pair(&pem)?;
+        let key = PrivateKeyDer::from_pem_slice(&pem)
             .map_err(|error| self.damaged(KEY, &format!("is not a private key: {error:?}")))?;
         let own = tls::certified_key(chain, key)
             .map_err(|error| damaged(&format!("does not belong to agent.key: {error}")))?;
@@ -165,29 +260,46 @@ impl Store {
             }
         };
         let roots = roots.map_err(|error| self.damaged(CA, &format!("is not usable: {error}")))?;
-        Ok(Stored::Valid(Box::new(Credentials {
+        Ok(Credentials {
             own,
             roots,
+            server_name: None,
+            signer: Some(Arc::new(signer)),
+            issued: identity.not_before + BACKDATED,
             not_after: identity.not_after,
-        })))
+        })
     }
 
     /// The agent's key, made when there is none: stored before its first use, so that a lost answer can be asked for
     /// again with the same key.
     pub(crate) fn key(&self) -> Result<KeyPair, CredentialError> {
         let generated = |error: rcgen::Error| self.storage(io::Error::other(error));
-        match self.read(KEY)? {
-            Some(pem) => {
-                let text = String::from_utf8_lossy(&pem);
-                KeyPair::from_pem(&text)
-                    .map_err(|error| self.damaged(KEY, &format!("is not a usable key: {error}")))
-            }
+        match self.read_key()? {
+            Some(pem) => self.key_pair(&pem),
             None => {
                 let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(generated)?;
                 self.replace(KEY, key.serialize_pem().as_bytes())?;
                 Ok(key)
             }
         }
+    }
+
+    /// Stores the key again when its file is gone, so that the next start finds it.
+    pub(crate) fn restore_key(&self, key: &KeyPair) -> Result<(), CredentialError> {
+        if self.read_key()?.is_some() {
+            return Ok(());
+        }
+        self.replace(KEY, key.serialize_pem().as_bytes())
+    }
+
+    fn key_pair(&self, pem: &[u8]) -> Result<KeyPair, CredentialError> {
+        let text = String::from_utf8_lossy(pem);
+        KeyPair::from_pem(&text)
+            .map_err(|error| self.damaged(KEY, &format!("is not a usable key: {error}")))
+    }
+
+    fn read_key(&self) -> Result<Option<Vec<u8>>, CredentialError> {
+        files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))
     }
 
     /// Stores what was issued; the certificate last, since it is what says that all is there.
@@ -247,53 +359,18 @@ pub(crate) fn read_token(source: &TokenSource) -> Result<JoinToken, CredentialEr
     match source {
         TokenSource::Given(token) => Ok(token.clone()),
         TokenSource::File(path) => {
-            let text =
-                std::fs::read_to_string(path).map_err(|source| CredentialError::TokenFile {
-                    path: path.clone(),
-                    source,
-                })?;
-            parse_token(&text).map_err(|problem| CredentialError::BadToken {
+            let content = files::read_given(path).map_err(|source| CredentialError::TokenFile {
                 path: path.clone(),
-                problem,
+                source,
+            })?;
+            parse_token(&String::from_utf8_lossy(&content)).map_err(|problem| {
+                CredentialError::BadToken {
+                    path: path.clone(),
+                    problem,
+                }
             })
         }
     }
-}
-
-/// Certificates in PEM (RFC 7468).
-fn pem_certificates(certificates: &[Vec<u8>]) -> String {
-    let mut text = String::new();
-    for der in certificates {
-        text.push_str("-----BEGIN CERTIFICATE-----\n");
-        // 48 bytes are 64 characters.
-        for line in der.chunks(48) {
-            text.push_str(&base64(line));
-            text.push('\n');
-        }
-        text.push_str("-----END CERTIFICATE-----\n");
-    }
-    text
-}
-
-/// Base64 with padding (RFC 4648, section 4).
-pub(crate) fn base64(bytes: &[u8]) -> String {
-    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for group in bytes.chunks(3) {
-        let three = group
-            .iter()
-            .fold(0u32, |bits, byte| bits << 8 | u32::from(*byte))
-            << (8 * (3 - group.len()));
-        for place in 0..4 {
-            if place <= group.len() {
-                let index = three >> (18 - 6 * place) & 0x3f;
-                text.push(char::from(ALPHABET[index as usize]));
-            } else {
-                text.push('=');
-            }
-        }
-    }
-    text
 }
 
 const KEY: &str = "agent.key";
@@ -336,7 +413,7 @@ mod tests {
         let later = now + Duration::from_secs(3000 * 365 * 86400);
         assert!(matches!(
             store.load(&node("worker-1"), None, later).unwrap(),
-            Stored::Expired(_)
+            Stored::Expired(_, Some(_))
         ));
     }
 
@@ -377,20 +454,5 @@ mod tests {
             "{error}"
         );
         assert!(!error.is_usage());
-    }
-
-    #[test]
-    fn base64_is_that_of_the_standard() {
-        for (plain, encoded) in [
-            ("", ""),
-            ("f", "Zg=="),
-            ("fo", "Zm8="),
-            ("foo", "Zm9v"),
-            ("foobar", "Zm9vYmFy"),
-            // RFC 7617, section 2.
-            ("Aladdin:open sesame", "QWxhZGRpbjpvcGVuIHNlc2FtZQ=="),
-        ] {
-            assert_eq!(base64(plain.as_bytes()), encoded);
-        }
     }
 }

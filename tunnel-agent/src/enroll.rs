@@ -1,4 +1,5 @@
 //! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
+//! In the same way a certificate that has ended is renewed, with a proof by its key in place of the token.
 
 use std::fmt;
 use std::io;
@@ -20,7 +21,9 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::ALPN_ENROLL;
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken};
+use tunnel_proto::wire::enroll::{
+    EnrollReply, EnrollRequest, JoinToken, RENEW_EXPORT_BYTES, RENEW_LABEL, RenewalProof,
+};
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::NodeName;
 
@@ -29,7 +32,7 @@ use crate::config::ServerAddress;
 use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
 use crate::connector::plan::{Event, Plan};
-use crate::credentials::{CredentialError, Credentials, Store, Stored};
+use crate::credentials::{CredentialError, Credentials, Issued, Store, Stored};
 use crate::proxy::{HttpProxy, ProxyChoice};
 
 /// What enrolment needs.
@@ -39,12 +42,39 @@ pub(crate) struct Enrolment {
     /// Which way to them.
     pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
-    pub(crate) token: JoinToken,
+    /// What it is asked for with.
+    pub(crate) claim: Claim,
     /// The CA certificates of --ca-file; without them the token's hash pins the CA.
     pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
     pub(crate) store: Store,
     /// Bound on each step.
     pub(crate) within: Duration,
+}
+
+/// What a certificate is asked for with.
+#[derive(Debug, Clone)]
+pub(crate) enum Claim {
+    /// A join token.
+    Token(JoinToken),
+    /// A certificate that has ended, and its key.
+    Ended(Box<Credentials>),
+}
+
+/// A certificate as it came, and as it is used.
+#[derive(Debug)]
+pub(crate) struct Enrolled {
+    pub(crate) credentials: Credentials,
+    /// Chain and roots, where they are not kept yet.
+    pub(crate) issued: Option<Issued>,
+}
+
+impl Enrolled {
+    fn kept(credentials: Credentials) -> Self {
+        Self {
+            credentials,
+            issued: None,
+        }
+    }
 }
 
 /// Why there is no certificate.
@@ -62,8 +92,9 @@ pub(crate) enum EnrollError {
     },
     /// The server did not prove to be the token's.
     #[error(
-        "{place}: TLS failed, and nothing of the token was sent; is this the server that printed the token{}?",
-        place.suspicion()
+        "{place}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
+        place.suspicion(),
+        tls::clock_hint(source)
     )]
     Tls {
         place: Place,
@@ -80,6 +111,9 @@ pub(crate) enum EnrollError {
     /// The answer cannot be used.
     #[error("{place}: answer is not usable: {problem}")]
     Answer { place: Place, problem: &'static str },
+    /// What was issued cannot be used.
+    #[error("{place}: certificate is not usable: {problem}")]
+    Unusable { place: Place, problem: String },
     /// The server said no.
     #[error("server refuses to enrol {node} ({code}): {detail}{}", advice(*.code, .node))]
     Refused {
@@ -133,6 +167,7 @@ impl EnrollError {
             | Self::Tls { .. }
             | Self::Exchange { .. }
             | Self::Answer { .. }
+            | Self::Unusable { .. }
             | Self::Busy => true,
             Self::Refused { code, .. } => code.is_retryable(),
             Self::Credentials(_) | Self::Prepare(_) => false,
@@ -150,6 +185,17 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
             "; give the --node-name that the token was created for, or create a token for this one"
                 .to_owned()
         }
+        EnrollCode::CertificateEnded => {
+            format!("; enrol again with --token and a new join token (tunnel-server token create --node {node})")
+        }
+        EnrollCode::Revoked => {
+            "; if it may come back, remove agent.key and agent.crt and enrol with a new token".to_owned()
+        }
+        EnrollCode::ClockWrong => "; compare the clocks of both hosts (date -u)".to_owned(),
+        EnrollCode::NotOffered => "; give --cert-file, --key-file and --ca-file".to_owned(),
+        EnrollCode::BadProof => {
+            "; the stored certificate is of no use here: remove agent.crt and enrol with a new token".to_owned()
+        }
         EnrollCode::BadRequest => "; agent and server may be of different versions".to_owned(),
         EnrollCode::RateLimited | EnrollCode::Unavailable | EnrollCode::Unknown(_) => String::new(),
     }
@@ -159,14 +205,20 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
 ///
 /// # Errors
 /// When a person has to act.
-pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Credentials, EnrollError> {
+pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Enrolled, EnrollError> {
     let node = &enrolment.node;
     let mut plan = Plan::new();
     let mut turns = Turns::default();
-    info!(agent = %node, token = enrolment.token.id(), "enrolling");
+    match &enrolment.claim {
+        Claim::Token(token) => info!(agent = %node, token = token.id(), "enrolling"),
+        Claim::Ended(ended) => {
+            let ended = humantime::format_rfc3339_seconds(ended.not_after);
+            info!(agent = %node, %ended, "certificate has ended; renewing it with its key");
+        }
+    }
     loop {
         let error = match attempt(enrolment, &mut turns).await {
-            Ok(credentials) => return Ok(credentials),
+            Ok(enrolled) => return Ok(enrolled),
             Err(error) if !error.is_retryable() => return Err(error),
             Err(error) => error,
         };
@@ -211,16 +263,22 @@ impl Turns {
     }
 }
 
-async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Credentials, EnrollError> {
+async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, EnrollError> {
     let Enrolment {
         node, store, ca, ..
     } = enrolment;
     let _one_at_a_time = store.lock()?.ok_or(EnrollError::Busy)?;
     // Another process may have enrolled while this one waited for its turn.
     if let Stored::Valid(credentials) = store.load(node, ca.as_deref(), SystemTime::now())? {
-        return Ok(*credentials);
+        return Ok(Enrolled::kept(*credentials));
     }
-    let key = store.key()?;
+    let key = match &enrolment.claim {
+        Claim::Token(_) => Arc::new(store.key()?),
+        Claim::Ended(ended) => ended
+            .signer
+            .clone()
+            .ok_or_else(|| EnrollError::Prepare("the certificate's key is not here".to_owned()))?,
+    };
     let place = turns.next(enrolment).await?;
     let (chain, roots) = match request(enrolment, &key, &place).await? {
         EnrollReply::Issued { chain, roots } => (chain, roots),
@@ -235,18 +293,30 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Credentials
     if let Err(problem) = check(enrolment, &key, &chain, &roots) {
         return Err(EnrollError::Answer { place, problem });
     }
-    store.keep(&chain, &roots)?;
-    match store.load(node, ca.as_deref(), SystemTime::now())? {
-        Stored::Valid(credentials) => {
-            let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
-            info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
-            Ok(*credentials)
-        }
-        Stored::Expired(_) | Stored::Nothing => Err(EnrollError::Answer {
-            place,
-            problem: "its certificate has ended already; is the clock of this host right?",
-        }),
+    let credentials = match Credentials::issued(key, &chain, &roots, ca.as_deref()) {
+        Ok(credentials) => credentials,
+        Err(problem) => return Err(EnrollError::Unusable { place, problem }),
+    };
+    if credentials.not_after <= SystemTime::now() {
+        let clock = humantime::format_rfc3339_seconds(SystemTime::now());
+        let issued = humantime::format_rfc3339_seconds(credentials.issued);
+        let problem = format!(
+            "by the clock of this host ({clock}) it has ended already, though the server issued it just now ({issued} by \
+             the server's clock): one of the clocks is wrong"
+        );
+        return Err(EnrollError::Unusable { place, problem });
     }
+    if let Claim::Ended(_) = &enrolment.claim {
+        // Kept by whoever asked, who can go on without.
+        return Ok(Enrolled {
+            credentials,
+            issued: Some((chain, roots)),
+        });
+    }
+    store.keep(&chain, &roots)?;
+    let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
+    info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
+    Ok(Enrolled::kept(credentials))
 }
 
 /// One request to one place. The token leaves only after the verifier accepted the server's chain and role.
@@ -263,22 +333,15 @@ async fn request(
         Some(given) => Trust::Roots(
             tls::roots(given.iter().cloned()).map_err(|error| prepare(error.to_string()))?,
         ),
-        None => match enrolment.token.ca_hash() {
-            Some(hash) => Trust::Pin(*hash),
-            None => return Err(prepare(format!("the token {NO_PIN}"))),
+        None => match &enrolment.claim {
+            Claim::Ended(ended) => ended.trust(),
+            Claim::Token(token) => match token.ca_hash() {
+                Some(hash) => Trust::Pin(*hash),
+                None => return Err(prepare(format!("the token {NO_PIN}"))),
+            },
         },
     };
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
-    let message = EnrollRequest {
-        token: enrolment.token.reveal(),
-        csr: csr.der().to_vec(),
-        node_name: enrolment.node.clone(),
-    };
-    let mut framed = BytesMut::new();
-    message
-        .encode(&mut framed)
-        .map_err(|error| prepare(error.to_string()))?;
-
     let within = enrolment.within;
     let at = || place.clone();
     let tcp = limited(within, enrolment.proxy.connect(&place.remote))
@@ -293,12 +356,48 @@ async fn request(
             place: at(),
             source,
         })?;
+    let proof = match &enrolment.claim {
+        Claim::Token(_) => None,
+        Claim::Ended(ended) => Some(prove(ended, &tls).map_err(prepare)?),
+    };
+    let message = EnrollRequest {
+        token: match &enrolment.claim {
+            Claim::Token(token) => token.reveal(),
+            Claim::Ended(_) => String::new(),
+        },
+        csr: csr.der().to_vec(),
+        node_name: enrolment.node.clone(),
+        proof,
+    };
+    let mut framed = BytesMut::new();
+    message
+        .encode(&mut framed)
+        .map_err(|error| prepare(error.to_string()))?;
     limited(within, exchange(tls, &framed))
         .await
         .map_err(|source| EnrollError::Exchange {
             place: at(),
             source,
         })
+}
+
+/// The certificate's key signs what only the two ends of this connection know.
+fn prove(
+    ended: &Credentials,
+    tls: &tokio_rustls::client::TlsStream<TcpStream>,
+) -> Result<RenewalProof, String> {
+    let exported = tls
+        .get_ref()
+        .1
+        .export_keying_material([0; RENEW_EXPORT_BYTES], RENEW_LABEL, None)
+        .map_err(|error| error.to_string())?;
+    let (signature, scheme) =
+        tls::sign_proof(&*ended.own.key, &exported).map_err(|error| error.to_string())?;
+    Ok(RenewalProof {
+        chain: ended.own.cert.iter().map(|der| der.to_vec()).collect(),
+        signature,
+        scheme,
+    })
 }
 
 async fn handshake(
@@ -339,22 +438,35 @@ fn check(
     chain: &[Vec<u8>],
     roots: &[Vec<u8>],
 ) -> Result<(), &'static str> {
+    check_issued(&enrolment.node, key, chain)?;
+    let Claim::Token(token) = &enrolment.claim else {
+        return Ok(());
+    };
+    let pinned = roots.iter().any(|root| {
+        spki_sha256(&CertificateDer::from(root.as_slice()))
+            .is_ok_and(|hash| token.ca_hash() == Some(&hash))
+    });
+    if enrolment.ca.is_none() && !pinned {
+        return Err("its roots do not hold the CA that the token pins");
+    }
+    Ok(())
+}
+
+/// Whether a chain is for our key and name.
+pub(crate) fn check_issued(
+    node: &NodeName,
+    key: &KeyPair,
+    chain: &[Vec<u8>],
+) -> Result<(), &'static str> {
     let leaf = CertificateDer::from(chain.first().ok_or("it holds no certificate")?.as_slice());
     let identity =
         PeerIdentity::from_certificate(&leaf).map_err(|_why| "its certificate names nobody")?;
-    if identity.node() != Some(&enrolment.node) {
+    if identity.node() != Some(node) {
         return Err("its certificate is for another node");
     }
     let ours = sha256(&key.subject_public_key_info());
     if spki_sha256(&leaf).map_err(|_why| "its certificate is malformed")? != ours {
         return Err("its certificate is for another key");
-    }
-    let pinned = roots.iter().any(|root| {
-        spki_sha256(&CertificateDer::from(root.as_slice()))
-            .is_ok_and(|hash| enrolment.token.ca_hash() == Some(&hash))
-    });
-    if enrolment.ca.is_none() && !pinned {
-        return Err("its roots do not hold the CA that the token pins");
     }
     Ok(())
 }

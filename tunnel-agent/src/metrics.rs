@@ -23,6 +23,9 @@ pub(crate) struct Metrics {
     dials: Family<DialLabels, Counter>,
     connect_attempts: Family<ConnectLabels, Counter>,
     certificate_not_after: Gauge,
+    certificate_unsaved: Gauge,
+    certificate_files_unusable: Gauge,
+    renewals: Family<RenewalLabels, Counter>,
 }
 
 impl Metrics {
@@ -79,6 +82,21 @@ impl Metrics {
             "certificate_not_after_seconds",
             "When the agent's certificate ends, in seconds since 1970",
             metrics.certificate_not_after.clone(),
+        );
+        registry.register(
+            "certificate_unsaved",
+            "1 while the certificate in use could not be written to the data directory",
+            metrics.certificate_unsaved.clone(),
+        );
+        registry.register(
+            "certificate_files_unusable",
+            "1 while --cert-file, --key-file or --ca-file cannot be used and the last good ones stay in use",
+            metrics.certificate_files_unusable.clone(),
+        );
+        registry.register(
+            "renewals",
+            "Certificates that were asked for on sessions, by result",
+            metrics.renewals.clone(),
         );
         (metrics, registry)
     }
@@ -147,6 +165,22 @@ impl Metrics {
     #[cfg(test)]
     pub(crate) fn moves(&self) -> (u64, u64) {
         (self.fallbacks.get(), self.promotions.get())
+    }
+
+    /// Counts a renewal: `issued`, or why there was none.
+    pub(crate) fn renewal(&self, result: &'static str) {
+        let result = Word(result);
+        self.renewals.get_or_create(&RenewalLabels { result }).inc();
+    }
+
+    /// Notes whether the certificate in use is on disk.
+    pub(crate) fn unsaved(&self, unsaved: bool) {
+        self.certificate_unsaved.set(unsaved.into());
+    }
+
+    /// Notes whether the operator's files can be used.
+    pub(crate) fn files_unusable(&self, unusable: bool) {
+        self.certificate_files_unusable.set(unusable.into());
     }
 
     /// Notes the end of the agent's certificate.
@@ -301,8 +335,24 @@ label_values!(
     Direction,
     DialResult,
     ConnectResult,
-    TransportLabel
+    TransportLabel,
+    Word
 );
+
+/// A word of the program's own text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Word(&'static str);
+
+impl Word {
+    fn label(self) -> &'static str {
+        self.0
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RenewalLabels {
+    result: Word,
+}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TransportLabels {

@@ -23,10 +23,11 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::control::ControlReader;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
+use crate::credentials::Keeper;
 use crate::egress::{Egress, NodeIp, Terms};
 use crate::metrics::{GaugeGuard, Metrics};
 
@@ -50,6 +51,8 @@ pub(crate) struct Shared {
     pub(crate) egress: Arc<Egress>,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
+    /// The credentials, which sessions renew.
+    pub(crate) keeper: Arc<Keeper>,
     /// Cancelled when the drain is over and sessions should end.
     pub(crate) farewell: CancellationToken,
 }
@@ -145,6 +148,10 @@ pub(crate) async fn run(
             ready,
         ),
         suspect: None,
+        renews: welcome
+            .capabilities
+            .iter()
+            .any(|able| able == CAPABILITY_RENEW),
         session,
     };
     let reason = serving.run(reader).await;
@@ -164,6 +171,8 @@ struct Serving<'a> {
     vigil: Vigil,
     /// Counts it while it is suspect.
     suspect: Option<GaugeGuard>,
+    /// The server issues certificates on this session.
+    renews: bool,
 }
 
 impl Serving<'_> {
@@ -182,6 +191,7 @@ impl Serving<'_> {
                 }
                 () = tether.retire.cancelled(), if !self.vigil.is_retired() => self.retire(),
                 () = shared.farewell.cancelled() => return self.farewell(STOPPING).await,
+                request = shared.keeper.due(), if self.may_renew(withdrawn) => self.voice.renew(request),
                 () = sleep_until(self.vigil.next()) => match self.look().await {
                     Turn::Dead => return self.end(CloseCode::Dead, "nothing was heard for too long").await,
                     Turn::Done => return self.farewell(REPLACED).await,
@@ -191,6 +201,10 @@ impl Serving<'_> {
                     Ok(Some(ControlMessage::Bye(reason))) => {
                         info!(agent = %shared.node, session = %self.terms.session, reason, "server says goodbye");
                         return self.after_bye().await;
+                    }
+                    Ok(Some(ControlMessage::Renewed(reply))) => {
+                        let keeper = shared.keeper.clone();
+                        shared.shutdown.spawn_service(async move { keeper.answered(reply).await });
                     }
                     Ok(Some(message)) => self.heed(&message),
                     Ok(None) => listening = false,
@@ -204,6 +218,11 @@ impl Serving<'_> {
                 }
             }
         }
+    }
+
+    /// Whether the next certificate may be asked for here: not on a session that may be gone, or is about to.
+    fn may_renew(&self, withdrawn: bool) -> bool {
+        self.renews && !withdrawn && !self.vigil.is_retired() && self.suspect.is_none()
     }
 
     fn serve(&mut self, incoming: IncomingStream) {
@@ -233,6 +252,8 @@ impl Serving<'_> {
             | ControlMessage::Welcome(_)
             | ControlMessage::NotAdmitted(..)
             | ControlMessage::Withdraw
+            | ControlMessage::Renew(_)
+            | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
                 warn!(%agent, %session, "unexpected message on the control stream ignored");
             }

@@ -12,10 +12,12 @@ use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::identity::{PeerIdentity, Role};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls;
 use tunnel_proto::transport::{Session, memory};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
+use crate::credentials::{Credentials, Keeper};
 use crate::egress::Egress;
 use crate::metrics::Metrics;
 use crate::policy::Ceiling;
@@ -88,10 +90,26 @@ impl Drop for Scratch {
 pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
         role,
+        not_before: SystemTime::UNIX_EPOCH,
         not_after: SystemTime::now() + Duration::from_secs(3600),
     };
     let agent = Role::Agent("worker-1".parse().unwrap());
     memory::pair(identity(Role::Server), identity(agent))
+}
+
+/// Credentials of worker-1 that are not renewed.
+pub(crate) fn credentials(ca: &Ca) -> Credentials {
+    let key = KeyPair::generate().unwrap();
+    let leaf = ca.issue(&key, "culvert://agent/worker-1");
+    let key = key.serialize_der().try_into().unwrap();
+    Credentials {
+        own: tls::certified_key(vec![leaf], key).unwrap(),
+        roots: tls::roots([ca.der().clone()]).unwrap(),
+        server_name: None,
+        signer: None,
+        issued: SystemTime::now(),
+        not_after: SystemTime::now() + Duration::from_secs(3600),
+    }
 }
 
 /// What the sessions of an agent on this host share.
@@ -100,6 +118,13 @@ pub(crate) fn shared(limits: Limits) -> Shared {
     let node: NodeName = "worker-1".parse().unwrap();
     let ceiling = Ceiling::default();
     let draining = shutdown.drain().clone();
+    let keeper = Keeper::new(
+        node.clone(),
+        credentials(&Ca::new()),
+        None,
+        None,
+        metrics.clone(),
+    );
     let egress = Egress::new(node.clone(), ceiling, &limits, metrics.clone(), draining);
     Shared {
         node,
@@ -109,6 +134,7 @@ pub(crate) fn shared(limits: Limits) -> Shared {
         egress: Arc::new(egress),
         metrics,
         shutdown,
+        keeper,
         farewell: CancellationToken::new(),
     }
 }

@@ -143,6 +143,7 @@ impl Stranger {
                 match error {
                     HandshakeError::Timeout => debug!(%error, "handshake with an agent failed"),
                     HandshakeError::Transport(_)
+                    | HandshakeError::Verdict(..)
                     | HandshakeError::Identity(_)
                     | HandshakeError::Local(_)
                     | HandshakeError::Connect(_) => {
@@ -166,7 +167,9 @@ fn handshake_label(error: &HandshakeError) -> &'static str {
         HandshakeError::Timeout => "timeout",
         HandshakeError::Transport(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
-        // The second is a dialler's.
-        HandshakeError::Local(_) | HandshakeError::Connect(_) => "local",
+        // The last two are a dialler's.
+        HandshakeError::Local(_) | HandshakeError::Connect(_) | HandshakeError::Verdict(..) => {
+            "local"
+        }
     }
 }

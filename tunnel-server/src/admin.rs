@@ -27,6 +27,7 @@ use tunnel_proto::wire::name::NodeName;
 use crate::data::DataDir;
 use crate::issuer::LocalCa;
 use crate::nodes::KnownNodes;
+use crate::revoked::Revocations;
 use crate::tokens::{CreateTokenError, TokenStore};
 
 mod client;
@@ -35,7 +36,7 @@ mod message;
 
 pub use client::{AdminClient, AdminError};
 pub use command::{AgentCommand, agent_command};
-pub use message::{CreateToken, CreatedToken, Problem};
+pub use message::{CreateToken, CreatedToken, Problem, RevokedNode};
 
 /// What the admin socket gives access to.
 #[derive(Clone)]
@@ -46,6 +47,8 @@ pub struct AdminState {
     pub tokens: Arc<TokenStore>,
     /// The known nodes.
     pub nodes: Arc<KnownNodes>,
+    /// Nodes whose certificates are revoked.
+    pub revocations: Arc<Revocations>,
     /// The list of nodes as the meta endpoint gives it.
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
     /// Addresses that agents should dial, HOST:PORT.
@@ -174,6 +177,17 @@ async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<A
             blocking(state, move |state| forget_node(&state, &node)).await??;
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
+        ("POST", ["nodes", name, "revoke"]) => {
+            let node = name
+                .parse()
+                .map_err(|error| Refusal::bad(format!("{name:?}: {error}")))?;
+            let revoked = blocking(state, move |state| {
+                revoke_node(&state.revocations, &state.tokens, &node).map(|tokens| (node, tokens))
+            });
+            let (node, tokens) = revoked.await?.map_err(|error| Refusal::internal(&error))?;
+            info!(agent = %node, tokens, "node revoked");
+            value(StatusCode::OK, &RevokedNode { tokens })
+        }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
         (_, ["tokens" | "nodes" | "ca", ..]) => Err(Refusal {
             status: StatusCode::METHOD_NOT_ALLOWED,
@@ -212,6 +226,22 @@ fn create_token(state: &AdminState, wish: CreateToken) -> Result<CreatedToken, R
         now + ttl,
         &state.advertised,
     ))
+}
+
+/// Revokes a node's certificates and takes its tokens back; says how many of those could still be used. Blocks the thread.
+///
+/// # Errors
+/// When it cannot be kept; for a running server it holds until its end all the same.
+pub fn revoke_node(
+    revocations: &Revocations,
+    tokens: &TokenStore,
+    node: &NodeName,
+) -> io::Result<usize> {
+    let now = SystemTime::now();
+    // Both, whatever becomes of the first: a token would buy the same key another certificate.
+    let certificates = revocations.revoke(node, now);
+    let tokens = tokens.revoke_of(node, now);
+    certificates.and(tokens)
 }
 
 /// Forgets a node that is not connected. Blocks the thread.

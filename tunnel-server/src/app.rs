@@ -28,17 +28,20 @@ use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
 use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::{Registry, RegistryLimits};
+use crate::revoked::Revocations;
 use crate::routes::{RouteNode, Routes, Source};
 use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
 
 mod cluster;
+mod identity;
 #[cfg(feature = "dns")]
 mod records;
 mod sockets;
 
-use cluster::{Followed, Following, follow_cluster};
+use cluster::{FollowedCluster, Following, follow_cluster};
+use identity::{Followed, agent_side};
 #[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::Bound;
@@ -58,7 +61,8 @@ pub struct App {
     tokens: Arc<TokenStore>,
     nodes: Arc<KnownNodes>,
     records: Records,
-    cluster: Followed,
+    cluster: FollowedCluster,
+    revocations: Arc<Revocations>,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
@@ -82,9 +86,11 @@ impl App {
         };
         let readiness = Readiness::default();
         let starting = readiness.block("listeners");
-        let ca = Arc::new(LocalCa::load_or_create(&data)?);
+        let ca = LocalCa::load_or_create(&data)?.with_life(config.limits.certificate_life);
+        let ca = Arc::new(ca);
         let tokens = Arc::new(TokenStore::open(&data)?);
         let nodes = Arc::new(KnownNodes::open(&data)?);
+        let revocations = Arc::new(Revocations::open(&data, config.agent_files.is_none())?);
         let mut metrics_registry = MetricsRegistry::default();
         let pool = BufferPool::new(config.limits.buffer_pool);
         let metrics = Metrics::new(&mut metrics_registry, pool.clone());
@@ -97,15 +103,18 @@ impl App {
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
 
-        let server_credential = {
-            let metrics = metrics.clone();
-            ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)))
+        revocations.enforce(&registry, &shutdown);
+
+        let followed = Followed {
+            every: config.limits.reload_every,
+            metrics: &metrics,
+            shutdown: &shutdown,
         };
-        let agent_roots = tls::roots([ca.root().clone()])?;
+        let agents = agent_side(&config, &ca, &revocations, &followed)?;
         let session_tls =
-            |alpn| tls::session_server(server_credential.clone(), agent_roots.clone(), alpn);
+            |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
-        let door_tls = door_tls(&config, &ca, &routes)?;
+        let door_tls = door_tls(&config, &ca, &routes, &followed)?;
         let quic_tls = session_tls(ALPN_SESSION)?;
         let sockets = bind(&config, &data, (quic_tls, &settings), door_tls).await?;
         let Sockets {
@@ -180,9 +189,9 @@ impl App {
             tcp_entry: TcpEntry {
                 session_tls: session_tls(ALPN_SESSION_TCP)?,
                 settings,
-                enroll_tls: tls::enroll_server(server_credential.clone())?,
+                enroll_tls: tls::enroll_server(agents.enrolment.clone())?,
                 enrollment: Enrollment {
-                    ca: ca.clone(),
+                    renewals: agents.renewals.clone(),
                     tokens: tokens.clone(),
                     nodes: nodes.clone(),
                 },
@@ -190,7 +199,7 @@ impl App {
             sessions: Sessions {
                 registry: registry.clone(),
                 nodes: nodes.clone(),
-                metrics,
+                metrics: metrics.clone(),
                 shutdown: shutdown.clone(),
                 advertised: advertised.clone(),
                 limits: SessionLimits {
@@ -199,7 +208,10 @@ impl App {
                     target_dial: config.limits.target_dial_timeout,
                     drain: config.drain_timeout,
                     liveness: config.limits.liveness(),
+                    expired: config.limits.expired(),
                 },
+                revocations: revocations.clone(),
+                renewals: agents.renewals.clone(),
             },
             handshake_limit: config.limits.handshake_timeout,
             pre_auth: Places::new(config.limits.pre_auth()),
@@ -219,6 +231,7 @@ impl App {
             ca: ca.clone(),
             tokens: tokens.clone(),
             nodes: nodes.clone(),
+            revocations: revocations.clone(),
             status: list.clone(),
             advertised,
         };
@@ -245,6 +258,7 @@ impl App {
             nodes,
             records,
             cluster,
+            revocations,
             _lock: lock,
         })
     }
@@ -283,6 +297,12 @@ impl App {
     #[must_use]
     pub fn records(&self) -> &Records {
         &self.records
+    }
+
+    /// Revoked nodes.
+    #[must_use]
+    pub fn revocations(&self) -> &Arc<Revocations> {
+        &self.revocations
     }
 
     /// Connected agents.

@@ -34,7 +34,7 @@ pub enum Verb {
     /// Create, list and revoke join tokens
     #[command(subcommand)]
     Token(TokenVerb),
-    /// List known and connected nodes, or forget one
+    /// List known and connected nodes, revoke or forget one
     Nodes(NodesArgs),
     /// Print the CA certificate that the doors' certificates chain to
     Ca(CaArgs),

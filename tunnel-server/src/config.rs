@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
+use tunnel_proto::process::files;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::tls::files::PairFiles;
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS, PORT_SERVER_META};
@@ -23,8 +25,8 @@ mod limits;
 mod raw;
 
 use check::{
-    address, advertised, check_service, client_auth, door_address, duration, https_certificate,
-    loopback, parsed, port_list, proxy_port_listen,
+    address, advertised, agent_files, check_service, client_auth, door_address, duration,
+    https_certificate, loopback, parsed, port_list, proxy_port_listen,
 };
 pub use kubernetes::{EDGE_LABEL, KubernetesSettings, ObjectNames, Surroundings};
 pub use limits::{LIMITS, Limits, RawLimits};
@@ -61,7 +63,9 @@ pub struct Config {
     /// Where the extra ports are bound.
     pub proxy_port_listen: ProxyPortListen,
     /// Chain and key of the TLS door.
-    pub https_certificate: Option<(PathBuf, PathBuf)>,
+    pub https_certificate: Option<PairFiles>,
+    /// What the operator brings for port 10262 in place of the local CA.
+    pub agent_files: Option<AgentFiles>,
     /// CA of callers and whether a certificate is required.
     pub client_auth: Option<(PathBuf, bool)>,
     /// Embedded DNS, unless it is off.
@@ -80,6 +84,15 @@ pub struct Config {
     pub limits: Limits,
     /// What an operator should know at start.
     pub warnings: Vec<String>,
+}
+
+/// Certificates for agents' sessions that the operator brings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentFiles {
+    /// What agents' certificates chain to.
+    pub ca: PathBuf,
+    /// The server's own.
+    pub pair: PairFiles,
 }
 
 /// Where extra proxy ports are bound.
@@ -103,7 +116,9 @@ pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError
             let mistake = |problem: String| {
                 ConfigError(vec![format!("--config: {}: {problem}", path.display())])
             };
-            let text = std::fs::read_to_string(path).map_err(|error| mistake(error.to_string()))?;
+            let text = files::read_given(path)
+                .and_then(|bytes| String::from_utf8(bytes).map_err(std::io::Error::other))
+                .map_err(|error| mistake(error.to_string()))?;
             serde_saphyr::from_str::<Option<RawConfig>>(&text)
                 .map_err(|error| mistake(error.to_string()))?
         }
@@ -212,6 +227,7 @@ impl Config {
                 kubernetes.is_some(),
             ),
             https_certificate: https_certificate(bad, raw),
+            agent_files: agent_files(bad, raw),
             client_auth,
             dns: dns::check(bad, raw),
             drain_timeout: duration(

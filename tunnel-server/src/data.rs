@@ -85,6 +85,12 @@ impl DataDir {
         self.0.join("nodes.json")
     }
 
+    /// Nodes whose certificates were revoked.
+    #[must_use]
+    pub fn revoked(&self) -> PathBuf {
+        self.0.join("revoked.json")
+    }
+
     /// QUIC's reset and connection-id keys.
     #[must_use]
     pub fn quic_keys_file(&self) -> PathBuf {
@@ -143,7 +149,7 @@ impl DataDir {
     pub fn quic_keys(&self) -> io::Result<QuicKeys> {
         let path = self.quic_keys_file();
         let _changing = self.lock_files()?;
-        let stored = if let Some(stored) = files::read(&path)? {
+        let stored = if let Some(stored) = files::read_secret(&path)? {
             stored
         } else {
             let fresh = random::<{ QuicKeys::LEN }>()?;

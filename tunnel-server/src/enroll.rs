@@ -1,4 +1,5 @@
-//! Enrolment: one framed request over TLS without a client certificate; a join token buys a certificate.
+//! Enrolment: one framed request over TLS without a client certificate; a join token, or the proof by the key of a
+//! certificate that has ended, buys a certificate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -8,18 +9,19 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest};
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES};
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 
-use crate::issuer::{AgentRequest, IssueError, LocalCa};
+use crate::issuer::AgentRequest;
 use crate::nodes::KnownNodes;
+use crate::renew::{Refusal, Renewals, refusal};
 use crate::tokens::TokenStore;
 
 /// What enrolments need. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Enrollment {
-    /// Signs the certificates.
-    pub ca: Arc<LocalCa>,
+    /// Issues the certificates; without it their operator brings them.
+    pub renewals: Option<Arc<Renewals>>,
     /// Decides who may have one.
     pub tokens: Arc<TokenStore>,
     /// Learns the names.
@@ -28,13 +30,18 @@ pub struct Enrollment {
 
 impl Enrollment {
     /// Serves one request and ends the stream. Says the result in a word for logs and metrics: `issued`, the code of
-    /// the refusal, or `cut`. The caller limits the time. Not cancel-safe: the token may have been used.
-    pub async fn serve<S>(&self, mut stream: S, peer: SocketAddr) -> &'static str
+    /// the refusal, or `cut`. `exported` is what both ends of the TLS connection know and nobody else. The caller limits the time. Not cancel-safe: the token may have been used.
+    pub async fn serve<S>(
+        &self,
+        mut stream: S,
+        peer: SocketAddr,
+        exported: Exported,
+    ) -> &'static str
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let outcome = match read_request(&mut stream).await {
-            Ok(request) => self.answer(request, peer).await,
+            Ok(request) => self.answer(request, peer, exported).await,
             Err(ReadError::Frame(error)) => {
                 warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
                 Err((EnrollCode::BadRequest, error.to_string()))
@@ -59,18 +66,24 @@ impl Enrollment {
         &self,
         request: EnrollRequest,
         peer: SocketAddr,
-    ) -> Result<EnrollReply, (EnrollCode, String)> {
+        exported: Exported,
+    ) -> Result<EnrollReply, Refusal> {
         let agent = request.node_name.clone();
         let this = self.clone();
         // Signatures and files: nothing for the runtime's own threads.
-        let work = tokio::task::spawn_blocking(move || this.issue(&request, SystemTime::now()));
+        let work =
+            tokio::task::spawn_blocking(move || this.issue(&request, &exported, SystemTime::now()));
         let issued = work.await.unwrap_or_else(|panic| {
             warn!(error = %panic, "enrolment broke");
             Err((EnrollCode::Unavailable, "the server broke".to_owned()))
         });
         match issued {
-            Ok((token, reply)) => {
+            Ok((Some(token), reply)) => {
                 info!(%agent, %peer, token, "agent enrolled");
+                Ok(reply)
+            }
+            Ok((None, reply)) => {
+                info!(%agent, %peer, "certificate that had ended was renewed");
                 Ok(reply)
             }
             Err((code, detail)) => {
@@ -80,12 +93,23 @@ impl Enrollment {
         }
     }
 
-    /// The id of the token and the reply that it bought. Blocks the thread.
+    /// The id of the token, if it was one, and the reply that it bought. Blocks the thread.
     fn issue(
         &self,
         request: &EnrollRequest,
+        exported: &Exported,
         now: SystemTime,
-    ) -> Result<(String, EnrollReply), (EnrollCode, String)> {
+    ) -> Result<(Option<String>, EnrollReply), Refusal> {
+        let Some(renewals) = &self.renewals else {
+            let detail = "this server takes certificates of --agent-ca only; give the agent --cert-file and --key-file";
+            return Err((EnrollCode::NotOffered, detail.to_owned()));
+        };
+        if let Some(proof) = &request.proof {
+            let wish = (&request.csr[..], exported);
+            let renewed = renewals.late(&request.node_name, proof, wish, now)?;
+            self.nodes.record(&request.node_name, &[]);
+            return Ok((None, renewed.reply));
+        }
         // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
         let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
         let grant = self.tokens.redeem(
@@ -94,18 +118,14 @@ impl Enrollment {
             certificate_request.key_sha256(),
             now,
         )?;
-        let issued = self
-            .ca
-            .issue(&certificate_request, &grant.node, now)
-            .map_err(refusal)?;
+        let issued = renewals.issue(&certificate_request, &grant.node, now)?;
         self.nodes.record(&grant.node, &[]);
-        let reply = EnrollReply::Issued {
-            chain: issued.chain.iter().map(|leaf| leaf.to_vec()).collect(),
-            roots: vec![self.ca.root().to_vec()],
-        };
-        Ok((grant.id, reply))
+        Ok((Some(grant.id), issued.reply))
     }
 }
+
+/// A value that only the two ends of a TLS connection can compute.
+pub type Exported = [u8; RENEW_EXPORT_BYTES];
 
 enum ReadError {
     Frame(FrameError),
@@ -149,14 +169,6 @@ where
     Ok(())
 }
 
-fn refusal(error: IssueError) -> (EnrollCode, String) {
-    let code = match &error {
-        IssueError::Request(_) | IssueError::Key => EnrollCode::BadRequest,
-        IssueError::Sign(_) | IssueError::Serial(_) => EnrollCode::Unavailable,
-    };
-    (code, error.to_string())
-}
-
 /// How long to wait for the agent to close after the reply.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -185,7 +197,7 @@ mod tests {
         fn new() -> Self {
             let scratch = Scratch::new();
             let enrollment = Enrollment {
-                ca: Arc::new(LocalCa::load_or_create(&scratch.0).unwrap()),
+                renewals: Some(Renewals::of(&scratch.0)),
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             };
@@ -195,7 +207,7 @@ mod tests {
                     &node(),
                     Duration::from_secs(60),
                     vec![],
-                    enrollment.ca.spki_sha256(),
+                    enrollment.renewals.as_ref().unwrap().ca.spki_sha256(),
                     SystemTime::now(),
                 )
                 .unwrap();
@@ -217,7 +229,7 @@ mod tests {
                 agent.read_to_end(&mut reply).await.unwrap();
                 BytesMut::from(&reply[..])
             };
-            tokio::join!(self.enrollment.serve(server, peer), client)
+            tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client)
         }
 
         async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
@@ -225,6 +237,7 @@ mod tests {
                 token: token.to_owned(),
                 csr,
                 node_name: node(),
+                proof: None,
             };
             let mut bytes = BytesMut::new();
             request.encode(&mut bytes).unwrap();
@@ -253,7 +266,17 @@ mod tests {
         let EnrollReply::Issued { chain, roots } = reply else {
             panic!("refused: {reply:?}");
         };
-        assert_eq!(roots, [fixture.enrollment.ca.root().to_vec()]);
+        assert_eq!(
+            roots,
+            [fixture
+                .enrollment
+                .renewals
+                .as_ref()
+                .unwrap()
+                .ca
+                .root()
+                .to_vec()]
+        );
         let leaf = CertificateDer::from(chain[0].clone());
         let identity = PeerIdentity::from_certificate(&leaf).unwrap();
         assert_eq!(identity.node(), Some(&node()));

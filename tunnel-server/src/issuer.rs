@@ -14,10 +14,9 @@ use rcgen::{
 };
 use rustls::server::ResolvesServerCert;
 use rustls::sign::{CertifiedKey, SigningKey};
-use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tracing::info;
-use tunnel_proto::identity::{Role, sha256, spki_sha256};
+use tunnel_proto::identity::{BACKDATED, Role, sha256, spki_sha256};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
@@ -25,20 +24,22 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::data::{DataDir, random, whole_seconds};
 
-mod file;
 mod request;
 mod resolver;
 
-pub use file::{FileCredentialError, file_resolver};
 pub use request::AgentRequest;
 
-/// Life of every certificate but the CA's own.
+/// Life of every certificate but the CA's own, unless `limits.certificateLife` says another.
 pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// The CA of an installation without a CA of its own.
 pub struct LocalCa {
+    /// The certificate of the key that signs.
     root: CertificateDer<'static>,
+    /// All of `ca.crt`: while a CA is being replaced, the old and the new one.
+    roots: Vec<CertificateDer<'static>>,
     root_pem: String,
+    life: Duration,
     spki_sha256: [u8; 32],
     issuer: Issuer<'static, KeyPair>,
     /// Key of the server's credential towards agents; only in memory.
@@ -112,7 +113,7 @@ impl LocalCa {
         let _changing = dir.lock_files()?;
         let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
         let certificate = files::read(&certificate_path)?;
-        let key = match files::read(&key_path)? {
+        let key = match files::read_secret(&key_path)? {
             Some(pem) => read_key(&pem, key_path.clone())?,
             None if certificate.is_some() => {
                 return Err(CaError::KeyMissing(certificate_path, key_path));
@@ -132,21 +133,24 @@ impl LocalCa {
             info!(path = %certificate_path.display(), "made a CA");
             pem
         };
-        let root = CertificateDer::from_pem_slice(root_pem.as_bytes()).map_err(|problem| {
-            CaError::Damaged {
-                path: certificate_path.clone(),
-                what: "certificate",
-                problem: problem.to_string(),
-            }
+        let roots = tls::files::chain(root_pem.as_bytes()).map_err(|problem| CaError::Damaged {
+            path: certificate_path.clone(),
+            what: "certificate",
+            problem: problem.to_string(),
         })?;
         let spki = sha256(&key.subject_public_key_info());
-        if spki_sha256(&root).ok() != Some(spki) {
+        let signing = roots
+            .iter()
+            .find(|root| spki_sha256(root).ok() == Some(spki));
+        let Some(root) = signing.cloned() else {
             return Err(CaError::Mismatch(certificate_path, key_path));
-        }
+        };
         let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Make)?;
         Ok(Self {
             root,
+            roots,
             root_pem,
+            life: CERTIFICATE_LIFE,
             spki_sha256: spki,
             issuer,
             server_key: LeafKey::generate()?,
@@ -154,13 +158,31 @@ impl LocalCa {
         })
     }
 
-    /// The root certificate.
+    /// Issues certificates of this life instead of [`CERTIFICATE_LIFE`].
+    #[must_use]
+    pub fn with_life(self, life: Duration) -> Self {
+        Self { life, ..self }
+    }
+
+    /// Life of the certificates that it issues.
+    #[must_use]
+    pub fn life(&self) -> Duration {
+        self.life
+    }
+
+    /// Every root that certificates of this installation chain to: one, or more while the CA is being replaced.
+    #[must_use]
+    pub fn roots(&self) -> &[CertificateDer<'static>] {
+        &self.roots
+    }
+
+    /// The certificate of the key that signs.
     #[must_use]
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.root
     }
 
-    /// The root certificate as PEM, as in the file `ca.crt`.
+    /// The roots as PEM, as in the file `ca.crt`.
     #[must_use]
     pub fn root_pem(&self) -> String {
         self.root_pem.clone()
@@ -271,9 +293,9 @@ impl LocalCa {
         now: SystemTime,
     ) -> Result<(CertificateDer<'static>, SystemTime), IssueError> {
         let now = whole_seconds(now);
-        let not_after = now + CERTIFICATE_LIFE;
+        let not_after = now + self.life;
         let mut params = CertificateParams::default();
-        params.not_before = now.checked_sub(CLOCK_SLACK).unwrap_or(now).into();
+        params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
         params.not_after = not_after.into();
         params.serial_number = Some(serial().map_err(IssueError::Serial)?);
         params.distinguished_name = common_name(&leaf.common_name);
@@ -344,7 +366,7 @@ fn self_signed(key: &KeyPair, now: SystemTime) -> Result<rcgen::Certificate, CaE
     let now = whole_seconds(now);
     let hash = hex(&sha256(&key.subject_public_key_info()));
     let mut params = CertificateParams::default();
-    params.not_before = now.checked_sub(CLOCK_SLACK).unwrap_or(now).into();
+    params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
     params.not_after = (now + CA_LIFE).into();
     params.serial_number = Some(serial()?);
     params.distinguished_name = common_name(&format!("culvert CA {}", &hash[..8]));
@@ -373,8 +395,6 @@ fn uri(role: &Role) -> Result<SanType, IssueError> {
         .map_err(IssueError::Sign)
 }
 
-/// Clocks of edges may be behind by this much.
-const CLOCK_SLACK: Duration = Duration::from_secs(5 * 60);
 /// Life of the CA itself: 10 years.
 const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);
 /// Longest common name (RFC 5280, appendix A, ub-common-name).

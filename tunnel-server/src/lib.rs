@@ -3,8 +3,8 @@
 //! The way of a request: [`ingress`] (a door accepts, hyper reads the head) → [`ingress::target`] with [`routes`] and
 //! [`policy`] (which node, which port) → [`registry`] (the node's session opens a stream) → the agent.
 //! The way of an agent: [`acceptor`] (handshake, or [`enroll`]) → [`session`] (admission, control stream) → [`registry`].
-//! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]).
-//! In a cluster, [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
+//! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]), revocations
+//! ([`revoked`]). In a cluster, [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
 //! Operators speak to a running server through [`admin`], with the verbs in [`verbs`].
 
 pub mod acceptor;
@@ -24,6 +24,8 @@ pub mod nodes;
 pub mod pods;
 pub mod policy;
 pub mod registry;
+pub mod renew;
+pub mod revoked;
 pub mod routes;
 pub mod session;
 pub mod status;

@@ -13,6 +13,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use tunnel_proto::process::reload::Reload;
 use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 
@@ -39,6 +40,9 @@ pub struct Metrics {
     handshakes: Family<HandshakeLabel, Counter>,
     enrollments: Family<HandshakeLabel, Counter>,
     evicted_callers: Counter,
+    renewals: Family<HandshakeLabel, Counter>,
+    reloads: Family<ReloadLabel, Counter>,
+    reload_failed: Family<FilesLabel, Gauge>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -64,6 +68,17 @@ struct DirectionLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct HandshakeLabel {
     result: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReloadLabel {
+    files: Word,
+    result: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FilesLabel {
+    files: Word,
 }
 
 /// A word of the program's own text.
@@ -94,6 +109,9 @@ impl Metrics {
             handshakes: Family::default(),
             enrollments: Family::default(),
             evicted_callers: Counter::default(),
+            renewals: Family::default(),
+            reloads: Family::default(),
+            reload_failed: Family::default(),
         };
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register("agents", "Connected agent sessions", metrics.agents.clone());
@@ -160,6 +178,21 @@ impl Metrics {
             "callers_evicted",
             "Connections of callers that gave way to newer ones before their first request (limits.preAuthPerSource)",
             metrics.evicted_callers.clone(),
+        );
+        registry.register(
+            "renewals",
+            "Certificates that agents asked for on live sessions, by result",
+            metrics.renewals.clone(),
+        );
+        registry.register(
+            "credential_reloads",
+            "Times that certificate files were found changed or unusable",
+            metrics.reloads.clone(),
+        );
+        registry.register(
+            "credential_files_unusable",
+            "1 while certificate files cannot be used and the last good ones stay in use",
+            metrics.reload_failed.clone(),
         );
         metrics
     }
@@ -231,6 +264,33 @@ impl Metrics {
     /// Counts a caller whose connection gave way to a newer one before its first request.
     pub fn evicted_caller(&self) {
         self.evicted_callers.inc();
+    }
+
+    /// Counts a renewal: `issued` or the name of the refusal.
+    pub fn renewal(&self, result: &'static str) {
+        self.renewals
+            .get_or_create(&HandshakeLabel {
+                result: Word(result),
+            })
+            .inc();
+    }
+
+    /// Notes what came of reading certificate files again.
+    pub fn reloaded(&self, files: &'static str, reload: Reload) {
+        let result = match reload {
+            Reload::Changed => "changed",
+            Reload::Failed => "failed",
+            Reload::Recovered => "recovered",
+        };
+        let failed = reload == Reload::Failed;
+        let files = Word(files);
+        let result = Word(result);
+        self.reloads
+            .get_or_create(&ReloadLabel { files, result })
+            .inc();
+        self.reload_failed
+            .get_or_create(&FilesLabel { files })
+            .set(failed.into());
     }
 
     /// Counts an enrolment: `ok` or the name of the failure.

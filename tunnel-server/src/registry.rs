@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::Instant;
 use tracing::debug;
 use tunnel_proto::process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
@@ -18,6 +19,9 @@ pub use agent::{AgentSession, Suspicion};
 
 /// Sessions of a node that are tried for one stream: the active one and one spare.
 const ATTEMPTS: usize = 2;
+
+/// How often the sessions of a node are looked up for one stream.
+const ROUNDS: usize = 3;
 
 /// Why no stream to a node could be opened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -132,6 +136,12 @@ impl Registry {
         if let Some(other) = node.sessions.iter().find(live) {
             return Err(other.clone());
         }
+        // Before anyone can find both: two processes never own a name together.
+        for other in &node.sessions {
+            if other.instance != session.instance {
+                other.withdraw();
+            }
+        }
         node.sessions.insert(0, session.clone());
         drop(nodes);
         self.changes.send_modify(|count| *count += 1);
@@ -162,6 +172,17 @@ impl Registry {
         self.changes.subscribe()
     }
 
+    /// When the last certificate of an agent process ends, over all its sessions; a session that another one has
+    /// replaced lives on with the newer certificate.
+    #[must_use]
+    pub fn valid_until(&self, agent: &AgentSession) -> Instant {
+        let of_process = self.of_node(&agent.node).into_iter();
+        of_process
+            .filter(|other| other.instance == agent.instance)
+            .map(|other| other.valid_until())
+            .fold(agent.valid_until(), Instant::max)
+    }
+
     /// Every session.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
@@ -179,6 +200,24 @@ impl Registry {
     /// # Errors
     /// [`OpenError`].
     pub async fn open(
+        &self,
+        node: &NodeName,
+        header: &StreamHeader,
+        limit: Duration,
+        except: Option<SessionId>,
+    ) -> Result<Opened, OpenError> {
+        let mut failure = OpenError::NoAgent;
+        // A session that is replaced while it is asked has its successor beside it by then.
+        for _ in 0..ROUNDS {
+            failure = match self.try_open(node, header, limit, except).await {
+                Err(OpenError::Draining) => OpenError::Draining,
+                outcome => return outcome,
+            };
+        }
+        Err(failure)
+    }
+
+    async fn try_open(
         &self,
         node: &NodeName,
         header: &StreamHeader,

@@ -10,7 +10,7 @@ use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
@@ -18,7 +18,10 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
 use crate::registry::{AgentSession, Registration, Registry};
+use crate::renew::Renewals;
+use crate::revoked::Revocations;
 
+mod renewing;
 mod running;
 
 /// A live session is asked for a sign of life for at least this long before another instance takes its name.
@@ -45,6 +48,10 @@ pub struct Sessions {
     pub advertised: Vec<String>,
     /// Limits that concern a session.
     pub limits: SessionLimits,
+    /// Who is no longer accepted.
+    pub revocations: Arc<Revocations>,
+    /// Issues the next certificate; without it their operator brings them.
+    pub renewals: Option<Arc<Renewals>>,
 }
 
 /// Limits that concern a session.
@@ -60,6 +67,8 @@ pub struct SessionLimits {
     pub drain: Duration,
     /// When a silent agent is suspect, and when it is dead.
     pub liveness: LivenessLimits,
+    /// How long a session may go on after the end of its certificate.
+    pub expired: Duration,
 }
 
 /// Why a session was not admitted.
@@ -184,6 +193,15 @@ impl Sessions {
             }
             yielded.push(live.id);
         };
+        // Revoked since the handshake: from here on the session is found by whoever revokes.
+        if self.revocations.holds_for(session.peer()) {
+            let detail = "the node's certificate was revoked".to_owned();
+            turn_away(writer, CloseCode::CredentialRevoked, &detail).await;
+            return Err(AdmissionError::Refused(
+                CloseCode::CredentialRevoked,
+                detail,
+            ));
+        }
         for old in self
             .registry
             .of_node(node)
@@ -198,7 +216,11 @@ impl Sessions {
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: id,
-            capabilities: Vec::new(),
+            capabilities: self
+                .renewals
+                .iter()
+                .map(|_| CAPABILITY_RENEW.to_owned())
+                .collect(),
             streams_per_agent: self.limits.streams,
             replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,

@@ -30,6 +30,7 @@ use crate::data::testing::Scratch;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
 use crate::registry::{OpenError, Opened, Registry, RegistryLimits};
+use crate::revoked::Revocations;
 use crate::session::{SessionLimits, Sessions};
 
 /// Beyond every limit of the code under test.
@@ -51,7 +52,8 @@ pub(crate) fn header() -> StreamHeader {
 pub(crate) fn session() -> (Arc<Fake>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
         role,
-        not_after: SystemTime::UNIX_EPOCH,
+        not_before: SystemTime::UNIX_EPOCH,
+        not_after: SystemTime::now() + Duration::from_secs(30 * 86400),
     };
     let (server, agent) = memory::pair(identity(Role::Server), identity(Role::Agent(node())));
     let fake = Fake {
@@ -240,7 +242,10 @@ impl Bench {
                     probes_idle: true,
                     ..LivenessLimits::default()
                 },
+                expired: Duration::from_secs(30),
             },
+            revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
+            renewals: None,
         };
         Self {
             sessions,

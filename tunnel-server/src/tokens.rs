@@ -171,6 +171,24 @@ impl TokenStore {
         Ok(found)
     }
 
+    /// Takes all tokens of a node back. Says how many there were that could still be used by some key.
+    ///
+    /// # Errors
+    /// When the change cannot be kept; they are revoked until the process ends.
+    pub fn revoke_of(&self, node: &NodeName, now: SystemTime) -> io::Result<usize> {
+        let mut count = 0;
+        let generation = self.change(now, |state| {
+            for stored in state.tokens.values_mut() {
+                if stored.node == *node && !stored.revoked {
+                    stored.revoked = true;
+                    count += usize::from(stored.expires > now);
+                }
+            }
+        });
+        self.save(generation, now)?;
+        Ok(count)
+    }
+
     /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The first key that uses
     /// a token may repeat it until it ends, since an answer may be lost. Failures are limited per token and, for
     /// unknown ids, together; a valid token passes whatever others did.
@@ -329,7 +347,7 @@ impl State {
         let key = hex(&key);
         // From here on the sender is known to hold the token, so that it may be told what is wrong.
         let refusal = if stored.revoked {
-            (EnrollCode::BadToken, "the token was revoked".to_owned())
+            (EnrollCode::Revoked, "the token was revoked".to_owned())
         } else if stored.node != *node {
             let detail = format!("the token is for the node {}, not {node}", stored.node);
             (EnrollCode::WrongNode, detail)

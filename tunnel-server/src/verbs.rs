@@ -9,10 +9,11 @@ use std::time::{Duration, SystemTime};
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
+use crate::admin::{self, AdminClient, AdminError, CreateToken, CreatedToken};
 use crate::data::{DataDir, rfc3339};
 use crate::issuer::{CaError, LocalCa};
 use crate::nodes::KnownNodes;
+use crate::revoked::Revocations;
 use crate::status::NodeStatus;
 use crate::tokens::{CreateTokenError, TokenStore};
 
@@ -96,7 +97,14 @@ pub struct NodesArgs {
 /// What can be done with a node.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum NodesVerb {
-    /// Forget a node that will not come back
+    /// Refuse all certificates that a node has, and end its sessions: for a stolen or compromised edge
+    ///
+    /// Its join tokens are taken back, too. A new token lets the node in again with a new certificate.
+    Revoke {
+        /// Its name
+        name: NodeName,
+    },
+    /// Forget a node that will not come back; its certificates stay valid unless they are revoked
     Forget {
         /// Its name
         name: NodeName,
@@ -235,6 +243,9 @@ impl NodesArgs {
     async fn perform(self) -> Result<Printed, VerbError> {
         let dir = DataDir::existing(&self.data_dir.data_dir)?;
         let server = AdminClient::connect(&dir).await?;
+        if let Some(NodesVerb::Revoke { name }) = self.verb {
+            return revoke_node(&dir, server, &name).await;
+        }
         if let Some(NodesVerb::Forget { name }) = self.verb {
             let found = if let Some(server) = server {
                 server.forget_node(&name).await?
@@ -296,6 +307,34 @@ impl HealthcheckArgs {
         healthcheck::ask(&self.meta_listen).await?;
         Printed::out("ready\n".into()).print()
     }
+}
+
+async fn revoke_node(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    node: &NodeName,
+) -> Result<Printed, VerbError> {
+    let (tokens, when) = if let Some(server) = server {
+        (
+            server.revoke_node(node).await?.tokens,
+            "its sessions end now",
+        )
+    } else {
+        // Whether certificates are ours matters to the running server only.
+        let revocations = Revocations::open(dir, true)?;
+        let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
+        (tokens, "no tunnel-server runs with this data directory")
+    };
+    let is_known = KnownNodes::open(dir)?.knows(node);
+    let hint = if is_known {
+        ""
+    } else {
+        "note: no node of this name is known; is it spelled right?\n"
+    };
+    Ok(Printed {
+        out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
+        err: hint.to_owned(),
+    })
 }
 
 async fn create_token(

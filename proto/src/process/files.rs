@@ -10,6 +10,10 @@ const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
 const PRIVATE: u32 = 0o600;
 /// Bits that let others write.
 const OTHERS_WRITE: u32 = 0o022;
+/// Bits that let others do anything.
+const OTHERS: u32 = 0o077;
+/// Largest file that an operator brings; a bundle of a hundred CAs is about 200 KiB.
+const GIVEN_MAX_BYTES: u64 = 4 * 1024 * 1024;
 const NOT_A_FILE: &str = "is not a regular file";
 
 /// Makes a directory for private files unless it is there.
@@ -25,6 +29,42 @@ pub fn make_private_dir(path: &Path) -> io::Result<()> {
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
 pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    read_own(path, OTHERS_WRITE)
+}
+
+/// As [`read`], for keys: refuses files that others can so much as read.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_secret(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    read_own(path, OTHERS)
+}
+
+/// Reads a file that an operator brings: links are followed, since mounted Secrets and the kubelet's certificates are
+/// links; group and others may read it (a Secret is 0644 or 0640), but not write it.
+///
+/// # Errors
+/// As the system says, with the path; `InvalidData` for a refused file.
+pub fn read_given(path: &Path) -> io::Result<Vec<u8>> {
+    let file = File::open(path).map_err(|error| at(path, &error))?;
+    let opened = file.metadata().map_err(|error| at(path, &error))?;
+    if !opened.is_file() {
+        return Err(refused(path, NOT_A_FILE));
+    }
+    if opened.mode() & OTHERS_WRITE != 0 {
+        return Err(refused_mode(path, &opened, OTHERS_WRITE));
+    }
+    let mut content = Vec::new();
+    file.take(GIVEN_MAX_BYTES + 1)
+        .read_to_end(&mut content)
+        .map_err(|error| at(path, &error))?;
+    if content.len() as u64 > GIVEN_MAX_BYTES {
+        return Err(refused(path, "is too large for what it should be"));
+    }
+    Ok(content)
+}
+
+fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Vec<u8>>> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -33,11 +73,8 @@ pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     if !metadata.is_file() {
         return Err(refused(path, NOT_A_FILE));
     }
-    if metadata.mode() & OTHERS_WRITE != 0 {
-        return Err(refused(
-            path,
-            "can be written by others; run: chmod go-w on it",
-        ));
+    if metadata.mode() & forbidden != 0 {
+        return Err(refused_mode(path, &metadata, forbidden));
     }
     if metadata.len() > FILE_MAX_BYTES {
         return Err(refused(path, "is too large to be one of ours"));
@@ -79,6 +116,9 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
 /// # Errors
 /// When the lock file cannot be opened.
 pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
+    if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Err(refused(path, NOT_A_FILE));
+    }
     let file = OpenOptions::new()
         .create(true)
         .append(true)
@@ -112,6 +152,23 @@ fn refused(path: &Path, why: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
         format!("{} {why}", path.display()),
+    )
+}
+
+/// Says the command that mends it.
+fn refused_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Error {
+    let mode = metadata.mode() & 0o7777;
+    let (what, change) = if forbidden & mode & OTHERS_WRITE == 0 {
+        ("read", "600")
+    } else if forbidden == OTHERS {
+        ("written", "600")
+    } else {
+        ("written", "go-w")
+    };
+    let shown = path.display();
+    refused(
+        path,
+        &format!("can be {what} by others (mode {mode:04o}); run: chmod {change} {shown}"),
     )
 }
 
@@ -160,6 +217,56 @@ mod tests {
         );
         fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("chmod"));
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    /// S09: which modes and kinds of file are refused, for files of ours, for keys of ours, and for files that an
+    /// operator brings.
+    #[test]
+    fn s09_table_of_modes_and_links() {
+        let dir = scratch("table");
+        let path = dir.join("file");
+        replace(&path, b"x").unwrap();
+        for (mode, own, secret, given) in [
+            (0o600, true, true, true),
+            (0o400, true, true, true),
+            (0o640, true, false, true),
+            (0o440, true, false, true),
+            (0o644, true, false, true),
+            (0o604, true, false, true),
+            (0o660, false, false, false),
+            (0o620, false, false, false),
+            (0o602, false, false, false),
+            (0o666, false, false, false),
+            (0o777, false, false, false),
+        ] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let results = [
+                (read(&path).map(drop), own),
+                (read_secret(&path).map(drop), secret),
+                (read_given(&path).map(drop), given),
+            ];
+            for (result, accepted) in results {
+                assert_eq!(result.is_ok(), accepted, "{mode:o}: {result:?}");
+                if let Err(error) = result {
+                    let text = error.to_string();
+                    assert!(text.contains("chmod") && text.contains("/file"), "{text}");
+                }
+            }
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let link = dir.join("link");
+        symlink(&path, &link).unwrap();
+        assert!(read(&link).is_err() && read_secret(&link).is_err());
+        assert_eq!(read_given(&link).unwrap(), b"x");
+        assert!(try_lock(&link).is_err(), "a lock is no link either");
+        symlink(dir.join("nowhere"), dir.join("dangling")).unwrap();
+        assert!(try_lock(&dir.join("dangling")).is_err());
+        assert!(!dir.join("nowhere").exists());
+        for other in [&dir, &dir.join("nowhere")] {
+            assert!(read_given(other).is_err());
+        }
+        assert!(read(&dir).is_err());
         fs::remove_dir_all(dir).unwrap();
     }
 

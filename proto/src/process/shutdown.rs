@@ -5,6 +5,7 @@ use std::io;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -18,6 +19,8 @@ pub struct Shutdown {
     work: TaskTracker,
     /// Everything else; ends by itself soon after `stop`.
     services: TaskTracker,
+    /// Counts how often files are to be read again at once.
+    reloads: watch::Sender<u64>,
 }
 
 impl Shutdown {
@@ -37,6 +40,17 @@ impl Shutdown {
     #[must_use]
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
+    }
+
+    /// Asks all that read files to read them again.
+    pub fn reload(&self) {
+        self.reloads.send_modify(|count| *count += 1);
+    }
+
+    /// Changes whenever files are to be read again.
+    #[must_use]
+    pub fn reloads(&self) -> watch::Receiver<u64> {
+        self.reloads.subscribe()
     }
 
     /// Runs work that a drain waits for and `stop` drops.
@@ -102,13 +116,21 @@ pub enum DrainEnd {
     Stopped,
 }
 
-/// Listens for SIGTERM and SIGINT: the first begins the drain, the second stops at once.
+/// Listens for SIGTERM and SIGINT: the first begins the drain, the second stops at once. SIGHUP reads files again.
 ///
 /// # Errors
 /// When the handlers cannot be installed.
 pub fn on_signals(shutdown: &Shutdown) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    let state = shutdown.clone();
+    shutdown.spawn_service(async move {
+        while hangup.recv().await.is_some() {
+            info!(signal = "SIGHUP", "reading files again");
+            state.reload();
+        }
+    });
     let state = shutdown.clone();
     shutdown.spawn_service(async move {
         let mut next = async || {

@@ -2,7 +2,10 @@ use rcgen::ExtendedKeyUsagePurpose;
 use rustls::{ClientConnection, ServerConnection};
 
 use super::test_ca::TestCa;
+use rustls::sign::SingleCertAndKey;
+
 use super::*;
+use crate::identity::{Role, spki_sha256};
 use crate::wire::ALPN_SESSION;
 
 /// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.

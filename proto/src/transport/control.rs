@@ -104,6 +104,7 @@ mod tests {
     ) {
         let server = PeerIdentity {
             role: Role::Server,
+            not_before: SystemTime::UNIX_EPOCH,
             not_after: SystemTime::now(),
         };
         let (first, second) = memory::pair(server.clone(), server);

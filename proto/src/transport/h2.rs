@@ -25,6 +25,7 @@ use super::{
 };
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::tcp::{self, Connect, Remote};
+use crate::tls;
 use crate::wire::code::CloseCode;
 
 mod driver;
@@ -65,7 +66,7 @@ pub async fn accept(
     settings: &SessionSettings,
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
-    let peer = identity(tls.peer_certificates())?;
+    let peer = PeerIdentity::from_certificate(leaf(tls.peer_certificates())?)?;
     let remote = address(socket)?;
     let (io, line) = Io::new(stream);
     let mut builder = h2::client::Builder::new();
@@ -123,7 +124,9 @@ impl H2Dialer {
 impl Dialer for H2Dialer {
     async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
         let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
-        let failed = |error: std::io::Error| HandshakeError::Transport(error.to_string());
+        let failed = |error: std::io::Error| {
+            HandshakeError::Transport(format!("{error}{}", tls::clock_hint(&error)))
+        };
         let socket = self
             .connect
             .connect(remote)
@@ -136,7 +139,7 @@ impl Dialer for H2Dialer {
             .connect(name, socket)
             .await
             .map_err(failed)?;
-        let peer = identity(stream.get_ref().1.peer_certificates())?;
+        let peer = PeerIdentity::of_server(leaf(stream.get_ref().1.peer_certificates())?)?;
         let (io, line) = Io::new(stream);
         let streams = self.settings.streams;
         let mut builder = h2::server::Builder::new();
@@ -164,6 +167,9 @@ impl Dialer for H2Dialer {
         let session = start(connection, None, hub.clone(), far, &self.settings);
         match hub.established().await {
             Ok(()) => Ok(session),
+            Err(reason) if tls::is_verdict(reason.code) => {
+                Err(HandshakeError::Verdict(reason.code, reason.reason))
+            }
             Err(reason) => Err(HandshakeError::Transport(reason.reason)),
         }
     }
@@ -212,11 +218,12 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     })
 }
 
-fn identity(chain: Option<&[CertificateDer<'_>]>) -> Result<PeerIdentity, HandshakeError> {
-    let leaf = chain
+fn leaf<'a>(
+    chain: Option<&'a [CertificateDer<'static>]>,
+) -> Result<&'a CertificateDer<'static>, IdentityError> {
+    chain
         .and_then(|chain| chain.first())
-        .ok_or(IdentityError::NoCertificate)?;
-    Ok(PeerIdentity::from_certificate(leaf)?)
+        .ok_or(IdentityError::NoCertificate)
 }
 
 fn address(socket: &TcpStream) -> Result<SocketAddr, HandshakeError> {

@@ -16,7 +16,10 @@ use super::{
     Acceptor, CongestionControl, Dialer, Handshake, HandshakeError, Session, SessionSettings,
     TransportKind, flow,
 };
+use crate::identity::PeerIdentity;
 use crate::tcp::Remote;
+use crate::tls;
+use crate::wire::code::CloseCode;
 
 mod session;
 mod stream;
@@ -138,7 +141,7 @@ impl Acceptor for QuicAcceptor {
         let handshake = async move {
             let connection = incoming.await.map_err(handshake_error)?;
             drop(half_open);
-            QuicSession::start(connection, &settings)
+            QuicSession::start(connection, &settings, PeerIdentity::from_certificate)
         };
         Some((remote, Box::pin(handshake)))
     }
@@ -230,7 +233,7 @@ impl Dialer for QuicDialer {
             .connect_with(config, address, SERVER_NAME)
             .map_err(|error| local(&error))?;
         let connection = connecting.await.map_err(dial_error)?;
-        QuicSession::start(connection, &settings)
+        QuicSession::start(connection, &settings, PeerIdentity::of_server)
     }
 
     fn transport(&self) -> TransportKind {
@@ -260,14 +263,25 @@ fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     let alert = code
         .and_then(|code| code.checked_sub(CRYPTO_ERROR))
         .is_some_and(|alert| CERTIFICATE_ALERTS.contains(&alert) || alert == CERTIFICATE_REQUIRED);
-    if alert {
-        HandshakeError::Transport(error.to_string())
+    let told = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
+    if let Some((code, reason)) = code.filter(|_| told).and_then(verdict) {
+        HandshakeError::Verdict(code, reason.to_owned())
+    } else if alert {
+        let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
+        let hint = if expired { tls::CLOCK_HINT } else { "" };
+        HandshakeError::Transport(format!("{error}{hint}"))
     } else {
         HandshakeError::Connect(io::Error::new(
             io::ErrorKind::ConnectionRefused,
             error.to_string(),
         ))
     }
+}
+
+/// What the server says of this agent's certificate, when that is what a QUIC error code means.
+fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
+    let alert = code.checked_sub(CRYPTO_ERROR)?;
+    tls::verdict(u8::try_from(alert).ok()?)
 }
 
 /// TLS alerts as QUIC error codes (RFC 9001, section 4.8).

@@ -107,6 +107,8 @@ codes! {
         CredentialRevoked = 9 "credential_revoked",
         /// Too many sessions or connections.
         Overloaded = 10 "overloaded",
+        /// The credential's time is over, and it was not renewed.
+        CredentialExpired = 11 "credential_expired",
     }
 }
 
@@ -115,7 +117,7 @@ codes! {
     EnrollCode {
         /// The message does not parse.
         BadRequest = 1 "bad_request",
-        /// The token is unknown, its secret is wrong, or it was revoked.
+        /// The token is unknown or its secret is wrong.
         BadToken = 2 "bad_token",
         /// The token's time is over.
         TokenExpired = 3 "token_expired",
@@ -127,6 +129,16 @@ codes! {
         RateLimited = 6 "rate_limited",
         /// The server cannot issue now; try later.
         Unavailable = 7 "unavailable",
+        /// An operator took the token back, or revoked the node's certificates.
+        Revoked = 8 "revoked",
+        /// The certificate ended too long ago to be renewed.
+        CertificateEnded = 9 "certificate_ended",
+        /// Agent's and server's clocks are too far apart.
+        ClockWrong = 10 "clock_wrong",
+        /// This server issues no certificates: its operator brings them.
+        NotOffered = 11 "not_offered",
+        /// Whoever asks did not prove to hold the certificate that is to be renewed.
+        BadProof = 12 "bad_proof",
     }
 }
 
@@ -144,6 +156,7 @@ impl CloseCode {
             | Self::HandshakeTimeout
             | Self::Dead
             | Self::Overloaded
+            | Self::CredentialExpired
             | Self::Unknown(_) => true,
         }
     }
@@ -159,7 +172,12 @@ impl EnrollCode {
             | Self::BadToken
             | Self::TokenExpired
             | Self::TokenUsed
-            | Self::WrongNode => false,
+            | Self::WrongNode
+            | Self::Revoked
+            | Self::CertificateEnded
+            | Self::ClockWrong
+            | Self::NotOffered
+            | Self::BadProof => false,
         }
     }
 }

@@ -6,6 +6,7 @@ use bytes::BytesMut;
 use prost::Message;
 
 use super::code::CloseCode;
+use super::enroll::EnrollReply;
 use super::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 use super::header::one_line;
 use super::name::{InstanceId, NodeName, SessionId};
@@ -13,6 +14,9 @@ use super::pb;
 
 /// Most entries of a repeated field that are looked at.
 const LIST_MAX: usize = 64;
+
+/// Capability of a server in Welcome: it answers `Renew`.
+pub const CAPABILITY_RENEW: &str = "renew";
 
 /// A message of the control stream, after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +35,11 @@ pub enum ControlMessage {
     Bye(String),
     /// Either: whether the sender has stopped hearing from its peer, which the peer cannot know when one way only is cut.
     Doubt(bool),
+    /// Agent: another certificate, please, for the key of this request (PKCS#10, DER). Only to a server that is able to
+    /// [`CAPABILITY_RENEW`].
+    Renew(Vec<u8>),
+    /// Server: the answer to it.
+    Renewed(EnrollReply),
     /// A message of a later version; ignored.
     Unknown,
 }
@@ -106,6 +115,8 @@ impl ControlMessage {
                 reason: reason.clone(),
             })),
             Self::Doubt(silent) => Some(Kind::Doubt(pb::Doubt { silent: *silent })),
+            Self::Renew(csr) => Some(Kind::Renew(pb::Renew { csr: csr.clone() })),
+            Self::Renewed(reply) => Some(Kind::Renewed(reply.to_message())),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -154,6 +165,8 @@ impl ControlMessage {
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
             Kind::Doubt(pb::Doubt { silent }) => Self::Doubt(silent),
+            Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
+            Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
         })
     }
 }
@@ -173,6 +186,7 @@ fn millis(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::code::EnrollCode;
 
     fn hello() -> Hello {
         Hello {
@@ -203,6 +217,12 @@ mod tests {
             ControlMessage::Bye("stopping".into()),
             ControlMessage::Doubt(true),
             ControlMessage::Doubt(false),
+            ControlMessage::Renew(vec![0x30, 0]),
+            ControlMessage::Renewed(EnrollReply::Issued {
+                chain: vec![vec![1]],
+                roots: vec![vec![2]],
+            }),
+            ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
             ControlMessage::Unknown,
         ] {
             let mut buffer = BytesMut::new();

@@ -19,15 +19,33 @@ pub const TOKEN_SECRET_BYTES: usize = 24;
 /// Bytes of the CA's hash: SHA-256 of its SubjectPublicKeyInfo.
 pub const CA_HASH_BYTES: usize = 32;
 
-/// What an agent sends to get its first certificate.
+/// Label of the TLS exporter (RFC 8446, section 7.5) that the key of a certificate signs when it has ended.
+pub const RENEW_LABEL: &[u8] = b"culvert-renew";
+/// Bytes of the exporter that are signed.
+pub const RENEW_EXPORT_BYTES: usize = 32;
+
+/// What an agent sends to get its first certificate, or another one when the last has ended.
 #[derive(Clone, PartialEq, Eq)]
 pub struct EnrollRequest {
-    /// The join token as given to the agent.
+    /// The join token as given to the agent; empty with a proof.
     pub token: String,
     /// PKCS#10 in DER; its names are ignored.
     pub csr: Vec<u8>,
     /// The node that the agent believes to be.
     pub node_name: NodeName,
+    /// What stands in for the token.
+    pub proof: Option<RenewalProof>,
+}
+
+/// Shows that whoever asks holds the key of a certificate, on this very connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RenewalProof {
+    /// The certificate in DER, leaf first.
+    pub chain: Vec<Vec<u8>>,
+    /// Its key's signature over [`RENEW_EXPORT_BYTES`] of the exporter with [`RENEW_LABEL`] and no context.
+    pub signature: Vec<u8>,
+    /// The TLS SignatureScheme of the signature (RFC 8446, section 4.2.3).
+    pub scheme: u16,
 }
 
 impl fmt::Debug for EnrollRequest {
@@ -59,10 +77,14 @@ impl EnrollRequest {
     /// # Errors
     /// [`FrameError::TooLarge`] above [`ENROLL_MESSAGE_MAX`].
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        let proof = self.proof.as_ref();
         let message = pb::EnrollRequest {
             token: self.token.clone(),
             csr: self.csr.clone(),
             node_name: self.node_name.to_string(),
+            old_chain: proof.map_or_else(Vec::new, |proof| proof.chain.clone()),
+            proof: proof.map_or_else(Vec::new, |proof| proof.signature.clone()),
+            proof_scheme: proof.map_or(0, |proof| proof.scheme.into()),
         };
         frame::encode(&message, ENROLL_MESSAGE_MAX, out)
     }
@@ -77,10 +99,18 @@ impl EnrollRequest {
             .node_name
             .parse()
             .map_err(|_syntax| FrameError::Invalid("node name"))?;
+        let scheme = u16::try_from(message.proof_scheme)
+            .map_err(|_range| FrameError::Invalid("signature scheme"))?;
+        let proof = (!message.old_chain.is_empty()).then_some(RenewalProof {
+            chain: message.old_chain,
+            signature: message.proof,
+            scheme,
+        });
         Ok(Self {
             token: message.token,
             csr: message.csr,
             node_name,
+            proof,
         })
     }
 }
@@ -91,7 +121,11 @@ impl EnrollReply {
     /// # Errors
     /// [`FrameError::TooLarge`] above [`ENROLL_MESSAGE_MAX`].
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
-        let message = match self {
+        frame::encode(&self.to_message(), ENROLL_MESSAGE_MAX, out)
+    }
+
+    pub(super) fn to_message(&self) -> pb::EnrollReply {
+        match self {
             Self::Issued { chain, roots } => pb::EnrollReply {
                 code: 0,
                 detail: String::new(),
@@ -104,8 +138,17 @@ impl EnrollReply {
                 certificate_chain: Vec::new(),
                 roots: Vec::new(),
             },
-        };
-        frame::encode(&message, ENROLL_MESSAGE_MAX, out)
+        }
+    }
+
+    pub(super) fn from_message(message: pb::EnrollReply) -> Self {
+        match message.code {
+            0 => Self::Issued {
+                chain: message.certificate_chain,
+                roots: message.roots,
+            },
+            code => Self::Refused(EnrollCode::from_number(code), one_line(&message.detail)),
+        }
     }
 
     /// Decodes one frame's content.
@@ -113,14 +156,7 @@ impl EnrollReply {
     /// # Errors
     /// [`FrameError::Malformed`].
     pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
-        let message = pb::EnrollReply::decode(frame)?;
-        Ok(match message.code {
-            0 => Self::Issued {
-                chain: message.certificate_chain,
-                roots: message.roots,
-            },
-            code => Self::Refused(EnrollCode::from_number(code), one_line(&message.detail)),
-        })
+        Ok(Self::from_message(pb::EnrollReply::decode(frame)?))
     }
 }
 
@@ -307,23 +343,32 @@ mod tests {
             token: token().reveal(),
             csr: vec![1],
             node_name: "n".parse().unwrap(),
+            proof: None,
         };
         assert!(!format!("{request:?} {:?}", token()).contains("a5a5"));
     }
 
     #[test]
     fn messages_round_trip() {
-        let request = EnrollRequest {
-            token: "t".into(),
-            csr: vec![1, 2],
-            node_name: "n".parse().unwrap(),
+        let by_proof = RenewalProof {
+            chain: vec![vec![1], vec![2]],
+            signature: vec![3],
+            scheme: 0x0403,
         };
-        let mut buffer = BytesMut::new();
-        request.encode(&mut buffer).unwrap();
-        let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
-            .unwrap()
-            .unwrap();
-        assert_eq!(EnrollRequest::decode(&frame).unwrap(), request);
+        for proof in [None, Some(by_proof)] {
+            let request = EnrollRequest {
+                token: "t".into(),
+                csr: vec![1, 2],
+                node_name: "n".parse().unwrap(),
+                proof,
+            };
+            let mut buffer = BytesMut::new();
+            request.encode(&mut buffer).unwrap();
+            let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
+                .unwrap()
+                .unwrap();
+            assert_eq!(EnrollRequest::decode(&frame).unwrap(), request);
+        }
         for reply in [
             EnrollReply::Issued {
                 chain: vec![vec![1]],

@@ -8,7 +8,7 @@ use bytes::BytesMut;
 use super::close::SessionClose;
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use super::control::{ControlMessage, Hello, Welcome};
-use super::enroll::{EnrollReply, EnrollRequest, hex, unhex};
+use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, hex, unhex};
 use super::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX};
 use super::header::{StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
@@ -128,6 +128,18 @@ fn control_messages_are_as_captured() {
             ),
             ("043a020801", ControlMessage::Doubt(true)),
             ("023a00", ControlMessage::Doubt(false)),
+            ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
+            (
+                "0e4a0c1a0230011a02300222023003",
+                ControlMessage::Renewed(EnrollReply::Issued {
+                    chain: vec![vec![0x30, 1], vec![0x30, 2]],
+                    roots: vec![vec![0x30, 3]],
+                }),
+            ),
+            (
+                "084a06080812026e6f",
+                ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".to_owned())),
+            ),
         ],
         (CONTROL_MESSAGE_MAX, Inside::Message),
         |message, out| message.encode(out).unwrap(),
@@ -170,7 +182,27 @@ fn enrolment_is_as_captured() {
         token: "abcdef012345.a5a5.1111".to_owned(),
         csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
         node_name: "worker-1".parse().unwrap(),
+        proof: None,
     };
+    let renewal = EnrollRequest {
+        token: String::new(),
+        csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
+        node_name: "worker-1".parse().unwrap(),
+        proof: Some(RenewalProof {
+            chain: vec![vec![0x30, 1]],
+            signature: vec![7, 8],
+            scheme: 0x0403,
+        }),
+    };
+    check(
+        &[(
+            "1c12053003020100 1a08776f726b65722d31 22023001 2a020708 308308",
+            renewal,
+        )],
+        (ENROLL_MESSAGE_MAX, Inside::Value),
+        |request, out| request.encode(out).unwrap(),
+        EnrollRequest::decode,
+    );
     check(
         &[(
             "290a166162636465663031323334352e613561352e31313131 12053003020100 1a08776f726b65722d31",
@@ -224,7 +256,7 @@ fn numbers_are_as_released() {
             ResetCode::Unknown(4),
         ]
     );
-    let closes: Vec<_> = (0..=11).map(CloseCode::from_number).collect();
+    let closes: Vec<_> = (0..=12).map(CloseCode::from_number).collect();
     assert_eq!(
         closes,
         [
@@ -239,10 +271,11 @@ fn numbers_are_as_released() {
             CloseCode::Dead,
             CloseCode::CredentialRevoked,
             CloseCode::Overloaded,
-            CloseCode::Unknown(11),
+            CloseCode::CredentialExpired,
+            CloseCode::Unknown(12),
         ]
     );
-    let enrolments: Vec<_> = (0..=8).map(EnrollCode::from_number).collect();
+    let enrolments: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
     assert_eq!(
         enrolments,
         [
@@ -254,7 +287,12 @@ fn numbers_are_as_released() {
             EnrollCode::WrongNode,
             EnrollCode::RateLimited,
             EnrollCode::Unavailable,
-            EnrollCode::Unknown(8),
+            EnrollCode::Revoked,
+            EnrollCode::CertificateEnded,
+            EnrollCode::ClockWrong,
+            EnrollCode::NotOffered,
+            EnrollCode::BadProof,
+            EnrollCode::Unknown(13),
         ]
     );
 }

@@ -368,6 +368,8 @@ pub enum Signal {
     Stop,
     /// Go on after [`Self::Stop`].
     Cont,
+    /// Read files again.
+    Hangup,
 }
 
 impl Signal {
@@ -378,6 +380,7 @@ impl Signal {
             Self::Kill => "KILL",
             Self::Stop => "STOP",
             Self::Cont => "CONT",
+            Self::Hangup => "HUP",
         }
     }
 }

@@ -6,18 +6,19 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustls_pki_types::CertificateDer;
-use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::tls::files::{PairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::limits::Limits;
 use super::{Secret, Settings};
+use crate::credentials::Given;
 use crate::policy::{self, Ceiling};
 use crate::proxy::ProxyChoice;
 
@@ -40,6 +41,8 @@ pub struct Config {
     pub token: Option<TokenSource>,
     /// The CA certificates of `--ca-file`.
     pub ca: Option<Vec<CertificateDer<'static>>>,
+    /// What the operator brings in place of enrolment.
+    pub given: Option<Given>,
     /// Where key and certificate are kept.
     pub data_dir: PathBuf,
     /// What may be dialled at most.
@@ -125,6 +128,13 @@ impl Config {
         let node_name = node_name(settings.node_name, note);
         let node_ip = node_ip(settings.node_ip, note);
         let token = token(settings.token, settings.token_file, note);
+        let given = given(
+            &settings.cert_file,
+            &settings.key_file,
+            &settings.ca_file,
+            note,
+        );
+        let given = server_name(settings.server_name.as_deref(), given, note);
         let ca = settings
             .ca_file
             .and_then(|path| ca_certificates(&path, note));
@@ -173,6 +183,7 @@ impl Config {
             node_ip,
             token,
             ca,
+            given,
             data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),
             ceiling,
             meta_listen,
@@ -256,6 +267,55 @@ fn node_ip(setting: Option<String>, mistakes: &mut Mistakes) -> Option<IpAddr> {
     }
 }
 
+/// The three files go together; one may hold both the chain and the key.
+fn given(
+    certificate: &Option<PathBuf>,
+    key: &Option<PathBuf>,
+    ca: &Option<PathBuf>,
+    mistakes: &mut Mistakes,
+) -> Option<Given> {
+    let Some(certificate) = certificate else {
+        if key.is_some() {
+            mistakes.add("--key-file", "needs --cert-file too");
+        }
+        return None;
+    };
+    let Some(ca) = ca else {
+        mistakes.add(
+            "--cert-file",
+            "needs --ca-file too: the CA that the server's certificate chains to",
+        );
+        return None;
+    };
+    Some(Given {
+        pair: PairFiles {
+            certificate: certificate.clone(),
+            key: key.as_ref().unwrap_or(certificate).clone(),
+        },
+        ca: ca.clone(),
+        server_name: None,
+    })
+}
+
+fn server_name(name: Option<&str>, given: Option<Given>, mistakes: &mut Mistakes) -> Option<Given> {
+    let Some(name) = name else {
+        return given;
+    };
+    let mut given = given;
+    match (ServerName::try_from(name.to_owned()), &mut given) {
+        (Err(_syntax), _) => mistakes.add(
+            "--server-name",
+            format_args!("{name:?} is neither a DNS name nor an address"),
+        ),
+        (Ok(_), None) => mistakes.add(
+            "--server-name",
+            "is for certificates that you bring (--cert-file); with our CA the role of the server is verified",
+        ),
+        (Ok(name), Some(given)) => given.server_name = Some(name),
+    }
+    given
+}
+
 fn token(
     given: Option<Secret>,
     file: Option<PathBuf>,
@@ -303,22 +363,13 @@ pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
 }
 
 fn ca_certificates(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<CertificateDer<'static>>> {
-    let certificates = std::fs::read(path)
-        .map_err(|error| error.to_string())
-        .and_then(|pem| {
-            CertificateDer::pem_slice_iter(&pem)
-                .collect::<Result<Vec<_>, _>>()
-                .map_err(|error| format!("is not PEM: {error:?}"))
-        });
-    match certificates {
-        Ok(certificates) if !certificates.is_empty() => return Some(certificates),
-        Ok(_) => mistakes.add(
-            "--ca-file",
-            format_args!("{}: holds no certificate", path.display()),
-        ),
-        Err(problem) => mistakes.add("--ca-file", format_args!("{}: {problem}", path.display())),
+    match load_roots(path) {
+        Ok(certificates) => Some(certificates),
+        Err(problem) => {
+            mistakes.add("--ca-file", problem);
+            None
+        }
     }
-    None
 }
 
 fn level(text: &str) -> Result<LevelFilter, String> {

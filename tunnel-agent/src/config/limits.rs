@@ -70,6 +70,8 @@ limits! {
     suspect_after_idle ("suspectAfterIdle"): Duration = "15s" via duration,
     /// A session that is silent for this long is dead: it is closed and its streams are cut.
     dead_after ("deadAfter"): Duration = "60s" via duration,
+    /// How often the files of --cert-file, --key-file and --ca-file are read again.
+    reload_every ("reloadEvery"): Duration = "10s" via duration,
     /// With --transport auto: for how long one transport may give no answer before the other one is tried beside it.
     quic_head_start ("quicHeadStart"): Duration = "3s" via duration,
     /// While h2 carries the session, QUIC is tried this often.

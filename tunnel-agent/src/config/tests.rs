@@ -356,6 +356,7 @@ fn table_of_limits_holds_every_limit() {
             "suspectAfterBusy",
             "suspectAfterIdle",
             "deadAfter",
+            "reloadEvery",
             "quicHeadStart",
             "quicProbeEvery",
             "quicSteadyAfter"

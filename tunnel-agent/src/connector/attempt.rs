@@ -1,9 +1,12 @@
 //! Sessions that are being dialled: from the first packet of an attempt to its end.
 
+use std::time::Duration;
+
 use tokio::task::Id;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug_span};
+use tunnel_proto::wire::code::CloseCode;
 
 use super::endpoint::Endpoints;
 use super::ladder::Rung;
@@ -33,6 +36,8 @@ pub(super) enum Purpose {
     Connect,
     /// A session over h2 is, and QUIC would be better.
     Climb,
+    /// A session with older credentials is.
+    Refresh,
 }
 
 impl Connector {
@@ -94,6 +99,9 @@ impl Connector {
         now: Instant,
     ) {
         self.count(rung, &error);
+        if error.code() == Some(CloseCode::CredentialExpired) {
+            self.shared.keeper.reject();
+        }
         let Some(attempt) = &mut self.attempt else {
             return;
         };
@@ -127,6 +135,10 @@ impl Connector {
         let failures = &attempt.failures;
         match attempt.purpose {
             Purpose::Climb => self.report.probe_failed(failures),
+            Purpose::Refresh => {
+                self.report.probe_failed(failures);
+                self.refresh_at = Some(now + REFRESH_AGAIN);
+            }
             Purpose::Connect => {
                 if let Some(place) = attempt.next_place.take() {
                     self.endpoints = place;
@@ -140,3 +152,6 @@ impl Connector {
         }
     }
 }
+
+/// When a session with new credentials did not come about, while the old one still serves.
+const REFRESH_AGAIN: Duration = Duration::from_secs(5);

@@ -88,6 +88,10 @@ impl ConnectError {
     pub(super) fn code(&self) -> Option<CloseCode> {
         match self {
             Self::Admit { source, .. } => source.code(),
+            Self::Dial {
+                source: HandshakeError::Verdict(code, _),
+                ..
+            } => Some(*code),
             Self::Resolve(_) | Self::Dial { .. } | Self::Abandoned | Self::Broken => None,
         }
     }
@@ -99,7 +103,9 @@ impl ConnectError {
             Self::Dial { source, .. } => match source {
                 HandshakeError::Timeout => Failure::Silence,
                 HandshakeError::Connect(_) | HandshakeError::Local(_) => Failure::NoWay,
-                HandshakeError::Transport(_) | HandshakeError::Identity(_) => Failure::Alert,
+                HandshakeError::Transport(_)
+                | HandshakeError::Verdict(..)
+                | HandshakeError::Identity(_) => Failure::Alert,
             },
             Self::Admit { source, .. } => match source {
                 AdmitError::Timeout => Failure::Silence,

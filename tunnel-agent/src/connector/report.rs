@@ -29,6 +29,16 @@ impl Report {
 
     /// The session that took new streams has ended; without `retry_in` another one is being dialled already.
     pub(super) fn lost(&self, rung: Rung, held: &Held, retry_in: Option<Duration>) {
+        if !held.reason.code.is_retryable() {
+            error!(
+                agent = %self.agent,
+                transport = %rung.transport(),
+                code = %held.reason.code,
+                error = %held.reason,
+                "server ended the session and refuses this agent; somebody has to act"
+            );
+            return;
+        }
         warn!(
             agent = %self.agent,
             transport = %rung.transport(),

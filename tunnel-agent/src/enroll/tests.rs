@@ -14,7 +14,7 @@ fn enrolment(server: &Server, token: JoinToken, scratch: &Scratch) -> Enrolment 
         servers: vec![server.address().to_string().parse().unwrap()],
         proxy: ProxyChoice::default(),
         node: "worker-1".parse().unwrap(),
-        token,
+        claim: Claim::Token(token),
         ca: None,
         store: Store::open(scratch.path()).unwrap(),
         within: LONG,
@@ -26,7 +26,7 @@ async fn once(
     enrolment: &Enrolment,
     server: &Server,
     answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
-) -> (Result<Credentials, EnrollError>, io::Result<()>) {
+) -> (Result<Enrolled, EnrollError>, io::Result<()>) {
     let mut turns = Turns::default();
     let attempt = attempt(enrolment, &mut turns);
     timeout(LONG, async {

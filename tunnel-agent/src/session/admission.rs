@@ -138,6 +138,8 @@ async fn converse(
                     | ControlMessage::Drain(_)
                     | ControlMessage::Withdraw
                     | ControlMessage::Bye(_)
+                    | ControlMessage::Renew(_)
+                    | ControlMessage::Renewed(_)
                     | ControlMessage::Doubt(_),
                 ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
                 None => return Err(AdmitError::Protocol("control stream ended before Welcome")),

@@ -1,5 +1,6 @@
 //! What the agent says on the control stream of a ready session, in a task of its own: on a dead path a send may hang.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -17,10 +18,12 @@ pub(super) struct Voice {
 }
 
 /// All that a session says after Hello.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Words {
     withdraw: bool,
     doubt: bool,
+    /// The last request for a certificate, and how many there were.
+    renew: (u64, Arc<[u8]>),
     bye: Option<&'static str>,
 }
 
@@ -45,6 +48,11 @@ impl Voice {
         self.change(|words| words.doubt = doubt);
     }
 
+    /// Another certificate, please.
+    pub(super) fn renew(&self, request: Vec<u8>) {
+        self.change(|words| words.renew = (words.renew.0 + 1, request.into()));
+    }
+
     /// The last words; returns when the server has them, or after `within`.
     pub(super) async fn bye(&mut self, reason: &'static str, within: Duration) {
         self.change(|words| words.bye = Some(reason));
@@ -53,7 +61,7 @@ impl Voice {
 
     fn change(&self, change: impl FnOnce(&mut Words)) {
         self.words.send_if_modified(|words| {
-            let before = *words;
+            let before = words.clone();
             change(words);
             *words != before
         });
@@ -63,8 +71,8 @@ impl Voice {
 async fn speak(mut writer: ControlWriter, mut wanted: watch::Receiver<Words>) {
     let mut said = Words::default();
     loop {
-        let words = *wanted.borrow_and_update();
-        match said.next(words) {
+        let words = wanted.borrow_and_update().clone();
+        match said.next(&words) {
             Some(message) => {
                 if let Err(error) = writer.send(&message).await {
                     return debug!(%error, "control message was not sent");
@@ -85,7 +93,7 @@ async fn speak(mut writer: ControlWriter, mut wanted: watch::Receiver<Words>) {
 
 impl Words {
     /// The next message on the way from what was said to what is wanted.
-    fn next(&mut self, wanted: Self) -> Option<ControlMessage> {
+    fn next(&mut self, wanted: &Self) -> Option<ControlMessage> {
         if wanted.withdraw && !self.withdraw {
             self.withdraw = true;
             return Some(ControlMessage::Withdraw);
@@ -93,6 +101,10 @@ impl Words {
         if wanted.doubt != self.doubt {
             self.doubt = wanted.doubt;
             return Some(ControlMessage::Doubt(wanted.doubt));
+        }
+        if wanted.renew.0 != self.renew.0 {
+            self.renew = wanted.renew.clone();
+            return Some(ControlMessage::Renew(wanted.renew.1.to_vec()));
         }
         if let (Some(reason), None) = (wanted.bye, self.bye) {
             self.bye = wanted.bye;
@@ -112,15 +124,17 @@ mod tests {
             withdraw: true,
             doubt: true,
             bye: Some("done"),
+            renew: (1, Arc::from([7])),
         };
         let mut said = Words::default();
         let mut all = Vec::new();
-        while let Some(message) = said.next(wanted) {
+        while let Some(message) = said.next(&wanted) {
             all.push(message);
         }
         let expected = [
             ControlMessage::Withdraw,
             ControlMessage::Doubt(true),
+            ControlMessage::Renew(vec![7]),
             ControlMessage::Bye("done".into()),
         ];
         assert_eq!(all, expected);
@@ -134,9 +148,12 @@ mod tests {
             doubt,
             ..Words::default()
         };
-        assert_eq!(said.next(doubts(false)), None);
-        assert_eq!(said.next(doubts(true)), Some(ControlMessage::Doubt(true)));
-        assert_eq!(said.next(doubts(false)), Some(ControlMessage::Doubt(false)));
-        assert_eq!(said.next(doubts(false)), None);
+        assert_eq!(said.next(&doubts(false)), None);
+        assert_eq!(said.next(&doubts(true)), Some(ControlMessage::Doubt(true)));
+        assert_eq!(
+            said.next(&doubts(false)),
+            Some(ControlMessage::Doubt(false))
+        );
+        assert_eq!(said.next(&doubts(false)), None);
     }
 }

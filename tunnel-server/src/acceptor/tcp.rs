@@ -12,6 +12,7 @@ use tokio_rustls::server::StartHandshake;
 use tracing::debug;
 use tunnel_proto::tcp;
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
+use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
 use super::{GivenUp, Shaken, Stranger};
@@ -108,7 +109,12 @@ impl TcpEntry {
         peer: SocketAddr,
     ) -> io::Result<&'static str> {
         let stream = start.into_stream(self.enroll_tls.clone()).await?;
-        Ok(self.enrollment.serve(stream, peer).await)
+        let exported = stream
+            .get_ref()
+            .1
+            .export_keying_material([0; RENEW_EXPORT_BYTES], RENEW_LABEL, None)
+            .map_err(io::Error::other)?;
+        Ok(self.enrollment.serve(stream, peer, exported).await)
     }
 }
 

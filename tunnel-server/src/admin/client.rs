@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CreateToken, CreatedToken, Problem};
+use super::{CreateToken, CreatedToken, Problem, RevokedNode};
 use crate::data::DataDir;
 use crate::status::NodeStatus;
 use crate::tokens::TokenInfo;
@@ -121,6 +121,15 @@ impl AdminClient {
     /// [`AdminError`].
     pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {
         self.delete(&format!("/nodes/{node}")).await
+    }
+
+    /// Revokes a node's certificates and takes its tokens back.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub async fn revoke_node(&self, node: &NodeName) -> Result<RevokedNode, AdminError> {
+        let path = format!("/nodes/{node}/revoke");
+        parse(&self.call(Method::POST, &path, Vec::new()).await?)
     }
 
     /// The CA's certificate as PEM.

@@ -25,6 +25,14 @@ pub struct CreateToken {
     pub ips: Vec<IpAddr>,
 }
 
+/// What became of a revoked node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RevokedNode {
+    /// Its tokens that could still be used, and were taken back.
+    pub tokens: usize,
+}
+
 /// A new join token.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

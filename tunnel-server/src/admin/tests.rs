@@ -15,6 +15,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let dir = &scratch.0;
         let state = AdminState {
+            revocations: Arc::new(Revocations::open(dir, true).unwrap()),
             ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
             tokens: Arc::new(TokenStore::open(dir).unwrap()),
             nodes: Arc::new(KnownNodes::open(dir).unwrap()),

@@ -35,14 +35,14 @@ pub(super) struct Following<'a> {
 
 /// A cluster that is followed.
 #[derive(Debug, Default)]
-pub(super) struct Followed {
+pub(super) struct FollowedCluster {
     /// Whom doors may ask for pods.
     pub(super) pods: Option<PodFinder>,
     #[cfg(feature = "kubernetes")]
     writing: Option<crate::controllers::Writing>,
 }
 
-impl Followed {
+impl FollowedCluster {
     /// Waits until nothing is written to the cluster any more. The drain must have begun.
     pub(super) async fn ended(&mut self) {
         #[cfg(feature = "kubernetes")]
@@ -60,13 +60,13 @@ pub(super) async fn follow_cluster(
     config: &Config,
     parts: Following<'_>,
     registry: &mut MetricsRegistry,
-) -> anyhow::Result<Followed> {
+) -> anyhow::Result<FollowedCluster> {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
     use crate::controllers::{self, DoorPorts, Parts};
 
     let Some(settings) = &config.kubernetes else {
-        return Ok(Followed::default());
+        return Ok(FollowedCluster::default());
     };
     let pods = settings.pod_lookup.then(PodFinder::new);
     let (finder, questions) = pods.unzip();
@@ -86,7 +86,7 @@ pub(super) async fn follow_cluster(
         questions,
     };
     let writing = controllers::start(settings, parts, registry).await?;
-    Ok(Followed {
+    Ok(FollowedCluster {
         pods: finder,
         writing: Some(writing),
     })
@@ -98,6 +98,6 @@ pub(super) async fn follow_cluster(
     _config: &Config,
     _parts: Following<'_>,
     _registry: &mut MetricsRegistry,
-) -> anyhow::Result<Followed> {
-    std::future::ready(Ok(Followed::default())).await
+) -> anyhow::Result<FollowedCluster> {
+    std::future::ready(Ok(FollowedCluster::default())).await
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use rustls::ServerConfig;
+use rustls::server::ResolvesServerCert;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
 use tokio::net::TcpListener;
@@ -16,6 +17,7 @@ use tunnel_proto::transport::SessionSettings;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::name::Port;
 
+use super::identity::{Followed, follow_pair};
 use crate::config::Config;
 use crate::data::DataDir;
 #[cfg(feature = "dns")]
@@ -188,9 +190,11 @@ pub(super) fn door_tls(
     config: &Config,
     ca: &Arc<LocalCa>,
     routes: &Routes,
+    followed: &Followed<'_>,
 ) -> anyhow::Result<Arc<ServerConfig>> {
-    let resolver = match &config.https_certificate {
-        Some((chain, key)) => crate::issuer::file_resolver(chain, key)?,
+    let resolver: Arc<dyn ResolvesServerCert> = match &config.https_certificate {
+        Some(pair) => follow_pair("https_certificate", pair, followed, |_| {})
+            .context("--https-cert-file, --https-key-file")?,
         None => {
             let routes = routes.clone();
             let mut names = vec!["localhost".to_owned()];

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tunnel_proto::process::settings::{Mistakes, PortSet};
+use tunnel_proto::tls::files::PairFiles;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::{ProxyPortListen, RawConfig, RawService};
+use super::{AgentFiles, ProxyPortListen, RawConfig, RawService};
 use crate::ingress::service::Service;
 use crate::ingress::target::Destination;
 use crate::policy::PortPolicy;
@@ -101,9 +102,12 @@ pub(super) fn proxy_port_listen(
     }
 }
 
-pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, PathBuf)> {
+pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<PairFiles> {
     match (&raw.https_cert_file, &raw.https_key_file) {
-        (Some(chain), Some(key)) => Some(((chain).into(), (key).into())),
+        (Some(certificate), Some(key)) => Some(PairFiles {
+            certificate: certificate.into(),
+            key: key.into(),
+        }),
         (None, None) => None,
         (Some(_), None) => {
             bad.add("--https-cert-file", "needs --https-key-file too");
@@ -111,6 +115,38 @@ pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<(
         }
         (None, Some(_)) => {
             bad.add("--https-key-file", "needs --https-cert-file too");
+            None
+        }
+    }
+}
+
+/// What the operator brings for port 10262: all of it, or nothing.
+pub(super) fn agent_files(bad: &mut Mistakes, raw: &RawConfig) -> Option<AgentFiles> {
+    match (&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file) {
+        (Some(ca), Some(certificate), key) => Some(AgentFiles {
+            ca: ca.into(),
+            pair: PairFiles {
+                certificate: certificate.into(),
+                key: key.as_ref().unwrap_or(certificate).into(),
+            },
+        }),
+        (None, None, None) => None,
+        (Some(_), None, _) => {
+            bad.add(
+                "--agent-ca",
+                "needs --agent-cert-file too: agents of another CA do not know the local one",
+            );
+            None
+        }
+        (None, Some(_), _) => {
+            bad.add(
+                "--agent-cert-file",
+                "needs --agent-ca too: agents of the local CA do not know another one",
+            );
+            None
+        }
+        (None, None, Some(_)) => {
+            bad.add("--agent-key-file", "needs --agent-cert-file too");
             None
         }
     }

@@ -104,10 +104,24 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
         "10000",
         "DNS queries a second of one address (IPv6: /64); more get no answer",
     ),
+    (
+        "certificateLife",
+        "30d",
+        "life of the certificates that the local CA issues; they are renewed at half of it, and a session goes on for at \
+         most 30 s after the end of one that was not",
+    ),
+    (
+        "reloadEvery",
+        "10s",
+        "how often certificate files that the operator brings are read again",
+    ),
 ];
 
 /// QUIC's own idle timeout is this much later than `deadAfter`, as a backstop.
 const IDLE_BACKSTOP: Duration = Duration::from_secs(15);
+
+/// Time for a last renewal, by a clock that is not quite right.
+const EXPIRED_MOST: Duration = Duration::from_secs(30);
 
 /// A single stalled stream must not use up an agent's share of the pool, which is a quarter.
 const POOL_WINDOWS_LEAST: u64 = 4;
@@ -135,6 +149,8 @@ pub struct RawLimits {
     dns_forwards: Option<String>,
     dns_connections: Option<String>,
     dns_per_source: Option<String>,
+    certificate_life: Option<String>,
+    reload_every: Option<String>,
 }
 
 /// Checked limits; [`LIMITS`] says what each means.
@@ -172,6 +188,10 @@ pub struct Limits {
     pub dead_after: Duration,
     /// `dnsForwardBudget`, `dnsForwards`, `dnsConnections`, `dnsPerSource`.
     pub dns: DnsLimits,
+    /// `certificateLife`.
+    pub certificate_life: Duration,
+    /// `reloadEvery`.
+    pub reload_every: Duration,
 }
 
 impl Limits {
@@ -200,6 +220,12 @@ impl Limits {
             per_source: self.pre_auth_per_source,
             total: self.pre_auth_total,
         }
+    }
+
+    /// How long a session may go on after the end of its certificate.
+    #[must_use]
+    pub fn expired(&self) -> Duration {
+        EXPIRED_MOST.min(self.certificate_life)
     }
 
     /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.
@@ -265,6 +291,8 @@ impl Limits {
                 connections: read.count("dnsConnections", raw.dns_connections.as_deref(), 1 << 16),
                 per_source: read.count("dnsPerSource", raw.dns_per_source.as_deref(), 1 << 30),
             },
+            certificate_life: read.time("certificateLife", raw.certificate_life.as_deref()),
+            reload_every: read.time("reloadEvery", raw.reload_every.as_deref()),
         };
         // Limits that could not be read are no ground to judge others by.
         if !read.failed {

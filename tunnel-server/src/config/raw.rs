@@ -61,6 +61,17 @@ tunnel_proto::layered! {
         /// Its private key, PEM
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
         pub https_key_file: Option<String>,
+        /// CA of agents' certificates, PEM, when the operator brings them; agents then need --cert-file and --key-file,
+        /// and join tokens are of no use. Certificates need the SAN URI culvert://agent/NAME. All certificate files are
+        /// read again every few seconds and on SIGHUP [default: the local CA]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_CA")]
+        pub agent_ca: Option<String>,
+        /// The server's certificate chain towards agents, PEM; goes with --agent-ca
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_CERT_FILE")]
+        pub agent_cert_file: Option<String>,
+        /// Its private key, PEM [default: the file of --agent-cert-file]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_KEY_FILE")]
+        pub agent_key_file: Option<String>,
         /// Certificates of callers on the TLS door: none, request or require [default: request]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
         pub https_client_auth: Option<String>,

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use rcgen::SanType;
 use rcgen::string::Ia5String;
@@ -13,7 +13,7 @@ use rustls::sign::CertifiedKey;
 use tracing::error;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CERTIFICATE_LIFE, IsKnown, IssueError, LocalCa, OnIssue};
+use super::{IsKnown, IssueError, LocalCa, OnIssue};
 
 /// The server's credential towards agents.
 pub(super) struct ServerCredential {
@@ -36,10 +36,13 @@ impl ServerCredential {
 
     pub(super) fn credential(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        if !held.as_ref().is_some_and(|held| held.is_fresh(now)) {
+        if !held
+            .as_ref()
+            .is_some_and(|held| held.is_fresh(self.ca.life(), now))
+        {
             let issued = self.ca.server_leaf(now);
             if issued.is_ok() {
-                (self.on_issue)(now + CERTIFICATE_LIFE);
+                (self.on_issue)(now + self.ca.life());
             }
             renew(&mut held, issued, now);
         }
@@ -124,7 +127,7 @@ impl DoorCertificates {
     fn of_node(&self, node: NodeName, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
         let held = leaves.nodes.get(&node);
-        if let Some(held) = held.filter(|held| held.is_fresh(now)) {
+        if let Some(held) = held.filter(|held| held.is_fresh(self.ca.life(), now)) {
             return Some(held.credential.clone());
         }
         let issued = dns(node.as_str())
@@ -152,7 +155,7 @@ impl DoorCertificates {
         if !leaves
             .default
             .as_ref()
-            .is_some_and(|held| held.is_fresh(now))
+            .is_some_and(|held| held.is_fresh(self.ca.life(), now))
         {
             // A name that is not ASCII cannot be in a certificate; clients send such names in another form.
             let mut names: Vec<SanType> = self
@@ -194,9 +197,9 @@ struct Held {
 
 impl Held {
     /// Before half life. A clock that was set back makes it stale too, since it may lie before its beginning.
-    fn is_fresh(&self, now: SystemTime) -> bool {
+    fn is_fresh(&self, life: Duration, now: SystemTime) -> bool {
         now.duration_since(self.issued)
-            .is_ok_and(|age| age < CERTIFICATE_LIFE / 2)
+            .is_ok_and(|age| age < life / 2)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -32,6 +32,9 @@ pub struct AgentSession {
     streams: Arc<AtomicUsize>,
     busy: Notify,
     closing: OnceLock<CloseReason>,
+    /// When the last certificate that the agent proved or was issued here ends, by this process's own clock: a clock
+    /// that is set must not end every session.
+    valid_until: Mutex<Instant>,
 }
 
 /// Why a session takes no new streams until it answers again.
@@ -67,6 +70,7 @@ impl AgentSession {
         instance: InstanceId,
         session: Arc<dyn Session>,
     ) -> Self {
+        let valid_until = own_time(session.peer().not_after);
         Self {
             id,
             node,
@@ -80,7 +84,32 @@ impl AgentSession {
             streams: Arc::default(),
             busy: Notify::new(),
             closing: OnceLock::new(),
+            valid_until: Mutex::new(valid_until),
         }
+    }
+
+    /// A certificate that ends at `not_after` was issued to the agent over this session.
+    pub fn renewed(&self, not_after: SystemTime) {
+        let mut valid_until = self
+            .valid_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *valid_until = own_time(not_after).max(*valid_until);
+    }
+
+    /// When the agent's last certificate ends.
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        *self
+            .valid_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether this end is closing it.
+    #[must_use]
+    pub fn is_closing(&self) -> bool {
+        self.closing.get().is_some()
     }
 
     /// Takes the session out of routing for good; its open streams go on.
@@ -151,6 +180,18 @@ impl AgentSession {
             .unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// A moment of the wall clock by this process's own.
+fn own_time(time: SystemTime) -> Instant {
+    let left = time
+        .duration_since(SystemTime::now())
+        .unwrap_or_default()
+        .min(FAR_AWAY);
+    Instant::now() + left
+}
+
+/// Certificates of operators may say that they never end.
+const FAR_AWAY: Duration = Duration::from_secs(10 * 365 * 86400);
 
 /// Holds a session's count of streams one higher.
 #[derive(Debug)]

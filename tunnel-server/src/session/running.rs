@@ -13,13 +13,17 @@ use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, State, Verdict
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::enroll::EnrollReply;
 
+use super::renewing::Renewing;
 use super::{Admitted, Sessions};
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::registry::{AgentSession, Suspicion};
 
 /// Changes between live and suspect are logged at most this often: a bad link may flap for hours.
 const LOG_EVERY: Duration = Duration::from_secs(30);
+/// Reason of the close.
+const EXPIRED: &str = "the certificate has ended and was not renewed";
 /// Clocks that are shortened for tests must not keep a processor busy.
 const LOOK_AT_MOST_EVERY: Duration = Duration::from_millis(1);
 
@@ -40,6 +44,7 @@ impl Sessions {
         let mut closed = pin!(agent.session.closed());
         let mut next_look = pin!(sleep(Duration::ZERO));
         let (mut draining, mut listening, mut able_to_tell) = (false, true, true);
+        let mut renewing = Renewing::default();
         // Why the transport says that it ended, or for how long nothing has been heard.
         let ended = loop {
             tokio::select! {
@@ -52,6 +57,11 @@ impl Sessions {
                     word.send_modify(|word| word.drain = Some(self.limits.drain));
                 }
                 message = reader.receive(), if listening => match message {
+                    Ok(Some(ControlMessage::Renew(csr))) => {
+                        if let Err((code, detail)) = renewing.begin(self, &agent, csr) {
+                            word.send_modify(|word| word.answer(EnrollReply::Refused(code, detail)));
+                        }
+                    }
                     Ok(Some(message)) => heed(&message, &agent, &mut watch),
                     Ok(None) => {
                         agent.withdraw();
@@ -63,6 +73,10 @@ impl Sessions {
                         listening = false;
                     }
                 },
+                issued = renewing.done() => {
+                    let reply = self.renewed(&agent, issued);
+                    word.send_modify(|word| word.answer(reply));
+                }
                 told = &mut telling, if able_to_tell => {
                     able_to_tell = false;
                     if let Err(error) = told {
@@ -80,8 +94,27 @@ impl Sessions {
             if verdict.state == State::Dead {
                 break Err(verdict.silence);
             }
+            let over = agent.valid_until() + self.limits.expired;
+            let over = if now < over {
+                over
+            } else {
+                self.registry.valid_until(&agent) + self.limits.expired
+            };
+            if now >= over && !agent.is_closing() {
+                warn!(agent = %agent.node, session = %agent.id, "certificate has ended and was not renewed, ending the session");
+                agent.withdraw();
+                let ending = agent.clone();
+                self.shutdown.spawn_service(async move {
+                    ending.close(CloseCode::CredentialExpired, EXPIRED).await;
+                });
+            }
             let pause = verdict.look_again.max(LOOK_AT_MOST_EVERY);
-            next_look.as_mut().reset(now + pause);
+            let next = if now < over {
+                over.min(now + pause)
+            } else {
+                now + pause
+            };
+            next_look.as_mut().reset(next);
         };
         // Gone before the close, which may wait a while for a peer that is not there.
         drop((registration, watch));
@@ -120,6 +153,8 @@ fn heed(message: &ControlMessage, agent: &AgentSession, watch: &mut Watch) {
         | ControlMessage::Welcome(_)
         | ControlMessage::NotAdmitted(..)
         | ControlMessage::Drain(_)
+        | ControlMessage::Renew(_)
+        | ControlMessage::Renewed(_)
         | ControlMessage::Unknown => {
             debug!(agent = %node, %session, "control message without meaning here");
         }
@@ -127,22 +162,39 @@ fn heed(message: &ControlMessage, agent: &AgentSession, watch: &mut Watch) {
 }
 
 /// What the agent is to be told; only the latest word counts.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct Word {
     drain: Option<Duration>,
     doubt: bool,
+    /// The answer to the last wish for a certificate, and how many there were.
+    renewed: Option<EnrollReply>,
+    answers: u64,
+}
+
+impl Word {
+    fn answer(&mut self, reply: EnrollReply) {
+        self.renewed = Some(reply);
+        self.answers += 1;
+    }
 }
 
 /// Tells the agent each new word, however long a message takes to leave. Ends when it cannot.
 async fn tell(mut writer: ControlWriter, mut words: watch::Receiver<Word>) -> io::Result<()> {
     let mut said = Word::default();
     loop {
-        let word = *words.borrow_and_update();
+        let word = words.borrow_and_update().clone();
         if let (Some(deadline), None) = (word.drain, said.drain) {
             writer.send(&ControlMessage::Drain(deadline)).await?;
         }
         if word.doubt != said.doubt {
             writer.send(&ControlMessage::Doubt(word.doubt)).await?;
+        }
+        if let Some(reply) = word
+            .renewed
+            .clone()
+            .filter(|_| word.answers != said.answers)
+        {
+            writer.send(&ControlMessage::Renewed(reply)).await?;
         }
         said = word;
         if words.changed().await.is_err() {

@@ -127,7 +127,7 @@ fn revoked_token_is_refused_also_after_its_use() {
     fixture.redeem(KEY, 1).unwrap();
     assert!(fixture.store.revoke(fixture.token.id(), at(2)).unwrap());
     assert!(!fixture.store.revoke("zzzzzzzzzzzz", at(2)).unwrap());
-    assert_eq!(fixture.redeem(KEY, 3), Err(EnrollCode::BadToken));
+    assert_eq!(fixture.redeem(KEY, 3), Err(EnrollCode::Revoked));
     let again = TokenStore::open(&fixture.scratch.0).unwrap();
     assert_eq!(again.list(at(3))[0].state, TokenState::Revoked);
 }
@@ -217,7 +217,7 @@ fn token_made_by_a_verb_beside_the_server_is_known_at_once_and_kept() {
     assert!(fixture.try_text(&token.reveal(), KEY, 2).is_ok());
     fixture.redeem(OTHER_KEY, 3).unwrap();
     verb.revoke(fixture.token.id(), at(4)).unwrap();
-    assert_eq!(fixture.redeem(OTHER_KEY, 5), Err(EnrollCode::BadToken));
+    assert_eq!(fixture.redeem(OTHER_KEY, 5), Err(EnrollCode::Revoked));
     let states = verb.list(at(6));
     assert!(
         states.iter().all(|token| token.used_by.is_some()),

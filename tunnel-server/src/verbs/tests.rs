@@ -40,6 +40,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let nodes = Arc::new(KnownNodes::open(dir).unwrap());
     let listed = nodes.clone();
     let state = AdminState {
+        revocations: Arc::new(Revocations::open(dir, true).unwrap()),
         ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,

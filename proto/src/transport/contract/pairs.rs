@@ -21,6 +21,7 @@ fn agent() -> Role {
 pub(super) async fn memory(_windows: Windows) -> Pair {
     let identity = |role| PeerIdentity {
         role,
+        not_before: std::time::SystemTime::UNIX_EPOCH,
         not_after: std::time::SystemTime::UNIX_EPOCH,
     };
     let (opener, acceptor) =

@@ -26,6 +26,7 @@ use super::io::Io;
 use super::pump::{Input, Pump};
 use super::session::{Hub, Mail};
 use super::stream::{H2Stream, Output, Shared};
+use crate::tls;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{CloseReason, ClosedBy, SessionSettings};
 use crate::wire::close::SessionClose;
@@ -377,6 +378,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         // What came in the same breath as the end counts, and may say why.
         self.drain(cx);
         self.read_farewell(cx);
+        let verdict = tls::verdict(self.hub.line.alert());
         let reason = match error {
             None => network(CloseCode::Dead, "connection was closed without a reason"),
             Some(error) => match error.get_io() {
@@ -388,6 +390,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 None => network(CloseCode::Protocol, &error.to_string()),
             },
         };
+        let reason = verdict.map_or(reason, |(code, reason)| network(code, reason));
         self.hub.set_closed(reason);
         Poll::Ready(())
     }

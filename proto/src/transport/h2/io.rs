@@ -3,12 +3,14 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
+
+use crate::tls;
 
 /// Bytes that h2 reads in one turn of the driver. Many small frames must not pile up inside h2, which ends the
 /// connection then; after a turn they are moved to their streams.
@@ -25,6 +27,8 @@ pub(super) struct Line {
     blocked: AtomicBool,
     ending: AtomicBool,
     end_held: AtomicBool,
+    /// The TLS alert that ended the connection; close_notify (0) otherwise. h2 keeps only the text of an error.
+    alert: AtomicU8,
 }
 
 impl Line {
@@ -46,6 +50,11 @@ impl Line {
     /// holds is taken out first.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.load(Ordering::Relaxed)
+    }
+
+    /// The TLS alert by which the peer ended the connection, if it was one.
+    pub(super) fn alert(&self) -> u8 {
+        self.alert.load(Ordering::Relaxed)
     }
 
     /// From here on h2 is not told of the end before [`Line::permit_end`].
@@ -104,6 +113,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
                     .fetch_add(count as u64, Ordering::Relaxed);
                 self.line.read_this_turn.fetch_add(count, Ordering::Relaxed);
                 return Poll::Ready(Ok(()));
+            }
+            if let Some(alert) = read.as_ref().err().and_then(tls::alert_in) {
+                self.line.alert.store(alert, Ordering::Relaxed);
             }
             self.end = Some(read);
             self.line.ending.store(true, Ordering::Relaxed);

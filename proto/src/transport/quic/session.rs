@@ -22,6 +22,9 @@ use crate::transport::{
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
+/// Reads the peer's identity from a certificate that the handshake has verified.
+pub(super) type Identify = fn(&CertificateDer<'_>) -> Result<PeerIdentity, IdentityError>;
+
 pub(super) struct QuicSession {
     connection: Connection,
     peer: PeerIdentity,
@@ -47,12 +50,13 @@ impl QuicSession {
     pub(super) fn start(
         connection: Connection,
         settings: &SessionSettings,
+        identify: Identify,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = connection
             .peer_identity()
             .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
         let leaf = chain.as_deref().and_then(|chain| chain.first());
-        let peer = PeerIdentity::from_certificate(leaf.ok_or(IdentityError::NoCertificate)?)?;
+        let peer = identify(leaf.ok_or(IdentityError::NoCertificate)?)?;
         let windows = connection.clone();
         let free = connection_window(settings.stream_window, 0);
         let flow = settings.pool.session(settings.stream_window, move |bytes| {
@@ -223,8 +227,17 @@ fn close_reason(error: ConnectionError) -> CloseReason {
         ConnectionError::LocallyClosed => (ClosedBy::Local, CloseCode::Normal),
         ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
         ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
-        ConnectionError::ConnectionClosed(_)
-        | ConnectionError::TransportError(_)
+        ConnectionError::ConnectionClosed(close) => {
+            if let Some((code, reason)) = super::verdict(u64::from(close.error_code)) {
+                return CloseReason {
+                    by: ClosedBy::Network,
+                    code,
+                    reason: reason.to_owned(),
+                };
+            }
+            (ClosedBy::Network, CloseCode::Protocol)
+        }
+        ConnectionError::TransportError(_)
         | ConnectionError::VersionMismatch
         | ConnectionError::CidsExhausted => (ClosedBy::Network, CloseCode::Protocol),
     };

@@ -57,7 +57,7 @@ impl Door {
             settings: settings(),
             enroll_tls: tls::enroll_server(own).unwrap(),
             enrollment: Enrollment {
-                ca: ca.clone(),
+                renewals: None,
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             },

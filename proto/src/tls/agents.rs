@@ -1,0 +1,151 @@
+//! What a server makes of agents' certificates: roots that may be replaced while it runs, and a judge that knows who is
+//! no longer accepted.
+
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
+    SignatureScheme,
+};
+use rustls_pki_types::{CertificateDer, UnixTime};
+
+use super::provider;
+use crate::identity::{PeerIdentity, Role};
+
+/// Says whether a certificate whose chain and role are right is still accepted. Asked in handshakes, so it must be quick.
+pub type Judge = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Send + Sync>;
+
+/// An operator revoked the certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the certificate was revoked")]
+pub struct Revoked;
+
+/// Whom a server takes for an agent.
+pub struct AgentTrust {
+    chain: ArcSwap<Chain>,
+    judge: Judge,
+}
+
+/// A sized home for the verifier.
+struct Chain(Arc<dyn ClientCertVerifier>);
+
+impl AgentTrust {
+    /// Certificates that chain to `roots`, have the agent role, and that `judge` accepts.
+    ///
+    /// # Errors
+    /// When the roots cannot be used.
+    pub fn new(roots: Arc<RootCertStore>, judge: Judge) -> Result<Arc<Self>, Error> {
+        Ok(Arc::new(Self {
+            chain: ArcSwap::from_pointee(Chain::to(roots)?),
+            judge,
+        }))
+    }
+
+    /// Takes other roots from the next handshake on.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub fn replace(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
+        self.chain.store(Arc::new(Chain::to(roots)?));
+        Ok(())
+    }
+
+    /// Judges a chain (leaf first) outside of a handshake, as of the time `at`; revocation is judged as of now.
+    ///
+    /// # Errors
+    /// As a handshake would fail.
+    pub fn verify(
+        &self,
+        chain: &[CertificateDer<'_>],
+        at: UnixTime,
+    ) -> Result<PeerIdentity, Error> {
+        let (leaf, intermediates) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
+        self.chain
+            .load()
+            .0
+            .verify_client_cert(leaf, intermediates, at)?;
+        self.judge(leaf)
+    }
+
+    fn judge(&self, leaf: &CertificateDer<'_>) -> Result<PeerIdentity, Error> {
+        let identity = require_role(leaf, |role| matches!(role, Role::Agent(_)))?;
+        (self.judge)(&identity)
+            .map_err(|Revoked| Error::InvalidCertificate(CertificateError::Revoked))?;
+        Ok(identity)
+    }
+}
+
+impl Chain {
+    fn to(roots: Arc<RootCertStore>) -> Result<Self, Error> {
+        WebPkiClientVerifier::builder_with_provider(roots, provider())
+            .build()
+            .map(Self)
+            .map_err(|error| Error::General(error.to_string()))
+    }
+}
+
+impl fmt::Debug for AgentTrust {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("AgentTrust(..)")
+    }
+}
+
+impl ClientCertVerifier for AgentTrust {
+    /// None: an agent has one certificate, and roots that change cannot be lent out.
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let chain = self.chain.load();
+        let verified = chain.0.verify_client_cert(end_entity, intermediates, now)?;
+        self.judge(end_entity)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let chain = self.chain.load();
+        chain.0.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let chain = self.chain.load();
+        chain.0.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.load().0.supported_verify_schemes()
+    }
+}
+
+pub(super) fn require_role(
+    end_entity: &CertificateDer<'_>,
+    is_right: impl FnOnce(&Role) -> bool,
+) -> Result<PeerIdentity, Error> {
+    match PeerIdentity::from_certificate(end_entity) {
+        Ok(identity) if is_right(&identity.role) => Ok(identity),
+        Ok(_) | Err(_) => Err(Error::InvalidCertificate(
+            CertificateError::ApplicationVerificationFailure,
+        )),
+    }
+}

@@ -1,0 +1,116 @@
+//! Certificates and keys in PEM files (RFC 7468) that an operator brings.
+//!
+//! Links are followed, since mounted Secrets are links; what others may write is refused. One file may hold both the
+//! chain and the key, as the kubelet's does.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::pem::{self, PemObject};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+
+use super::certified_key;
+use crate::process::files;
+
+/// Certificates of one file that are looked at.
+const CERTIFICATES_MAX: usize = 256;
+
+/// Why a file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// It cannot be read, or others may write it; the text names it.
+    #[error("{0}")]
+    Read(#[from] io::Error),
+    /// It is not PEM, or holds nothing of the kind needed.
+    #[error("{path} holds no {what} in PEM form")]
+    Pem {
+        /// The file.
+        path: PathBuf,
+        /// What it should hold.
+        what: &'static str,
+        /// The parser's view.
+        #[source]
+        source: pem::Error,
+    },
+    /// The key cannot be used or is not the certificate's.
+    #[error("certificate {0} and key {1} cannot be used together")]
+    Pair(PathBuf, PathBuf, #[source] rustls::Error),
+    /// A CA certificate cannot be used.
+    #[error("{0} holds a CA certificate that cannot be used")]
+    Root(PathBuf, #[source] rustls::Error),
+}
+
+/// The files of a chain and its key; they may be the same one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PairFiles {
+    /// The chain, leaf first.
+    pub certificate: PathBuf,
+    /// The key.
+    pub key: PathBuf,
+}
+
+impl PairFiles {
+    /// Reads both. Blocks the thread.
+    ///
+    /// # Errors
+    /// [`FileError`], naming the file.
+    pub fn load(&self) -> Result<Arc<CertifiedKey>, FileError> {
+        let certificate = files::read_given(&self.certificate)?;
+        let chain = chain(&certificate).map_err(|source| FileError::Pem {
+            path: self.certificate.clone(),
+            what: "certificate",
+            source,
+        })?;
+        let key = if self.key == self.certificate {
+            certificate
+        } else {
+            files::read_given(&self.key)?
+        };
+        let key = private_key(&key).map_err(|source| FileError::Pem {
+            path: self.key.clone(),
+            what: "private key",
+            source,
+        })?;
+        certified_key(chain, key)
+            .map_err(|error| FileError::Pair(self.certificate.clone(), self.key.clone(), error))
+    }
+}
+
+/// Reads CA certificates, at least one. Blocks the thread.
+///
+/// # Errors
+/// [`FileError`], naming the file.
+pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
+    let content = files::read_given(path)?;
+    let roots = chain(&content).map_err(|source| FileError::Pem {
+        path: path.to_owned(),
+        what: "certificate",
+        source,
+    })?;
+    super::roots(roots.iter().cloned()).map_err(|error| FileError::Root(path.to_owned(), error))?;
+    Ok(roots)
+}
+
+/// The certificates of a text, at least one; other parts of it are passed over.
+///
+/// # Errors
+/// [`pem::Error`].
+pub fn chain(content: &[u8]) -> Result<Vec<CertificateDer<'static>>, pem::Error> {
+    let certificates = CertificateDer::pem_slice_iter(content)
+        .take(CERTIFICATES_MAX)
+        .collect::<Result<Vec<_>, _>>()?;
+    if certificates.is_empty() {
+        return Err(pem::Error::NoItemsFound);
+    }
+    Ok(certificates)
+}
+
+/// The first private key of a text.
+///
+/// # Errors
+/// [`pem::Error`].
+pub fn private_key(content: &[u8]) -> Result<PrivateKeyDer<'static>, pem::Error> {
+    PrivateKeyDer::from_pem_slice(content)
+}

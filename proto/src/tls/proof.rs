@@ -1,0 +1,96 @@
+//! The proof by which a certificate that has ended is renewed: its key signs a value that only the two ends of this TLS
+//! connection can compute (RFC 8446, section 7.5), so that it is good for nothing elsewhere.
+
+use rustls::SignatureScheme;
+use rustls::sign::SigningKey;
+use rustls_pki_types::CertificateDer;
+
+use super::provider;
+use crate::identity::{IdentityError, public_key};
+
+/// Schemes of TLS 1.3 that leave no choice of a curve or hash.
+const SCHEMES: [SignatureScheme; 6] = [
+    SignatureScheme::ECDSA_NISTP256_SHA256,
+    SignatureScheme::ECDSA_NISTP384_SHA384,
+    SignatureScheme::ED25519,
+    SignatureScheme::RSA_PSS_SHA256,
+    SignatureScheme::RSA_PSS_SHA384,
+    SignatureScheme::RSA_PSS_SHA512,
+];
+
+/// Why there is no proof, or why it does not count.
+#[derive(Debug, thiserror::Error)]
+pub enum ProofError {
+    /// The key has no scheme of TLS 1.3.
+    #[error("the key cannot sign by a scheme of TLS 1.3")]
+    Key,
+    /// Signing failed.
+    #[error("cannot sign")]
+    Sign(#[source] rustls::Error),
+    /// The certificate does not parse.
+    #[error(transparent)]
+    Certificate(#[from] IdentityError),
+    /// Another key, another connection, or a scheme that is not taken.
+    #[error("the signature is not one of the certificate's key over this connection")]
+    Signature,
+}
+
+/// Signs what the exporter gave; says the scheme by its number.
+///
+/// # Errors
+/// [`ProofError`].
+pub fn sign_proof(key: &dyn SigningKey, exported: &[u8]) -> Result<(Vec<u8>, u16), ProofError> {
+    let signer = key.choose_scheme(&SCHEMES).ok_or(ProofError::Key)?;
+    let signature = signer.sign(exported).map_err(ProofError::Sign)?;
+    Ok((signature, signer.scheme().into()))
+}
+
+/// Checks a signature by the key of `leaf` over what the exporter gave.
+///
+/// # Errors
+/// [`ProofError::Certificate`] or [`ProofError::Signature`].
+pub fn verify_proof(
+    leaf: &CertificateDer<'_>,
+    exported: &[u8],
+    signature: &[u8],
+    scheme: u16,
+) -> Result<(), ProofError> {
+    let scheme = SignatureScheme::from(scheme);
+    let known = provider().signature_verification_algorithms.mapping;
+    let algorithms = known
+        .iter()
+        .find(|(known, _)| SCHEMES.contains(&scheme) && *known == scheme);
+    // The first of a list is the one that TLS 1.3 means.
+    let algorithm = algorithms.and_then(|(_, algorithms)| algorithms.first());
+    algorithm
+        .ok_or(ProofError::Signature)?
+        .verify_signature(&public_key(leaf)?, exported, signature)
+        .map_err(|_invalid| ProofError::Signature)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::Role;
+    use crate::tls::test_ca::TestCa;
+
+    #[test]
+    fn proof_counts_for_its_key_and_its_connection_only() {
+        let ca = TestCa::new();
+        let role = Role::Agent("worker-1".parse().unwrap());
+        let (own, other) = (ca.key(&role), ca.key(&role));
+        let exported = [7; 32];
+        let (signature, scheme) = sign_proof(&*own.key, &exported).unwrap();
+        verify_proof(&own.cert[0], &exported, &signature, scheme).unwrap();
+        for (leaf, exported, signature, scheme) in [
+            (&other.cert[0], exported, &signature[..], scheme),
+            (&own.cert[0], [8; 32], &signature[..], scheme),
+            (&own.cert[0], exported, &signature[1..], scheme),
+            (&own.cert[0], exported, &signature[..], 0x0807),
+            (&own.cert[0], exported, &signature[..], 0x0201),
+            (&own.cert[0], exported, &[], 0),
+        ] {
+            assert!(verify_proof(leaf, &exported, signature, scheme).is_err());
+        }
+    }
+}

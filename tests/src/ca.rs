@@ -1,0 +1,162 @@
+//! A CA of the test's own: certificates that an operator brings, and those that nobody should accept.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Result;
+use rcgen::string::Ia5String;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::CertificateDer;
+use tunnel_proto::tls;
+
+/// A certificate authority with one root.
+#[derive(Debug)]
+pub struct TestCa {
+    root: CertificateDer<'static>,
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// What a certificate says.
+#[derive(Debug, Clone)]
+pub struct Leaf {
+    /// SAN URI, such as `culvert://agent/worker-1`.
+    pub uri: Option<String>,
+    /// SAN DNS name.
+    pub dns: Option<String>,
+    /// For servers; otherwise for clients.
+    pub server: bool,
+    /// When it begins.
+    pub from: SystemTime,
+    /// When it ends.
+    pub until: SystemTime,
+}
+
+/// A certificate with its key, PEM and ready for use.
+#[derive(Debug)]
+pub struct Issued {
+    /// The chain.
+    pub certificate: String,
+    /// The key.
+    pub key: String,
+    /// Both for TLS.
+    pub own: Arc<CertifiedKey>,
+}
+
+impl Leaf {
+    /// An agent's, valid for a day.
+    #[must_use]
+    pub fn agent(node: &str) -> Self {
+        Self {
+            uri: Some(format!("culvert://agent/{node}")),
+            dns: None,
+            server: false,
+            from: SystemTime::now() - Duration::from_secs(60),
+            until: SystemTime::now() + Duration::from_secs(86400),
+        }
+    }
+
+    /// A tunnel server's, valid for a day.
+    #[must_use]
+    pub fn server() -> Self {
+        Self {
+            uri: Some("culvert://server".to_owned()),
+            server: true,
+            ..Self::agent("")
+        }
+    }
+}
+
+impl TestCa {
+    /// A CA with a root of its own.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn new(name: &str) -> Result<Self> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let key = KeyPair::generate()?;
+        let certificate = params.self_signed(&key)?;
+        Ok(Self {
+            root: certificate.der().clone(),
+            pem: certificate.pem(),
+            issuer: Issuer::new(params, key),
+        })
+    }
+
+    /// The root.
+    #[must_use]
+    pub fn root(&self) -> &CertificateDer<'static> {
+        &self.root
+    }
+
+    /// The root as PEM.
+    #[must_use]
+    pub fn pem(&self) -> &str {
+        &self.pem
+    }
+
+    /// A certificate for a new key.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn issue(&self, leaf: &Leaf) -> Result<Issued> {
+        let mut params = CertificateParams::default();
+        if let Some(uri) = &leaf.uri {
+            let uri = Ia5String::try_from(uri.as_str())?;
+            params.subject_alt_names.push(SanType::URI(uri));
+        }
+        if let Some(dns) = &leaf.dns {
+            let dns = Ia5String::try_from(dns.as_str())?;
+            params.subject_alt_names.push(SanType::DnsName(dns));
+        }
+        params.extended_key_usages = vec![if leaf.server {
+            ExtendedKeyUsagePurpose::ServerAuth
+        } else {
+            ExtendedKeyUsagePurpose::ClientAuth
+        }];
+        params.not_before = leaf.from.into();
+        params.not_after = leaf.until.into();
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &self.issuer)?;
+        let der = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
+        Ok(Issued {
+            own: tls::certified_key(vec![certificate.der().clone()], der)?,
+            certificate: certificate.pem(),
+            key: key.serialize_pem(),
+        })
+    }
+}
+
+impl Issued {
+    /// Replaces `NAME.crt` and `NAME.key` in a folder, one after the other as most tools do.
+    ///
+    /// # Errors
+    /// They cannot be written.
+    pub fn write(&self, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
+        let certificate = folder.join(format!("{name}.crt"));
+        let key = folder.join(format!("{name}.key"));
+        replace(&key, self.key.as_bytes())?;
+        replace(&certificate, self.certificate.as_bytes())?;
+        Ok((certificate, key))
+    }
+}
+
+/// Replaces a file as a whole.
+///
+/// # Errors
+/// It cannot be written.
+pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
+    let fresh = path.with_extension("fresh");
+    fs::write(&fresh, content)?;
+    fs::rename(fresh, path)?;
+    Ok(())
+}

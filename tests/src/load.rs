@@ -1,0 +1,146 @@
+//! Callers that never stop asking, and streams that must not be cut: what runs beside a change that nobody may notice.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::client::{Door, Exchange, RawRequest, request};
+use crate::eventually::scaled;
+
+/// A request that takes longer has failed.
+const REQUEST_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Requests and streams under way until [`Load::end`].
+#[derive(Debug)]
+pub struct Load {
+    stop: CancellationToken,
+    asking: JoinSet<Vec<String>>,
+    holding: JoinSet<Result<u64>>,
+    answered: Arc<AtomicU64>,
+}
+
+/// What came of it.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Requests that were answered with 200.
+    pub answered: u64,
+    /// What every other one came to.
+    pub failures: Vec<String>,
+    /// Streams that were open from the beginning to the end.
+    pub held: usize,
+}
+
+impl Load {
+    /// `callers` that ask each of `hosts` (`NODE:PORT`) for `/metrics` in a row, and a stream to each host that is held.
+    ///
+    /// # Errors
+    /// A stream does not begin.
+    pub async fn start(door: Door, hosts: &[String], callers: usize) -> Result<Self> {
+        let mut load = Self {
+            stop: CancellationToken::new(),
+            asking: JoinSet::new(),
+            holding: JoinSet::new(),
+            answered: Arc::default(),
+        };
+        for host in hosts {
+            load.hold(door.clone(), host).await?;
+            for _ in 0..callers {
+                load.ask(door.clone(), host);
+            }
+        }
+        Ok(load)
+    }
+
+    /// Requests that were answered so far.
+    #[must_use]
+    pub fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Relaxed)
+    }
+
+    fn ask(&mut self, door: Door, host: &str) {
+        let (stop, answered) = (self.stop.clone(), self.answered.clone());
+        let wanted = RawRequest::get(host, "/metrics");
+        self.asking.spawn(async move {
+            let mut failures = Vec::new();
+            while !stop.is_cancelled() {
+                match timeout(scaled(REQUEST_PATIENCE), request(door.clone(), &wanted)).await {
+                    Ok(Ok(reply)) if reply.status == 200 => {
+                        answered.fetch_add(1, Ordering::Relaxed);
+                    }
+                    Ok(Ok(reply)) => failures.push(format!("{}: {}", reply.status, reply.text())),
+                    Ok(Err(error)) => failures.push(format!("{error:#}")),
+                    Err(_elapsed) => failures.push("no answer".to_owned()),
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            failures
+        });
+    }
+
+    async fn hold(&mut self, door: Door, host: &str) -> Result<()> {
+        let wanted = RawRequest::get(host, "/follow?interval_ms=50");
+        let mut stream = Exchange::start(door, &wanted).await?;
+        ensure!(stream.status() == 200, "{}", stream.status());
+        let stop = self.stop.clone();
+        self.holding.spawn(async move {
+            let mut lines = 0;
+            loop {
+                tokio::select! {
+                    () = stop.cancelled() => return Ok(lines),
+                    line = timeout(scaled(REQUEST_PATIENCE), stream.line()) => {
+                        ensure!(matches!(line, Ok(Some(_))), "cut or stuck after {lines} lines: {:?}", stream.ended());
+                        lines += 1;
+                    }
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// Ends it.
+    ///
+    /// # Errors
+    /// A stream was cut.
+    pub async fn end(mut self) -> Result<Outcome> {
+        self.stop.cancel();
+        let mut failures = Vec::new();
+        while let Some(asked) = self.asking.join_next().await {
+            failures.extend(asked?);
+        }
+        let mut held = 0;
+        while let Some(ended) = self.holding.join_next().await {
+            ensure!(ended?? > 0, "a stream never said anything");
+            held += 1;
+        }
+        Ok(Outcome {
+            answered: self.answered.load(Ordering::Relaxed),
+            failures,
+            held,
+        })
+    }
+}
+
+impl Outcome {
+    /// All of it went well, and there was some of it.
+    ///
+    /// # Errors
+    /// What did not.
+    pub fn check(&self) -> Result<()> {
+        let (count, first) = (self.failures.len(), self.failures.first());
+        ensure!(
+            count == 0,
+            "{count} failed beside {}, as {first:?}",
+            self.answered
+        );
+        ensure!(
+            self.answered > 0 && self.held > 0,
+            "nothing happened: {self:?}"
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! Fuzzing on stable: a decoder meets a corpus that a seeded generator mutates, so that a failure can be run again.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+
+/// Inputs in one run of the normal tests.
+pub const EXECUTIONS: u32 = 500_000;
+/// Set to run more or fewer, as in a soak.
+pub const VARIABLE: &str = "CULVERT_FUZZ_EXECUTIONS";
+
+/// Changes of one input at most.
+const CHANGES_MOST: u32 = 6;
+/// Numbers that lengths and counts are often wrong at.
+const EDGES: [u8; 8] = [0, 1, 0x7f, 0x80, 0xff, 0xfe, b'\n', b'.'];
+
+/// Gives `target` the corpus as it is, and then `executions` mutations of it, each at most `longest` bytes.
+///
+/// # Panics
+/// When `target` does; the input is printed as hexadecimal.
+pub fn fuzz(
+    corpus: &[Vec<u8>],
+    (executions, seed): (u32, u64),
+    longest: usize,
+    mut target: impl FnMut(&[u8]),
+) {
+    for input in corpus {
+        target(input);
+    }
+    let executions = std::env::var(VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(executions);
+    let mut random = SmallRng::seed_from_u64(seed);
+    let mut input = Vec::new();
+    for _ in 0..executions {
+        next(&mut random, corpus, longest, &mut input);
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(&input))) {
+            let shown: String = input.iter().map(|byte| format!("{byte:02x}")).collect();
+            let _nowhere = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("seed {seed}, input {shown}\n"),
+            );
+            resume_unwind(panic);
+        }
+    }
+}
+
+/// Another input: mostly one of the corpus with a few changes, sometimes noise.
+fn next(random: &mut SmallRng, corpus: &[Vec<u8>], longest: usize, input: &mut Vec<u8>) {
+    input.clear();
+    if corpus.is_empty() || random.random_range(0..10) == 0 {
+        let length = random.random_range(0..=longest.min(64));
+        input.extend((0..length).map(|_| random.random::<u8>()));
+        return;
+    }
+    input.extend_from_slice(&corpus[random.random_range(0..corpus.len())]);
+    for _ in 0..random.random_range(1..=CHANGES_MOST) {
+        change(random, corpus, input);
+    }
+    input.truncate(longest);
+}
+
+fn change(random: &mut SmallRng, corpus: &[Vec<u8>], input: &mut Vec<u8>) {
+    let place = random.random_range(0..=input.len());
+    let end = (place + random.random_range(1..=16)).min(input.len());
+    match random.random_range(0..8) {
+        0 if place < input.len() => input[place] ^= 1 << random.random_range(0..8),
+        1 if place < input.len() => input[place] = random.random(),
+        2 if place < input.len() => input[place] = EDGES[random.random_range(0..EDGES.len())],
+        3 => input.insert(place, random.random()),
+        4 => drop(input.drain(place..end)),
+        5 => {
+            let again = input[place..end].to_vec();
+            let times = random.random_range(1..=4);
+            for _ in 0..times {
+                input.splice(place..place, again.iter().copied());
+            }
+        }
+        6 => input.truncate(place),
+        _ => {
+            let other = &corpus[random.random_range(0..corpus.len())];
+            let from = random.random_range(0..=other.len());
+            input.truncate(place);
+            input.extend_from_slice(&other[from..]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn same_seed_gives_same_inputs_and_other_seeds_others() {
+        let corpus = [b"hello world".to_vec(), vec![0; 40]];
+        let inputs = |seed| {
+            let mut all = Vec::new();
+            fuzz(&corpus, (200, seed), 64, |input| all.push(input.to_vec()));
+            all
+        };
+        assert_eq!(inputs(1), inputs(1));
+        assert_ne!(inputs(1), inputs(2));
+        assert!(inputs(1).iter().all(|input| input.len() <= 64));
+    }
+
+    #[test]
+    #[should_panic(expected = "found it")]
+    fn decoder_that_panics_on_a_rare_byte_is_caught() {
+        fuzz(&[vec![0; 8]], (100_000, 3), 16, |input| {
+            assert!(!input.contains(&0xa5), "found it");
+        });
+    }
+}

@@ -1,0 +1,126 @@
+//! What keeps the credentials of a running agent alive beside its sessions: the operator's files are followed, and a
+//! certificate that ended while no session could renew it is renewed by its key.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tokio::time::sleep;
+use tracing::{error, warn};
+use tunnel_proto::process::reload::{Follow, Reload};
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::enrolment;
+use crate::config::{Config, Given};
+use crate::connector::causes;
+use crate::credentials::{CredentialError, Credentials, Keeper, Store};
+use crate::enroll::{Claim, enroll};
+use crate::metrics::Metrics;
+
+/// The wall clock may be set, so the end of a certificate is looked at this often.
+const LOOK_EVERY: Duration = Duration::from_secs(30);
+/// Pause after a renewal that a person has to help.
+const REFUSED_PAUSE: Duration = Duration::from_secs(60);
+/// A server that refuses the time of a certificate and issues one that it refuses again must not be asked in a loop.
+const APART: Duration = Duration::from_secs(5);
+/// Certificates of the operator are warned of when less than this is left, or a quarter of their life.
+const ENDS_SOON: Duration = Duration::from_secs(7 * 86400);
+/// How often that is said.
+const WARN_EVERY: Duration = Duration::from_secs(6 * 3600);
+
+/// Renews what has ended, or what a server takes for that.
+pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown: &Shutdown) {
+    let config = config.clone();
+    let drain = shutdown.drain().clone();
+    shutdown.spawn_service(async move {
+        while !drain.is_cancelled() {
+            tokio::select! {
+                () = drain.cancelled() => return,
+                () = keeper.rejected() => {}
+                () = sleep(until_end(keeper.not_after())) => {
+                    keeper.save().await;
+                    if keeper.not_after() > SystemTime::now() {
+                        continue;
+                    }
+                }
+            }
+            let claim = Claim::Ended(Box::new(keeper.current()));
+            let wanted = enrolment(&config, claim, &store);
+            let mut schedule = keeper.schedule();
+            schedule.mark_unchanged();
+            let enrolled = tokio::select! {
+                () = drain.cancelled() => return,
+                // A session was faster.
+                _ = schedule.changed() => continue,
+                enrolled = enroll(&wanted) => enrolled,
+            };
+            match enrolled {
+                Ok(enrolled) => {
+                    keeper.adopt(enrolled.credentials, enrolled.issued, true).await;
+                    sleep(APART).await;
+                }
+                Err(refused) => {
+                    let error = causes(&refused);
+                    error!(agent = %wanted.node, error, "certificate cannot be renewed; somebody has to act");
+                    sleep(REFUSED_PAUSE).await;
+                }
+            }
+        }
+    });
+}
+
+/// How long to wait before the end of a certificate is looked at again.
+fn until_end(not_after: SystemTime) -> Duration {
+    let left = not_after
+        .duration_since(SystemTime::now())
+        .unwrap_or_default();
+    // Whole seconds in the certificate, and a moment beyond.
+    (left + Duration::from_millis(100)).min(LOOK_EVERY)
+}
+
+/// Follows the operator's files, and warns when what they hold is about to end.
+pub(super) fn follow(
+    keeper: Arc<Keeper>,
+    given: Given,
+    config: &Config,
+    digest: [u8; 32],
+    (metrics, shutdown): (&Metrics, &Shutdown),
+) {
+    let follow = Follow {
+        what: "--cert-file, --key-file, --ca-file",
+        every: config.limits.reload_every,
+        asked: shutdown.reloads(),
+        digest,
+    };
+    let node = config.node_name.clone();
+    let (fresh, mut taken) = tokio::sync::mpsc::channel::<Credentials>(1);
+    let load = {
+        let node = node.clone();
+        move || given.load(&node)
+    };
+    // A full queue holds what is newer than what is in use, and the next look comes.
+    let apply = move |credentials| {
+        let busy = |_| CredentialError::Busy;
+        fresh.try_send(credentials).map_err(busy)
+    };
+    let counted = metrics.clone();
+    let told = move |reload| counted.files_unusable(reload == Reload::Failed);
+    shutdown.spawn_service(async move { follow.run(load, apply, told).await });
+    let warned = keeper.clone();
+    shutdown.spawn_service(async move {
+        while let Some(credentials) = taken.recv().await {
+            keeper.adopt(credentials, None, true).await;
+        }
+    });
+    shutdown.spawn_service(async move {
+        loop {
+            let current = warned.current();
+            let life = current.not_after.duration_since(current.issued);
+            let soon = ENDS_SOON.min(life.unwrap_or_default() / 4);
+            if current.not_after < SystemTime::now() + soon {
+                let ends = humantime::format_rfc3339_seconds(current.not_after);
+                warn!(agent = %node, %ends, "certificate of --cert-file ends soon or has ended; replace the file");
+            }
+            sleep(WARN_EVERY).await;
+        }
+    });
+}

@@ -1,0 +1,308 @@
+//! The credentials of a running agent: handshakes take them from here, sessions renew them, the store keeps them.
+//!
+//! Where the disk fails, the agent goes on with what it has in memory and says so.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rcgen::CertificateParams;
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+use tracing::{error, info, warn};
+use tunnel_proto::identity::BACKDATED;
+use tunnel_proto::tls::HeldIdentity;
+use tunnel_proto::wire::enroll::EnrollReply;
+use tunnel_proto::wire::name::NodeName;
+
+use super::{Credentials, Issued, Store};
+use crate::enroll::check_issued;
+use crate::metrics::Metrics;
+
+/// Holds the credentials.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    node: NodeName,
+    identity: Arc<HeldIdentity>,
+    /// Where they are kept; none when the operator brings them.
+    store: Option<Store>,
+    /// The roots of --ca-file, which stand in for the server's.
+    ca: Option<Vec<CertificateDer<'static>>>,
+    current: Mutex<Credentials>,
+    /// What was issued and is not on disk yet.
+    unsaved: Mutex<Option<Issued>>,
+    /// When the next certificate is to be asked for.
+    next: watch::Sender<Option<Instant>>,
+    /// Counts credentials that new sessions are to be dialled with at once.
+    fresh: watch::Sender<u64>,
+    /// The server says that the certificate has ended.
+    rejected: Notify,
+    metrics: Metrics,
+}
+
+impl Keeper {
+    /// Begins with credentials. Only those with a signer are renewed.
+    pub(crate) fn new(
+        node: NodeName,
+        credentials: Credentials,
+        store: Option<Store>,
+        ca: Option<Vec<CertificateDer<'static>>>,
+        metrics: Metrics,
+    ) -> Arc<Self> {
+        metrics.certificate(credentials.not_after);
+        let identity = HeldIdentity::new(credentials.own.clone(), credentials.trust());
+        let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        Arc::new(Self {
+            node,
+            identity,
+            store,
+            ca,
+            current: Mutex::new(credentials),
+            unsaved: Mutex::default(),
+            next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
+            fresh: watch::Sender::new(0),
+            rejected: Notify::new(),
+            metrics,
+        })
+    }
+
+    /// What handshakes take.
+    pub(crate) fn identity(&self) -> &Arc<HeldIdentity> {
+        &self.identity
+    }
+
+    /// The credentials of this moment.
+    pub(crate) fn current(&self) -> Credentials {
+        self.lock().clone()
+    }
+
+    /// When the certificate ends.
+    pub(crate) fn not_after(&self) -> SystemTime {
+        self.lock().not_after
+    }
+
+    /// Changes when a new session is wanted for new credentials.
+    pub(crate) fn fresh(&self) -> watch::Receiver<u64> {
+        self.fresh.subscribe()
+    }
+
+    /// Changes with everything that is asked for or comes.
+    pub(crate) fn schedule(&self) -> watch::Receiver<Option<Instant>> {
+        self.next.subscribe()
+    }
+
+    /// The server refused the certificate for its time.
+    pub(crate) fn reject(&self) {
+        self.rejected.notify_one();
+    }
+
+    /// Waits until the server refuses the certificate for its time. Cancel-safe.
+    pub(crate) async fn rejected(&self) {
+        self.rejected.notified().await;
+    }
+
+    /// Waits until another certificate is due, and gives the request for it: to one caller, who sends it. Cancel-safe.
+    pub(crate) async fn due(&self) -> Vec<u8> {
+        let mut next = self.next.subscribe();
+        loop {
+            let at = *next.borrow_and_update();
+            tokio::select! {
+                () = sleep_until(at.unwrap_or_else(Instant::now)), if at.is_some() => {
+                    if let Some(request) = self.claim() {
+                        return request;
+                    }
+                }
+                _ = next.changed() => {}
+            }
+        }
+    }
+
+    /// The request, unless another session has just taken it; asked again when no answer comes.
+    fn claim(&self) -> Option<Vec<u8>> {
+        let now = Instant::now();
+        let again = now + self.retry();
+        let claimed = self.next.send_if_modified(|next| {
+            let due = next.is_some_and(|at| at <= now);
+            if due {
+                *next = Some(again);
+            }
+            due
+        });
+        let signer = self.lock().signer.clone().filter(|_| claimed)?;
+        match CertificateParams::default().serialize_request(&*signer) {
+            Ok(request) => Some(request.der().to_vec()),
+            Err(error) => {
+                error!(agent = %self.node, %error, "cannot make a certificate request");
+                None
+            }
+        }
+    }
+
+    /// Takes the server's answer. Not cancel-safe: it may not be kept.
+    pub(crate) async fn answered(&self, reply: EnrollReply) {
+        let (chain, roots) = match reply {
+            EnrollReply::Issued { chain, roots } => (chain, roots),
+            EnrollReply::Refused(code, detail) => {
+                self.metrics.renewal(code.label());
+                self.tell_failure(&format!("{code}: {detail}"));
+                return;
+            }
+        };
+        let taken = self
+            .lock()
+            .signer
+            .clone()
+            .ok_or_else(|| "nobody asked".to_owned());
+        let taken = taken.and_then(|signer| {
+            check_issued(&self.node, &signer, &chain)?;
+            Credentials::issued(signer, &chain, &roots, self.ca.as_deref())
+        });
+        match taken {
+            Ok(credentials) => {
+                self.metrics.renewal("issued");
+                self.adopt(credentials, Some((chain, roots)), false).await;
+            }
+            Err(problem) => {
+                self.metrics.renewal("unusable");
+                self.tell_failure(&format!("the answer cannot be used: {problem}"));
+            }
+        }
+    }
+
+    /// Takes other credentials into use, and keeps what was issued. With `at_once` a new session is dialled with them.
+    /// Not cancel-safe: they may not be kept.
+    pub(crate) async fn adopt(
+        &self,
+        credentials: Credentials,
+        issued: Option<Issued>,
+        at_once: bool,
+    ) {
+        self.identity
+            .replace(credentials.own.clone(), credentials.trust());
+        self.metrics.certificate(credentials.not_after);
+        let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
+        info!(agent = %self.node, %not_after, "certificate is in use");
+        self.tell_skew(&credentials);
+        let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        *self.lock() = credentials;
+        let next = next.map(|wait| Instant::now() + wait);
+        self.next.send_replace(next);
+        if at_once {
+            self.fresh.send_modify(|count| *count += 1);
+        }
+        if issued.is_some() {
+            *self.unsaved() = issued;
+        }
+        self.save().await;
+    }
+
+    /// Writes to disk what could not be written before. Not cancel-safe: it may be written all the same.
+    pub(crate) async fn save(&self) {
+        let wanted = self.unsaved().clone();
+        let (Some(store), Some((chain, roots))) = (self.store.clone(), wanted.clone()) else {
+            return;
+        };
+        let signer = self.lock().signer.clone();
+        let kept = tokio::task::spawn_blocking(move || {
+            store.keep(&chain, &roots)?;
+            signer.map_or(Ok(()), |signer| store.restore_key(&signer))
+        });
+        match kept.await {
+            Ok(Ok(())) => {
+                let mut unsaved = self.unsaved();
+                if *unsaved == wanted {
+                    *unsaved = None;
+                }
+                self.metrics.unsaved(false);
+            }
+            Ok(Err(problem)) => {
+                self.metrics.unsaved(true);
+                error!(
+                    agent = %self.node, error = crate::connector::causes(&problem),
+                    "certificate cannot be kept: this process goes on with it, but the next start will not find it"
+                );
+            }
+            Err(panic) => {
+                error!(agent = %self.node, error = %panic, "keeping the certificate broke")
+            }
+        }
+    }
+
+    /// A certificate that was issued right now tells the server's time.
+    fn tell_skew(&self, credentials: &Credentials) {
+        let now = SystemTime::now();
+        let ahead = now.duration_since(credentials.issued).unwrap_or_default();
+        let behind = credentials.issued.duration_since(now).unwrap_or_default();
+        let (skew, word) = if ahead > behind {
+            (ahead, "ahead of")
+        } else {
+            (behind, "behind")
+        };
+        if skew > BACKDATED && credentials.signer.is_some() {
+            let skew = humantime::format_duration(Duration::from_secs(skew.as_secs()));
+            warn!(
+                agent = %self.node, clock = %humantime::format_rfc3339_seconds(now),
+                "the clock of this host is {skew} {word} the server's; one of them is wrong"
+            );
+        }
+    }
+
+    /// A renewal that failed is worth a warning, and an error when the end is near.
+    fn tell_failure(&self, problem: &str) {
+        let (issued, not_after) = {
+            let current = self.lock();
+            (current.issued, current.not_after)
+        };
+        let left = not_after
+            .duration_since(SystemTime::now())
+            .unwrap_or_default();
+        let life = not_after.duration_since(issued).unwrap_or_default();
+        let ends = humantime::format_rfc3339_seconds(not_after);
+        if left < life / 4 {
+            error!(agent = %self.node, %ends, error = problem, "certificate ends soon and cannot be renewed");
+        } else {
+            warn!(agent = %self.node, %ends, error = problem, "certificate was not renewed; trying again");
+        }
+    }
+
+    /// How long to wait before asking again.
+    fn retry(&self) -> Duration {
+        let current = self.lock();
+        let life = current.not_after.duration_since(current.issued);
+        retry_after(life.unwrap_or_default(), rand::random())
+    }
+
+    fn unsaved(&self) -> MutexGuard<'_, Option<Issued>> {
+        self.unsaved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Credentials> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long until the next certificate is asked for: at 50 % of the life of this one, give or take 10 %; `random` is from
+/// 0 to 1. `None` when it is not ours to renew.
+fn first_renewal(credentials: &Credentials, now: SystemTime, random: f64) -> Option<Duration> {
+    credentials.signer.as_ref()?;
+    let life = credentials
+        .not_after
+        .duration_since(credentials.issued)
+        .unwrap_or_default();
+    let age = now.duration_since(credentials.issued).unwrap_or_default();
+    Some(life.mul_f64(0.4 + 0.2 * random).saturating_sub(age))
+}
+
+/// A twentieth of the life, from half of it to one and a half; at most an hour or so.
+fn retry_after(life: Duration, random: f64) -> Duration {
+    (life / 20)
+        .clamp(RETRY_LEAST, RETRY_MOST)
+        .mul_f64(0.5 + random)
+}
+
+/// The server answers no faster.
+const RETRY_LEAST: Duration = Duration::from_secs(3);
+const RETRY_MOST: Duration = Duration::from_secs(3600);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,161 @@
+//! What the server proves itself with towards agents, and whom it takes for one: the local CA, or what the operator
+//! brings, which is followed while the server runs.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context as _;
+use rustls::server::ResolvesServerCert;
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::CertificateDer;
+use tracing::warn;
+use tunnel_proto::identity::{sha256, validity};
+use tunnel_proto::process::reload::{Follow, Fresh};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::files::{FileError, PairFiles, load_roots};
+use tunnel_proto::tls::{self, AgentTrust, HeldKey};
+
+use crate::config::Config;
+use crate::issuer::LocalCa;
+use crate::metrics::Metrics;
+use crate::renew::Renewals;
+use crate::revoked::Revocations;
+
+/// A certificate that ends sooner than this is told at start and when it is replaced.
+const ENDS_SOON: Duration = Duration::from_secs(7 * 86400);
+
+/// The server's part in agents' handshakes.
+pub(super) struct AgentSide {
+    pub(super) own: Arc<dyn ResolvesServerCert>,
+    pub(super) trust: Arc<AgentTrust>,
+    /// Present when the local CA issues.
+    pub(super) renewals: Option<Arc<Renewals>>,
+    /// What enrolment's connections show; it goes with the join tokens, which pin the local CA.
+    pub(super) enrolment: Arc<dyn ResolvesServerCert>,
+}
+
+/// What following files takes.
+pub(super) struct Followed<'a> {
+    pub(super) every: Duration,
+    pub(super) metrics: &'a Metrics,
+    pub(super) shutdown: &'a Shutdown,
+}
+
+/// Builds the agents' side and follows its files.
+pub(super) fn agent_side(
+    config: &Config,
+    ca: &Arc<LocalCa>,
+    revocations: &Arc<Revocations>,
+    followed: &Followed<'_>,
+) -> anyhow::Result<AgentSide> {
+    let metrics = followed.metrics.clone();
+    let Some(given) = &config.agent_files else {
+        let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
+        let trust = AgentTrust::new(tls::roots(ca.roots().iter().cloned())?, revocations.judge())?;
+        let renewals = Renewals {
+            ca: ca.clone(),
+            trust: trust.clone(),
+            revocations: revocations.clone(),
+        };
+        return Ok(AgentSide {
+            enrolment: own.clone(),
+            own,
+            trust,
+            renewals: Some(Arc::new(renewals)),
+        });
+    };
+    let note = move |not_after| metrics.certificate(not_after);
+    let own = follow_pair("agent_certificate", &given.pair, followed, note)
+        .context("--agent-cert-file, --agent-key-file")?;
+    let roots = load_roots(&given.ca).context("--agent-ca")?;
+    let digest = digest_of(&roots);
+    let trust = AgentTrust::new(tls::roots(roots)?, revocations.judge())?;
+    let (path, swapped) = (given.ca.clone(), trust.clone());
+    let load = move || {
+        let roots = load_roots(&path)?;
+        let digest = digest_of(&roots);
+        let value = tls::roots(roots).map_err(|error| FileError::Root(path.clone(), error))?;
+        Ok(Fresh { digest, value })
+    };
+    let file = given.ca.clone();
+    let apply = move |roots| {
+        let replaced = swapped.replace(roots);
+        replaced.map_err(|error| FileError::Root(file.clone(), error))
+    };
+    followed.follow("agent_ca", digest, load, apply);
+    Ok(AgentSide {
+        enrolment: ca.server_resolver(Box::new(|_| {})),
+        own,
+        trust,
+        renewals: None,
+    })
+}
+
+/// A chain and key from files, followed; `note` hears when each certificate ends.
+pub(super) fn follow_pair(
+    what: &'static str,
+    files: &PairFiles,
+    followed: &Followed<'_>,
+    note: impl Fn(SystemTime) + Send + Sync + 'static,
+) -> Result<Arc<HeldKey>, FileError> {
+    let first = files.load()?;
+    let digest = digest_of(&first.cert);
+    told_end(what, &first, &note);
+    let held = HeldKey::new(first);
+    let (files, swapped) = (files.clone(), held.clone());
+    let load = move || {
+        let value = files.load()?;
+        let digest = digest_of(&value.cert);
+        Ok::<_, FileError>(Fresh { digest, value })
+    };
+    let apply = move |own: Arc<CertifiedKey>| {
+        told_end(what, &own, &note);
+        swapped.replace(own);
+        Ok(())
+    };
+    followed.follow(what, digest, load, apply);
+    Ok(held)
+}
+
+impl Followed<'_> {
+    fn follow<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        digest: [u8; 32],
+        load: impl Fn() -> Result<Fresh<T>, FileError> + Send + Sync + 'static,
+        apply: impl FnMut(T) -> Result<(), FileError> + Send + 'static,
+    ) {
+        let follow = Follow {
+            what,
+            every: self.every,
+            asked: self.shutdown.reloads(),
+            digest,
+        };
+        let metrics = self.metrics.clone();
+        self.shutdown.spawn_service(async move {
+            let told = move |reload| metrics.reloaded(what, reload);
+            follow.run(load, apply, told).await;
+        });
+    }
+}
+
+/// Content that differs in any certificate differs in this; a key is its certificate's.
+fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
+    let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
+    sha256(&bytes)
+}
+
+fn told_end(what: &str, own: &CertifiedKey, note: &impl Fn(SystemTime)) {
+    let ends = own.cert.first().and_then(|leaf| validity(leaf).ok());
+    let Some((_, not_after)) = ends else {
+        return;
+    };
+    note(not_after);
+    if not_after < SystemTime::now() + ENDS_SOON {
+        let not_after = crate::data::rfc3339(not_after);
+        warn!(
+            what,
+            not_after, "certificate ends soon or has ended; replace its file"
+        );
+    }
+}

@@ -1,0 +1,90 @@
+//! A live session's next certificate: one request at a time, signed off the runtime's own threads.
+
+use std::time::{Duration, SystemTime};
+
+use tokio::task::{JoinError, JoinHandle};
+use tokio::time::Instant;
+use tracing::{info, warn};
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::EnrollReply;
+
+use super::Sessions;
+use crate::registry::AgentSession;
+use crate::renew::{Refusal, Renewed};
+
+/// An agent that asks sooner than this after its last request has lost its mind.
+const APART: Duration = Duration::from_secs(1);
+
+/// What one request came to.
+type Issued = Result<Result<Renewed, Refusal>, JoinError>;
+
+/// The request that is being worked on.
+#[derive(Debug, Default)]
+pub(super) struct Renewing {
+    work: Option<JoinHandle<Result<Renewed, Refusal>>>,
+    last: Option<Instant>,
+}
+
+impl Renewing {
+    /// Begins with a request.
+    pub(super) fn begin(
+        &mut self,
+        sessions: &Sessions,
+        agent: &AgentSession,
+        csr: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        let Some(renewals) = sessions.renewals.clone() else {
+            let detail = "this server takes certificates of --agent-ca only";
+            return Err((EnrollCode::NotOffered, detail.to_owned()));
+        };
+        let too_soon = self.last.is_some_and(|last| last.elapsed() < APART);
+        if self.work.is_some() || too_soon {
+            let detail = "asked for too many certificates; try again later";
+            return Err((EnrollCode::RateLimited, detail.to_owned()));
+        }
+        self.last = Some(Instant::now());
+        let peer = agent.session.peer().clone();
+        self.work = Some(tokio::task::spawn_blocking(move || {
+            renewals.live(&peer, &csr, SystemTime::now())
+        }));
+        Ok(())
+    }
+
+    /// What the request came to; waits for ever while there is none. Cancel-safe.
+    pub(super) async fn done(&mut self) -> Issued {
+        match &mut self.work {
+            Some(work) => {
+                let issued = work.await;
+                self.work = None;
+                issued
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Sessions {
+    /// Notes what was issued, and makes the answer of it.
+    pub(super) fn renewed(&self, agent: &AgentSession, issued: Issued) -> EnrollReply {
+        let node = &agent.node;
+        let issued = issued.unwrap_or_else(|panic| {
+            warn!(agent = %node, error = %panic, "renewal broke");
+            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
+        });
+        match issued {
+            Ok(renewed) => {
+                agent.renewed(renewed.not_after);
+                self.nodes.seen(node, renewed.not_after);
+                self.metrics.renewal("issued");
+                let not_after = crate::data::rfc3339(renewed.not_after);
+                info!(agent = %node, session = %agent.id, not_after, "certificate renewed");
+                renewed.reply
+            }
+            Err((code, detail)) => {
+                self.metrics.renewal(code.label());
+                warn!(agent = %node, session = %agent.id, %code, detail, "renewal refused");
+                EnrollReply::Refused(code, detail)
+            }
+        }
+    }
+}
