@@ -3,6 +3,7 @@
 mod answers;
 mod binaries;
 mod cluster;
+mod credentials;
 mod cuts;
 mod dns;
 mod drain;

@@ -1,0 +1,46 @@
+//! Credentials from the first to the last: renewal, grace, revocation, certificates that the operator brings, and who does
+//! not get in.
+
+mod attacks;
+mod disk;
+mod enrolment;
+mod fuzz;
+mod given;
+mod life;
+mod processes;
+mod revoked;
+mod rotation;
+
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Result;
+use tunnel_proto::identity::validity;
+use tunnel_proto::tls::files::chain;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::world::World;
+
+/// When the certificate in a file ends.
+fn ends(path: &Path) -> Result<SystemTime> {
+    let certificates = chain(&std::fs::read(path)?)?;
+    Ok(validity(&certificates[0])?.1)
+}
+
+/// The value of a metric of the server, with its labels as they are shown.
+async fn metric(world: &World, name: &str) -> Result<f64> {
+    let shown = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    let text = shown.text();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
+}
+
+/// Waits until a metric of the server is at least `least`.
+async fn metric_reaches(world: &World, name: &str, least: f64, patience: Duration) {
+    eventually(&format!("{name} {least}"), patience, async || {
+        let value = metric(world, name).await?;
+        anyhow::ensure!(value >= least, "{name} is {value}");
+        anyhow::Ok(())
+    })
+    .await;
+}

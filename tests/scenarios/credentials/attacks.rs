@@ -1,0 +1,442 @@
+//! R01, R09, R14, S12, S25, T01, T16, T17, T20: who does not get in, by which way.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use rustls::client::Resumption;
+use rustls::sign::CertifiedKey;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::{PATIENCE, World};
+
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::given::Files;
+use super::{metric, metric_reaches};
+
+/// Every certificate that must open no door, and why.
+fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
+    let (now, hour) = (SystemTime::now(), Duration::from_secs(3600));
+    let other = TestCa::new("ours")?;
+    let agent = || Leaf::agent("worker-1");
+    let expired = Leaf {
+        from: now - 2 * hour,
+        until: now - hour,
+        ..agent()
+    };
+    let future = Leaf {
+        from: now + hour,
+        until: now + 2 * hour,
+        ..agent()
+    };
+    // The right CA and URI, but for servers by its extended key usage.
+    let usage = Leaf {
+        server: true,
+        ..agent()
+    };
+    // For clients, but with the server's role, none, or an odd one.
+    let role = |uri: Option<&str>| Leaf {
+        uri: uri.map(str::to_owned),
+        ..agent()
+    };
+    let ours = |leaf: &Leaf| files.ca.issue(leaf).map(|issued| issued.own);
+    Ok(vec![
+        ("another CA of the same name", other.issue(&agent())?.own),
+        ("expired", ours(&expired)?),
+        ("not yet valid", ours(&future)?),
+        ("extended key usage of a server", ours(&usage)?),
+        ("a server's own certificate", ours(&Leaf::server())?),
+        ("role of a server", ours(&role(Some("culvert://server")))?),
+        ("no role", ours(&role(None))?),
+        ("role of nobody", ours(&role(Some("culvert://agent/")))?),
+        (
+            "name in another form",
+            ours(&role(Some("culvert://agent/Worker-1")))?,
+        ),
+        (
+            "role of a replica",
+            ours(&role(Some("culvert://replica/a")))?,
+        ),
+    ])
+}
+
+/// R14, S12, T20: on every port that takes certificates, on both transports; nothing reaches a handler.
+#[tokio::test(flavor = "multi_thread")]
+async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
+    let files = Files::new()?;
+    let world = files.world().await?;
+    let trust = || Ok::<_, anyhow::Error>(Trust::Roots(tls::roots([files.ca.root().clone()])?));
+    let good = files.ca.issue(&Leaf::agent("worker-1"))?.own;
+    over_tcp(&world, Some(good), trust()?)
+        .await
+        .context("the good one over TCP")?;
+    let mut count = 0.0;
+    for (what, key) in intruders(&files)? {
+        let error = over_tcp(&world, Some(key.clone()), trust()?).await;
+        ensure!(error.is_err(), "{what} was let in over TCP");
+        let error = over_quic(&world, key, trust()?).await;
+        ensure!(error.is_err(), "{what} was let in over QUIC");
+        count += 2.0;
+    }
+    ensure!(
+        over_tcp(&world, None, trust()?).await.is_err(),
+        "let in without a certificate"
+    );
+    count += 1.0;
+    let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
+    metric_reaches(&world, failed, count, PATIENCE).await;
+    // Not one of them came as far as a Hello.
+    let shown = request(world.bound().meta, &RawRequest::get("meta", "/metrics"))
+        .await?
+        .text();
+    for line in shown
+        .lines()
+        .filter(|line| line.starts_with("tunnel_server_handshakes_total"))
+    {
+        // The good one went without a Hello.
+        let good = "tunnel_server_handshakes_total{result=\"protocol\"} 1";
+        ensure!(line.contains("handshake_failed") || line == good, "{line}");
+    }
+    ensure!(world.registry().all().is_empty());
+    Ok(())
+}
+
+/// R14: the door for callers, when it requires their certificates.
+#[tokio::test(flavor = "multi_thread")]
+async fn r14_door_that_requires_certificates_lets_no_other_request_through() -> Result<()> {
+    let files = Files::new()?;
+    let callers = TestCa::new("callers")?;
+    let ca_file = files.path("callers.pem");
+    std::fs::write(&ca_file, callers.pem())?;
+    let world = World::start_with(|settings| {
+        settings.client_ca = Some(ca_file.to_string_lossy().into_owned());
+        settings.https_client_auth = Some("require".into());
+    })
+    .await?;
+    let kubelet = tunnel_tests::targets::StandInKubelet::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let address = world.bound().https.unwrap();
+    let ask = async |key: Option<Arc<CertifiedKey>>| -> Result<u16> {
+        let roots = rustls::RootCertStore::clone(&*world.roots()?);
+        #[expect(clippy::disallowed_methods, reason = "a caller of the door")]
+        let config = rustls::ClientConfig::builder_with_provider(tls::provider())
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots);
+        let config = match key {
+            Some(key) => config
+                .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key))),
+            None => config.with_no_client_auth(),
+        };
+        let door = Door::tls(
+            address,
+            ClientTls::from_config("worker-1", Arc::new(config))?,
+        );
+        Ok(request(door, &RawRequest::get(&host, "/metrics"))
+            .await?
+            .status)
+    };
+    let before = kubelet_requests(&world).await?;
+    ensure!(ask(None).await.is_err(), "let in without a certificate");
+    for (what, key) in intruders(&files)? {
+        ensure!(ask(Some(key)).await.is_err(), "{what} was let in");
+    }
+    ensure!(kubelet_requests(&world).await? == before);
+    let caller = callers.issue(&Leaf {
+        uri: None,
+        ..Leaf::agent("caller")
+    })?;
+    ensure!(ask(Some(caller.own)).await? == 200);
+    Ok(())
+}
+
+async fn kubelet_requests(world: &World) -> Result<f64> {
+    metric(world, "tunnel_server_streams_total{result=\"ok\"}").await
+}
+
+/// A session's TLS over TCP as far as the server's first byte, which comes after its verdict.
+async fn over_tcp(world: &World, key: Option<Arc<CertifiedKey>>, trust: Trust) -> Result<()> {
+    let config = match key {
+        Some(key) => tls::session_client(key, trust, ALPN_SESSION_TCP)?,
+        None => {
+            let mut config = rustls::ClientConfig::clone(&*tls::enroll_client(trust)?);
+            config.alpn_protocols = vec![ALPN_SESSION_TCP.to_vec()];
+            Arc::new(config)
+        }
+    };
+    connect(world, config).await
+}
+
+async fn connect(world: &World, config: Arc<rustls::ClientConfig>) -> Result<()> {
+    let tcp = TcpStream::connect(world.bound().agents).await?;
+    let name = "tunnel-server.culvert".try_into()?;
+    let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
+    timeout(scaled(PATIENCE), stream.read_u8()).await??;
+    Ok(())
+}
+
+async fn over_quic(world: &World, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
+    use tunnel_proto::transport::Dialer as _;
+    let settings = super::super::scripted::settings();
+    let tls = tls::session_client(key, trust, ALPN_SESSION)?;
+    let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
+    let remote = super::super::scripted::remote(world.bound().agents);
+    let session = dialer.dial(&remote).await?;
+    session.accept().await?;
+    Ok(())
+}
+
+/// R01: the certificate's name counts, whatever Hello says, and the real node notices nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let rogue = agent_key(&world, "worker-2")?;
+    for _ in 0..20 {
+        let said = ScriptedAgent::greet(&world, rogue.clone(), "worker-1", [9; 16]).await?;
+        let Admission::Refused(code, _) = said else {
+            anyhow::bail!("admitted under another's name");
+        };
+        ensure!(code == CloseCode::NameNotInCredential);
+        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        ensure!(reply.status == 200 && reply.text().contains("worker-1"));
+    }
+    metric_reaches(
+        &world,
+        "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}",
+        20.0,
+        PATIENCE,
+    )
+    .await;
+    Ok(())
+}
+
+/// R09: a session that ends late takes only itself away.
+#[tokio::test(flavor = "multi_thread")]
+async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result<()> {
+    let world = World::start().await?;
+    let key = agent_key(&world, "worker-1")?;
+    let node = "worker-1".parse()?;
+    let mut old: Option<ScriptedAgent> = None;
+    for _ in 0..200 {
+        let said = ScriptedAgent::greet(&world, key.clone(), "worker-1", [1; 16]).await?;
+        let Admission::Admitted(new) = said else {
+            anyhow::bail!("not admitted");
+        };
+        if let Some(old) = old.replace(new) {
+            old.close().await;
+        }
+        ensure!(
+            world
+                .registry()
+                .of_node(&node)
+                .iter()
+                .any(|session| session.is_routable())
+        );
+    }
+    eventually("only the last is left", PATIENCE, async || {
+        (world.registry().of_node(&node).len() == 1).then_some(())
+    })
+    .await;
+    Ok(())
+}
+
+/// T01: processes that fight for one name; at no moment do two of them get requests.
+#[tokio::test(flavor = "multi_thread")]
+async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
+    let world = Arc::new(World::start().await?);
+    let key = agent_key(&world, "worker-1")?;
+    let node: tunnel_proto::wire::name::NodeName = "worker-1".parse()?;
+    let rounds = Arc::new(AtomicUsize::new(0));
+    let watched = {
+        let (world, node) = (world.clone(), node.clone());
+        async move {
+            loop {
+                let sessions = world.registry().of_node(&node);
+                let mut owners: Vec<_> = sessions
+                    .iter()
+                    .filter(|session| !session.is_withdrawn())
+                    .map(|session| session.instance)
+                    .collect();
+                owners.dedup();
+                if owners.len() > 1 {
+                    return format!("{owners:?}");
+                }
+                tokio::task::yield_now().await;
+            }
+        }
+    };
+    let race = async {
+        for seed in 0..100u8 {
+            let mut contenders = JoinSet::new();
+            for which in 0..3u8 {
+                let (world, key) = (world.clone(), key.clone());
+                contenders.spawn(async move {
+                    // The first leaves in the middle of the others' admission.
+                    let instance = [seed.wrapping_mul(3).wrapping_add(which); 16];
+                    let said = ScriptedAgent::greet(&world, key, "worker-1", instance).await?;
+                    if let Admission::Admitted(agent) = said {
+                        if (seed + which) % 2 == 0 {
+                            tokio::time::sleep(Duration::from_millis(u64::from(seed) / 8)).await;
+                        }
+                        agent.leave().await;
+                        return anyhow::Ok(1);
+                    }
+                    Ok(0)
+                });
+            }
+            let mut admitted = 0;
+            while let Some(contender) = contenders.join_next().await {
+                admitted += contender?.unwrap_or(0);
+            }
+            ensure!(admitted > 0, "seed {seed}: nobody was admitted");
+            rounds.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    };
+    tokio::select! {
+        two = watched => anyhow::bail!("two owners in round {}: {two}", rounds.load(Ordering::Relaxed)),
+        raced = race => raced?,
+    }
+    ensure!(rounds.load(Ordering::Relaxed) == 100);
+    Ok(())
+}
+
+/// S25, T16: early data is not offered, since no ticket was given; a captured flight opens nothing when it is sent again.
+#[tokio::test(flavor = "multi_thread")]
+async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> {
+    let world = World::start().await?;
+    let key = agent_key(&world, "worker-1")?;
+    // Early data over TCP: the client would, and has nothing to do it with.
+    let config = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION_TCP)?;
+    let mut config = rustls::ClientConfig::clone(&config);
+    config.resumption = Resumption::in_memory_sessions(8);
+    config.enable_early_data = true;
+    let config = Arc::new(config);
+    for _ in 0..3 {
+        let tcp = TcpStream::connect(world.bound().agents).await?;
+        let name = "tunnel-server.culvert".try_into()?;
+        let connector = TlsConnector::from(config.clone());
+        let mut stream = connector.connect(name, tcp).await?;
+        stream.flush().await?;
+        timeout(scaled(PATIENCE), stream.read_u8()).await??;
+        ensure!(!stream.get_ref().1.is_early_data_accepted());
+    }
+    // A whole session's datagrams through a tap, then all of them again.
+    let tap = UdpSocket::bind("127.0.0.1:0").await?;
+    let server = world.bound().agents;
+    let tapped = tap.local_addr()?;
+    let upstream = UdpSocket::bind("127.0.0.1:0").await?;
+    upstream.connect(server).await?;
+    let mut flight: Vec<Vec<u8>> = Vec::new();
+    let talk = async {
+        use tunnel_proto::transport::Dialer as _;
+        let tls = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION)?;
+        let settings = super::super::scripted::settings();
+        let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
+        let session = dialer.dial(&super::super::scripted::remote(tapped)).await?;
+        session.accept().await?;
+        session.close(CloseCode::Normal, "done").await;
+        dialer.wait_idle().await;
+        anyhow::Ok(())
+    };
+    let relay = async {
+        let (mut up, mut down) = ([0; 2048], [0; 2048]);
+        let mut client = None;
+        loop {
+            tokio::select! {
+                got = tap.recv_from(&mut up) => {
+                    let (count, from) = got?;
+                    client = Some(from);
+                    flight.push(up[..count].to_vec());
+                    upstream.send(&up[..count]).await?;
+                }
+                got = upstream.recv(&mut down) => {
+                    if let Some(client) = client {
+                        tap.send_to(&down[..got?], client).await?;
+                    }
+                }
+            }
+        }
+        #[expect(unreachable_code, reason = "says the type")]
+        anyhow::Ok(())
+    };
+    tokio::select! {
+        talked = talk => talked?,
+        relayed = relay => relayed?,
+    }
+    ensure!(flight.len() > 3, "{} datagrams", flight.len());
+    let admitted = "tunnel_server_handshakes_total{result=\"ok\"}";
+    let before = metric(&world, admitted).await?;
+    for _ in 0..1000 {
+        for datagram in &flight {
+            upstream.send(datagram).await?;
+        }
+        tokio::task::yield_now().await;
+    }
+    // An honest agent gets in beside that, and nobody else does.
+    let _agent = ScriptedAgent::connect(&world, "worker-2").await?;
+    ensure!(metric(&world, admitted).await? == before + 1.0);
+    ensure!(world.registry().of_node(&"worker-1".parse()?).is_empty());
+    Ok(())
+}
+
+/// T17: an older TLS, another protocol or somebody in the middle get no connection.
+#[tokio::test(flavor = "multi_thread")]
+async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
+    let world = World::start().await?;
+    let key = agent_key(&world, "worker-1")?;
+    let trust = || Ok::<_, anyhow::Error>(Trust::Roots(world.roots()?));
+    let good = tls::session_client(key.clone(), trust()?, ALPN_SESSION_TCP)?;
+    connect(&world, good.clone()).await?;
+    for protocols in [
+        &[&b"http/1.1"[..]][..],
+        &[ALPN_SESSION],
+        &[],
+        &[tunnel_proto::wire::ALPN_ENROLL, ALPN_SESSION_TCP],
+    ] {
+        let mut config = rustls::ClientConfig::clone(&good);
+        config.alpn_protocols = protocols.iter().map(|id| id.to_vec()).collect();
+        ensure!(
+            connect(&world, Arc::new(config)).await.is_err(),
+            "{protocols:?}"
+        );
+    }
+    // TLS 1.2 alone.
+    #[expect(clippy::disallowed_methods, reason = "an older client")]
+    let older = rustls::ClientConfig::builder_with_provider(tls::provider())
+        .with_protocol_versions(&[&rustls::version::TLS12])?
+        .with_root_certificates(rustls::RootCertStore::clone(&*world.roots()?))
+        .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key.clone())));
+    let mut older = older;
+    older.alpn_protocols = vec![ALPN_SESSION_TCP.to_vec()];
+    ensure!(connect(&world, Arc::new(older)).await.is_err(), "TLS 1.2");
+    // Somebody in the middle with a CA of their own, of the same name.
+    let middle = World::start().await?;
+    if let Ok((session, _dialer)) = dial(&middle, key).await {
+        ensure!(
+            session.accept().await.is_err(),
+            "the other server took the certificate"
+        );
+    }
+    ensure!(middle.registry().all().is_empty());
+    let fooled = tls::session_client(agent_key(&world, "worker-3")?, trust()?, ALPN_SESSION_TCP)?;
+    ensure!(
+        connect(&middle, fooled).await.is_err(),
+        "the agent took another CA"
+    );
+    Ok(())
+}

@@ -1,0 +1,180 @@
+//! F24: a disk that is full, read-only or gone; T21: no key in what is written or shown.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Result, ensure};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::tools::{Skip, or_skip};
+use tunnel_tests::world::{Agent, World};
+
+use super::ends;
+
+/// A small file system that goes with the value; needs root.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn new(at: &Path) -> Option<Self> {
+        std::fs::create_dir_all(at).ok()?;
+        let disk = Self(at.to_owned());
+        mount(&["-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs"], at).then_some(disk)
+    }
+
+    fn read_only(&self, read_only: bool) {
+        let how = if read_only {
+            "remount,ro"
+        } else {
+            "remount,rw"
+        };
+        assert!(mount(&["-o", how], &self.0));
+    }
+
+    /// Takes all the room.
+    fn fill(&self) -> PathBuf {
+        let file = self.0.join("filler");
+        let _no_room = std::fs::write(&file, vec![0; 1 << 20]);
+        file
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _best_effort = Command::new("umount").arg("-l").arg(&self.0).output();
+    }
+}
+
+fn mount(arguments: &[&str], at: &Path) -> bool {
+    let mounted = Command::new("mount").args(arguments).arg(at).output();
+    mounted.is_ok_and(|output| output.status.success())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f24_full_and_read_only_disks_are_survived_and_told() -> Result<()> {
+    let limits = World::limits("certificateLife: 6s");
+    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let dir = world.path().join("agent-worker-1");
+    let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
+    let Some(disk) = or_skip(disk) else {
+        return Ok(());
+    };
+    let mut config = world.agent_config_with("worker-1", |settings| {
+        settings.meta_listen = Some("127.0.0.1:0".into());
+    })?;
+    config.data_dir = dir.clone();
+    let agent = Agent::start(config.clone()).await?;
+    world.connected("worker-1").await;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let meta = agent.meta().unwrap();
+    let shows = async |line: &str| {
+        let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
+        let text = shown.text();
+        ensure!(
+            text.lines().any(|shown| shown == line),
+            "{line} not in {text}"
+        );
+        anyhow::Ok(())
+    };
+    for full in [false, true] {
+        let filler = full.then(|| disk.fill());
+        if !full {
+            disk.read_only(true);
+        }
+        let before = ends(&dir.join("agent.crt"))?;
+        // Twice the life: whoever is still there lives on what is in memory.
+        eventually("the alarm", Duration::from_secs(20), async || {
+            shows("tunnel_agent_certificate_unsaved 1").await
+        })
+        .await;
+        eventually(
+            "the stored certificate ends",
+            Duration::from_secs(20),
+            async || (SystemTime::now() > before + Duration::from_secs(1)).then_some(()),
+        )
+        .await;
+        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+        ensure!(
+            ends(&dir.join("agent.crt"))? == before,
+            "written to a full disk?"
+        );
+        if let Some(filler) = filler {
+            std::fs::remove_file(filler)?;
+        }
+        disk.read_only(false);
+        eventually("it is kept again", Duration::from_secs(40), async || {
+            ensure!(ends(&dir.join("agent.crt"))? > before);
+            shows("tunnel_agent_certificate_unsaved 0").await
+        })
+        .await;
+    }
+    agent.stop().await?;
+    // The next start explains what it cannot do without.
+    disk.read_only(true);
+    std::fs::metadata(dir.join("agent.key"))?;
+    disk.read_only(false);
+    std::fs::remove_file(dir.join("agent.key"))?;
+    config.token = None;
+    let error = match Agent::start(config).await {
+        Err(error) => error,
+        Ok(agent) => agent.ended().await.unwrap_err(),
+    };
+    let text = format!("{error:#}");
+    ensure!(
+        text.contains("agent.key") && text.contains("token"),
+        "{text}"
+    );
+    Ok(())
+}
+
+/// T21: nothing that is shown or logged holds a key or a token.
+#[tokio::test(flavor = "multi_thread")]
+async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
+    let world = World::start().await?;
+    let token = world.token("worker-1", &[])?;
+    let mut config = world.agent_config_with("worker-1", |settings| {
+        settings.meta_listen = Some("127.0.0.1:0".into());
+    })?;
+    config.token = Some(tunnel_agent::config::TokenSource::Given(token.clone()));
+    let debug = format!("{config:?}");
+    let agent = Agent::start(config).await?;
+    world.connected("worker-1").await;
+    let key = std::fs::read_to_string(world.path().join("agent-worker-1").join("agent.key"))?;
+    let ca_key = std::fs::read_to_string(world.path().join("server").join("ca.key"))?;
+    let mut shown = vec![
+        debug,
+        format!("{agent:?}"),
+        format!("{world:?}"),
+        format!("{:?}", world.ca()),
+    ];
+    for path in ["/metrics", "/nodes", "/readyz?verbose"] {
+        shown.push(
+            request(world.bound().meta, &RawRequest::get("meta", path))
+                .await?
+                .text(),
+        );
+    }
+    shown.push(
+        request(agent.meta().unwrap(), &RawRequest::get("meta", "/metrics"))
+            .await?
+            .text(),
+    );
+    let secret = tunnel_proto::wire::enroll::hex(token.secret());
+    let lines = key
+        .lines()
+        .chain(ca_key.lines())
+        .filter(|line| line.len() > 40);
+    let secrets: Vec<&str> = lines.chain([secret.as_str()]).collect();
+    ensure!(secrets.len() >= 3);
+    for text in &shown {
+        for secret in &secrets {
+            ensure!(!text.contains(secret), "{}", &text[..200.min(text.len())]);
+        }
+    }
+    let tokens = std::fs::read_to_string(world.path().join("server").join("tokens.json"))?;
+    ensure!(!tokens.contains(&secret), "only its hash is kept");
+    Ok(())
+}

@@ -1,0 +1,155 @@
+//! F18, F19: certificates that are shorter than the run.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tokio::time::{Instant, sleep, timeout};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::load::Load;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::World;
+
+use super::super::scripted::ScriptedAgent;
+use super::{ends, metric, metric_reaches};
+
+/// Three lives of a certificate under load: every request answered, no stream cut, no session lost.
+async fn three_lives(life: Duration) -> Result<()> {
+    let limits = World::limits(&format!("certificateLife: {}s", life.as_secs()));
+    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let agents = [
+        world.agent_with("worker-1", |_| {}).await?,
+        world
+            .agent_with("worker-2", |config| {
+                config.transport = tunnel_agent::config::TransportChoice::H2;
+            })
+            .await?,
+    ];
+    let port = exporter.addr().port();
+    let hosts = ["worker-1", "worker-2"].map(|node| format!("{node}:{port}"));
+    let began = Instant::now();
+    let file = world.path().join("agent-worker-1").join("agent.crt");
+    let first = ends(&file)?;
+    let load = Load::start(world.http(), &hosts, 2).await?;
+    sleep(life * 3 + life / 4).await;
+    let outcome = load.end().await?;
+    outcome.check()?;
+    let renewed = metric(&world, "tunnel_server_renewals_total{result=\"issued\"}").await?;
+    let lost = metric(&world, "tunnel_server_session_ends_total").await?;
+    let _shown = writeln_figure(&format!(
+        "certificates of {life:?}: {:?} under load, {} requests answered, {} failed, {} streams held, {renewed} renewals",
+        began.elapsed(),
+        outcome.answered,
+        outcome.failures.len(),
+        outcome.held,
+    ));
+    // At 40 to 60 % of each life, on two agents.
+    ensure!(renewed >= 8.0, "{renewed} renewals");
+    ensure!(lost == 0.0, "{lost} sessions ended");
+    ensure!(ends(&file)? > first + life * 2, "the file was not replaced");
+    for agent in agents {
+        agent.stop().await?;
+    }
+    Ok(())
+}
+
+fn writeln_figure(line: &str) -> std::io::Result<()> {
+    use std::io::Write as _;
+    writeln!(std::io::stderr(), "{line}")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Result<()> {
+    three_lives(Duration::from_secs(8)).await
+}
+
+/// The full figure: 60-second certificates for more than three minutes.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes 195 s; make soak runs it"]
+async fn f18_three_lives_of_a_minute_under_load_cut_nothing() -> Result<()> {
+    three_lives(Duration::from_secs(60)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
+    let limits = World::limits("certificateLife: 3s");
+    let world = World::start_with(|settings| settings.limits = limits).await?;
+    // This one never asks for another certificate, as an agent of an older version.
+    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let began = Instant::now();
+    let reason = timeout(scaled(Duration::from_secs(20)), agent.closed()).await?;
+    ensure!(reason.code == CloseCode::CredentialExpired, "{reason:?}");
+    let after = began.elapsed();
+    ensure!(after >= Duration::from_secs(2), "ended {after:?} too soon");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()> {
+    let limits = World::limits("certificateLife: 2s");
+    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let agent = world.agent("worker-1").await?;
+    agent.stop().await?;
+    let file = world.path().join("agent-worker-1").join("agent.crt");
+    let ended = ends(&file)?;
+    eventually(
+        "the certificate ends",
+        Duration::from_secs(10),
+        async || (std::time::SystemTime::now() > ended).then_some(()),
+    )
+    .await;
+    // No token: the key alone renews what has ended.
+    let began = Instant::now();
+    let _agent = world
+        .agent_with("worker-1", |config| config.token = None)
+        .await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    ensure!(reply.status == 200, "{}", reply.text());
+    ensure!(began.elapsed() < scaled(Duration::from_secs(30)));
+    ensure!(ends(&file)? > ended);
+    metric_reaches(
+        &world,
+        "tunnel_server_enrollments_total{result=\"issued\"}",
+        2.0,
+        Duration::from_secs(5),
+    )
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate() -> Result<()> {
+    let limits = World::limits("certificateLife: 3s");
+    let mut world = World::start_with(|settings| settings.limits = limits).await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let file = world.path().join("agent-worker-1").join("agent.crt");
+    let bound = world.bound().clone();
+    world.stop_server().await?;
+    let ended = ends(&file)?;
+    eventually(
+        "the certificate ends",
+        Duration::from_secs(10),
+        async || (std::time::SystemTime::now() > ended + Duration::from_secs(1)).then_some(()),
+    )
+    .await;
+    world.start_server_at(bound.agents).await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let back = Duration::from_secs(30);
+    eventually("requests are answered again", back, async || {
+        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+        Ok(())
+    })
+    .await;
+    eventually("the new certificate is kept", back, async || {
+        ensure!(ends(&file)? > ended);
+        Ok(())
+    })
+    .await;
+    Ok(())
+}

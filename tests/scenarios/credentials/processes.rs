@@ -1,0 +1,339 @@
+//! The two binaries with certificates that the operator brings: as Kubernetes mounts them, as the kubelet keeps them, and
+//! what is refused at start.
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{
+    AgentSetup, Listener, Program, ScratchDir, Server, ServerSetup, Signal,
+};
+use tunnel_tests::targets::Exporter;
+
+const START: Duration = Duration::from_secs(15);
+
+/// A folder as the kubelet mounts a Secret: names are links into `..data`, which is a link that is swapped.
+struct Mounted {
+    scratch: ScratchDir,
+    generation: u32,
+}
+
+impl Mounted {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            scratch: ScratchDir::new()?,
+            generation: 0,
+        })
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.scratch
+            .path()
+            .join(name)
+            .to_string_lossy()
+            .into_owned()
+    }
+
+    fn swap(&mut self, files: &[(&str, &str)]) -> Result<()> {
+        self.generation += 1;
+        let root = self.scratch.path();
+        let folder = format!("..2026_{}", self.generation);
+        std::fs::create_dir(root.join(&folder))?;
+        for (name, content) in files {
+            let file = root.join(&folder).join(name);
+            std::fs::write(&file, content)?;
+            // The default of a projected Secret with fsGroup.
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640))?;
+            let link = root.join(name);
+            if !link.is_symlink() {
+                symlink(Path::new("..data").join(name), link)?;
+            }
+        }
+        symlink(&folder, root.join("..data_tmp"))?;
+        std::fs::rename(root.join("..data_tmp"), root.join("..data"))?;
+        Ok(())
+    }
+}
+
+async fn metric(server: &Server, name: &str) -> Result<f64> {
+    let meta = server.address(Listener::Meta);
+    let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
+    let text = shown.text();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Result<()> {
+    let ca = TestCa::new("cluster")?;
+    let (mut server_files, agent_files) = (Mounted::new()?, ScratchDir::new()?);
+    let data = ScratchDir::new()?;
+    let issued = ca.issue(&Leaf::server())?;
+    let bundle = ca.pem().to_owned();
+    server_files.swap(&[
+        ("ca.crt", &bundle),
+        ("tls.crt", &issued.certificate),
+        ("tls.key", &issued.key),
+    ])?;
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port().to_string();
+    // Never by itself: what is seen comes by the signal.
+    let limits = data.file("server.yaml", "limits:\n  reloadEvery: 1h\n")?;
+    let setup = ServerSetup::on_loopback(&data.path().join("server")).args(&[
+        "--config",
+        &limits.to_string_lossy(),
+        "--agent-ca",
+        &server_files.path("ca.crt"),
+        "--agent-cert-file",
+        &server_files.path("tls.crt"),
+        "--agent-key-file",
+        &server_files.path("tls.key"),
+        "--http-proxy-ports",
+        &port,
+        "--proxy-port-listen",
+        "off",
+    ]);
+    let mut server = setup.start().await?;
+    // kubelet-client-current.pem: one PEM with both, behind a link.
+    let current = agent_files.path().join("kubelet-client-current.pem");
+    let rotate = |round: u32| -> Result<()> {
+        let issued = ca.issue(&Leaf::agent("worker-1"))?;
+        let dated = agent_files
+            .path()
+            .join(format!("kubelet-client-{round}.pem"));
+        std::fs::write(&dated, format!("{}{}", issued.certificate, issued.key))?;
+        std::fs::set_permissions(&dated, std::fs::Permissions::from_mode(0o600))?;
+        let fresh = agent_files.path().join("fresh");
+        symlink(&dated, &fresh)?;
+        std::fs::rename(&fresh, &current)?;
+        Ok(())
+    };
+    rotate(0)?;
+    let agent_ca = agent_files.path().join("ca.crt");
+    replace(&agent_ca, bundle.as_bytes())?;
+    let agents = server.address(Listener::Agents);
+    let agent_limits = data.file("agent.yaml", "limits:\n  reloadEvery: 1h\n")?;
+    let mut agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent"))
+        .args(&[
+            "--config",
+            &agent_limits.to_string_lossy(),
+            "--cert-file",
+            &current.to_string_lossy(),
+            "--ca-file",
+            &agent_ca.to_string_lossy(),
+        ])
+        .start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let door = server.address(Listener::Http);
+    let host = format!("worker-1:{port}");
+    for round in 1..=3u32 {
+        let issued = ca.issue(&Leaf::server())?;
+        server_files.swap(&[
+            ("ca.crt", &bundle),
+            ("tls.crt", &issued.certificate),
+            ("tls.key", &issued.key),
+        ])?;
+        server.process().signal(Signal::Hangup)?;
+        let changed = "tunnel_server_credential_reloads_total{files=\"agent_certificate\",result=\"changed\"}";
+        eventually("the server's files are in use", START, async || {
+            let count = metric(&server, changed).await?;
+            ensure!(count >= f64::from(round), "{count}");
+            Ok(())
+        })
+        .await;
+        let before = metric(&server, "tunnel_server_handshakes_total{result=\"ok\"}").await?;
+        rotate(round)?;
+        agent.signal(Signal::Hangup)?;
+        eventually("the agent moves to a new session", START, async || {
+            let count = metric(&server, "tunnel_server_handshakes_total{result=\"ok\"}").await?;
+            ensure!(count > before, "{count}; {agent}");
+            Ok(())
+        })
+        .await;
+        let reply = request(door, &RawRequest::get(&host, "/metrics")).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+    }
+    agent.signal(Signal::Term)?;
+    ensure!(agent.end(START).await?.success(), "{agent}");
+    Ok(())
+}
+
+/// S09, at the command line: what others may write is refused, with the command that mends it.
+#[tokio::test(flavor = "multi_thread")]
+async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let ca = TestCa::new("x")?;
+    let issued = ca.issue(&Leaf::agent("worker-1"))?;
+    let both = format!("{}{}", issued.certificate, issued.key);
+    let token = format!("abcdef012345.{}.{}", "a5".repeat(24), "11".repeat(32));
+    let cases = [
+        ("--cert-file", "own.pem", both.as_str()),
+        ("--ca-file", "ca.pem", ca.pem()),
+        ("--token-file", "token", token.as_str()),
+        ("--config", "agent.yaml", "logLevel: info\n"),
+    ];
+    let mut files = Vec::new();
+    for (_, name, content) in cases {
+        files.push(scratch.file(name, content)?);
+    }
+    for (index, (flag, name, _)) in cases.iter().enumerate() {
+        for (mode, accepted) in [
+            (0o600, true),
+            (0o640, true),
+            (0o644, true),
+            (0o660, false),
+            (0o602, false),
+        ] {
+            std::fs::set_permissions(&files[index], std::fs::Permissions::from_mode(mode))?;
+            let data = scratch.path().join(format!("data-{index}-{mode:o}"));
+            let mut words = vec![
+                "run",
+                "--server",
+                "127.0.0.1:1",
+                "--node-name",
+                "worker-1",
+                "--meta-listen",
+                "off",
+            ];
+            let paths: Vec<String> = files
+                .iter()
+                .map(|file| file.to_string_lossy().into_owned())
+                .collect();
+            let given = match *flag {
+                "--cert-file" | "--ca-file" => {
+                    vec!["--cert-file", &paths[0], "--ca-file", &paths[1]]
+                }
+                "--token-file" => vec!["--token-file", &paths[2]],
+                _ => vec!["--config", &paths[3], "--token-file", &paths[2]],
+            };
+            words.extend(given);
+            let data = data.to_string_lossy().into_owned();
+            words.extend(["--data-dir", &data]);
+            let mut process = Program::ours("tunnel-agent")?.args(words).start()?;
+            if accepted {
+                let word =
+                    |line: &str| (line.contains("cannot") || line.contains("enrol")).then_some(());
+                process.wait_for_line("a try", START, word).await?;
+                process.kill().await?;
+                continue;
+            }
+            let status = process.end(START).await?;
+            ensure!(
+                status.code() == Some(64),
+                "{name} {mode:o}: {status}; {process}"
+            );
+            ensure!(
+                process.log().contains("run: chmod"),
+                "{name} {mode:o}: {process}"
+            );
+        }
+        std::fs::set_permissions(&files[index], std::fs::Permissions::from_mode(0o600))?;
+    }
+    Ok(())
+}
+
+/// S07: each setting that authenticates works when it is set alone, by its flag as by its variable, and a server that
+/// would be open without one does not start.
+#[tokio::test(flavor = "multi_thread")]
+async fn s07_documented_settings_fail_closed() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let ca = TestCa::new("callers")?;
+    let ca_file = scratch
+        .file("ca.pem", ca.pem())?
+        .to_string_lossy()
+        .into_owned();
+    let check = async |words: &[&str], variables: &[(&str, &str)]| -> Result<Option<i32>> {
+        let mut program =
+            Program::ours("tunnel-server")?.args(["check-config", "--kubernetes", "off"]);
+        program = program.args(words.iter().copied());
+        for (name, value) in variables {
+            program = program.env(name, *value);
+        }
+        Ok(program.run().await?.code())
+    };
+    for wide in ["--https-listen", "--http-listen"] {
+        ensure!(
+            check(&[wide, "0.0.0.0:0"], &[]).await? == Some(64),
+            "{wide} open"
+        );
+    }
+    let wide = ["--https-listen", "0.0.0.0:0"];
+    // Asking for certificates without refusing those who have none is no protection.
+    ensure!(check(&wide, &[("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(64));
+    let mode = ("TUNNEL_SERVER_HTTPS_CLIENT_AUTH", "require");
+    ensure!(
+        check(&wide, &[mode]).await? == Some(64),
+        "require without a CA"
+    );
+    ensure!(check(&wide, &[mode, ("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(0));
+    let both = ["--https-client-auth", "require", "--client-ca", &ca_file];
+    ensure!(check(&[&wide[..], &both].concat(), &[]).await? == Some(0));
+    // What belongs together and is given in part.
+    for part in [
+        "--agent-ca",
+        "--agent-cert-file",
+        "--agent-key-file",
+        "--https-cert-file",
+        "--https-key-file",
+    ] {
+        ensure!(
+            check(&[part, &ca_file], &[]).await? == Some(64),
+            "{part} alone"
+        );
+        let variable = format!(
+            "TUNNEL_SERVER_{}",
+            part[2..].replace('-', "_").to_uppercase()
+        );
+        ensure!(
+            check(&[], &[(&variable, &ca_file)]).await? == Some(64),
+            "{variable} alone"
+        );
+    }
+    Ok(())
+}
+
+/// The verb as an operator types it: without a server, and with one that runs.
+#[tokio::test(flavor = "multi_thread")]
+async fn t03_revoke_verb_ends_the_session_and_the_agent_says_why() -> Result<()> {
+    let data = ScratchDir::new()?;
+    let mut server = ServerSetup::on_loopback(&data.path().join("server"))
+        .start()
+        .await?;
+    let token = server.token("worker-1", None).await?;
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent"));
+    let mut agent = agent.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let printed = server
+        .verb(&["nodes", "revoke", "worker-1"])?
+        .run()
+        .await?
+        .ok()?;
+    ensure!(printed.contains("node worker-1 revoked"), "{printed}");
+    server.wait_until_connected(&[]).await;
+    let told = agent.wait_for_line("the reason", START, |line| {
+        (line.contains("credential_revoked") && line.contains("somebody has to act")).then_some(())
+    });
+    told.await?;
+    // Also by a verb while no server runs.
+    let setup = server.setup_for_restart();
+    server.process().signal(Signal::Term)?;
+    server.process().end(START).await?;
+    let verb = server.verb(&["nodes", "revoke", "worker-2"])?.run().await?;
+    ensure!(verb.err.contains("no node of this name"), "{verb}");
+    verb.ok()?;
+    let server = setup.start().await?;
+    let kept = std::fs::read_to_string(data.path().join("server").join("revoked.json"))?;
+    ensure!(
+        kept.contains("worker-1") && kept.contains("worker-2"),
+        "{kept}"
+    );
+    let listed = server.nodes().await?;
+    let node = listed.iter().find(|node| node["node"] == "worker-1");
+    ensure!(node.context("worker-1 is not listed")?["connected"] == false);
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! F20: the operator's CA is replaced, old, both, new, in all six orders of who reads its files first.
+
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Result, ensure};
+use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::load::Load;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use super::given::Files;
+
+const NODES: [&str; 2] = ["worker-1", "worker-2"];
+const ORDERS: [[usize; 3]; 6] = [
+    [0, 1, 2],
+    [0, 2, 1],
+    [1, 0, 2],
+    [1, 2, 0],
+    [2, 0, 1],
+    [2, 1, 0],
+];
+
+/// One that reads files: the server, or one of two agents.
+struct Party<'a> {
+    bundle: PathBuf,
+    leaf: &'static str,
+    is_server: bool,
+    reload: Box<dyn Fn() + 'a>,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Result<()> {
+    let mut files = Files::new()?;
+    let world = files.world().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let mut agents: Vec<Agent> = Vec::new();
+    for node in NODES {
+        agents.push(files.agent(&world, node).await?);
+    }
+    let hosts = NODES.map(|node| format!("{node}:{}", exporter.addr().port()));
+    let load = Load::start(world.http(), &hosts, 1).await?;
+    for order in ORDERS {
+        let next = TestCa::new("next")?;
+        let parties = parties(&files, &world, &agents);
+        let both = format!("{}{}", files.ca.pem(), next.pem());
+        for party in order.map(|index| &parties[index]) {
+            replace(&party.bundle, both.as_bytes())?;
+            settled(&load, party).await?;
+        }
+        let leaves_since = SystemTime::now();
+        for party in order.map(|index| &parties[index]) {
+            let leaf = if party.is_server {
+                Leaf::server()
+            } else {
+                Leaf::agent(party.leaf)
+            };
+            next.issue(&leaf)?.write(files.scratch.path(), party.leaf)?;
+            settled(&load, party).await?;
+        }
+        // Who trusts the new CA alone must not meet an old leaf.
+        for node in NODES {
+            moved(&world, node, leaves_since).await;
+        }
+        for party in order.map(|index| &parties[index]) {
+            replace(&party.bundle, next.pem().as_bytes())?;
+            settled(&load, party).await?;
+        }
+        drop(parties);
+        files.ca = next;
+    }
+    load.end().await?.check()?;
+    // What is left works for an agent that comes anew.
+    let _late = files.agent(&world, "worker-3").await?;
+    Ok(())
+}
+
+fn parties<'a>(files: &Files, world: &'a World, agents: &'a [Agent]) -> Vec<Party<'a>> {
+    let server = Party {
+        bundle: files.path("server-ca.pem"),
+        leaf: "server",
+        is_server: true,
+        reload: Box::new(|| world.reload()),
+    };
+    let agent = |index: usize| Party {
+        bundle: files.path(&format!("{}-ca.pem", NODES[index])),
+        leaf: NODES[index],
+        is_server: false,
+        reload: Box::new(move || agents[index].reload()),
+    };
+    vec![server, agent(0), agent(1)]
+}
+
+/// Makes a party read its files at once, and lets requests pass before the next one does.
+async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
+    (party.reload)();
+    let before = load.answered();
+    eventually("requests go on", PATIENCE, async || {
+        (load.answered() > before + 20).then_some(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Waits until a node's newest session is younger than a CA, and so was opened with a leaf of it or of a later one.
+async fn moved(world: &World, node: &str, leaves_since: SystemTime) {
+    let patience = Duration::from_secs(20);
+    eventually(
+        &format!("{node} moves to its new certificate"),
+        patience,
+        async || {
+            let sessions = world.registry().of_node(&node.parse()?);
+            let newest = sessions.iter().find(|session| !session.is_withdrawn());
+            let newest = newest.ok_or_else(|| anyhow::anyhow!("no session"))?;
+            ensure!(newest.since >= leaves_since, "still the old one");
+            Ok(())
+        },
+    )
+    .await;
+}
