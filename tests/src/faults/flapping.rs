@@ -145,20 +145,19 @@ impl Sample {
     }
 }
 
-/// Compares the least of the beginning with the least of the end: what is kept for good never goes, while a session that
-/// is being dialled, or waits for its end, comes and goes with the link.
+/// Compares the most of the first half with the least of the end: what leaks goes on to grow, while sessions that are being
+/// dialled or retired come and go with the link, and an allocator takes a minute or two to have its arenas.
 fn grown(samples: &[(Duration, Sample)], length: Duration, found: &mut Findings) {
-    let part = (length / PARTS).max(PART_LEAST);
     let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
-        let least = |within: &dyn Fn(Duration) -> bool| {
-            let samples = samples.iter().filter(|(at, _)| within(*at));
-            samples.map(|(_, sample)| of(sample)).min().unwrap_or(0)
+        let values = |within: fn(Duration, Duration) -> bool| {
+            let samples = samples.iter().filter(move |(at, _)| within(*at, length));
+            samples.map(|(_, sample)| of(sample))
         };
-        let first = least(&|at| at < part);
-        let last = least(&|at| at + part >= length);
-        found.growth(what, factor, (first, last));
+        let before = values(|at, length| at < length / 2).max();
+        let last = values(|at, length| at + (length / PARTS).max(PART_LEAST) >= length).min();
+        found.growth(what, factor, (before.unwrap_or(0), last.unwrap_or(0)));
     };
-    compare("sessions, first and last minute", 1.0, |sample| {
+    compare("sessions, first half and last minute", 1.0, |sample| {
         sample.sessions
     });
     compare("streams", 1.0, |sample| sample.streams);
@@ -238,7 +237,7 @@ fn whole(count: f64) -> u64 {
 const HALF: Duration = Duration::from_secs(3);
 const LENGTH: Duration = Duration::from_secs(600);
 const LENGTH_SHORT: Duration = Duration::from_secs(20);
-/// The first and the last tenth are compared: minutes, with full clocks.
+/// The last tenth counts as the end: a minute, with full clocks.
 const PARTS: u32 = 10;
 const PART_LEAST: Duration = Duration::from_secs(5);
 /// What an allocator keeps varies.
