@@ -79,7 +79,6 @@ fn shapes() -> Vec<Case> {
             "last size ended by LF",
             &format!("3\r\nabc\r\n0\n\r\n{HIDDEN}"),
         ),
-        cut("end ended by LF", &format!("3\r\nabc\r\n0\r\n\n{HIDDEN}")),
         cut(
             "extension with LF",
             &format!("3;a\nb\r\nabc\r\n0\r\n\r\n{HIDDEN}"),
@@ -118,6 +117,8 @@ fn shapes() -> Vec<Case> {
     ] {
         cases.push(Case::new(name, chunked(&rest), routed(body)));
     }
+    let lf = format!("3\r\nabc\r\n0\r\n\n{HIDDEN}");
+    cases.push(Case::new("end ended by LF", chunked(&lf), routed("abc")));
     let endless = format!("ffffffffffffffff\r\nabc\r\n0\r\n\r\n{HIDDEN}");
     cases.push(Case::new(
         "a chunk of all there is",

@@ -68,6 +68,8 @@ fn request_lines() -> Vec<Case> {
         "GET ?x HTTP/1.1",
         "GET #x HTTP/1.1",
         "PRI * HTTP/2.0",
+        "GET /\u{e9} HTTP/1.1",
+        "GET /\u{2028} HTTP/1.1",
     ] {
         cases.push(Case::refused(
             &format!("request line {wrong:?}"),
@@ -105,22 +107,6 @@ fn request_lines() -> Vec<Case> {
 fn line_ends() -> Vec<Case> {
     let mut cases = Vec::new();
     for (name, bytes) in [
-        (
-            "bare LF throughout",
-            "GET /g HTTP/1.1\nHost: worker-1:@port\nConnection: close\n\n".to_owned(),
-        ),
-        (
-            "bare LF behind the request line",
-            "GET /g HTTP/1.1\nHost: worker-1:@port\r\nConnection: close\r\n\r\n".to_owned(),
-        ),
-        (
-            "bare LF behind a field",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\nConnection: close\r\n\r\n".to_owned(),
-        ),
-        (
-            "bare LF as the end",
-            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\n{HIDDEN}"),
-        ),
         (
             "bare CR behind the request line",
             "GET /g HTTP/1.1\rHost: worker-1:@port\r\n\r\n".to_owned(),
@@ -163,6 +149,27 @@ fn line_ends() -> Vec<Case> {
         ),
     ] {
         cases.push(Case::refused(name, bytes));
+    }
+    // RFC 9112, section 2.2, allows LF alone; the target gets CR LF.
+    for (name, bytes) in [
+        (
+            "bare LF throughout",
+            "GET /g HTTP/1.1\nHost: worker-1:@port\nConnection: close\n\n",
+        ),
+        (
+            "bare LF behind the request line",
+            "GET /g HTTP/1.1\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
+        ),
+        (
+            "bare LF behind a field",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\nConnection: close\r\n\r\n",
+        ),
+        (
+            "bare LF as the end",
+            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\n",
+        ),
+    ] {
+        cases.push(Case::new(name, bytes, routed("GET", "/g")));
     }
     let sane = line("GET /g HTTP/1.1");
     cases.push(Case::new(
