@@ -22,6 +22,9 @@ pub(super) struct Stage {
     agents: Vec<Process>,
     sites: Vec<Process>,
     server: Server,
+    dns: SocketAddr,
+    /// A caller whose `resolv.conf` names the server; it has to live as long as its script is used.
+    resolver: Option<Namespace>,
     ground: Ground,
     folder: Folder,
 }
@@ -71,11 +74,18 @@ impl Stage {
         let setup = ground.server(&folder.path("server")).in_own_group();
         let run = iter::once("run".to_owned()).chain(setup.arguments().iter().cloned());
         terminal.command(&ground.in_cloud(&folder, &folder.program("tunnel-server", run)));
-        let server = setup.start().await?;
+        let mut server = setup.start().await?;
+        let dns = server
+            .process()
+            .wait_for_line("DNS", START, |line| Listener::Dns.opened(line))
+            .await?;
+        let resolver = ground.resolver(&folder)?;
         let mut stage = Self {
             agents: Vec::new(),
             sites: Vec::new(),
             server,
+            dns,
+            resolver,
             ground,
             folder,
         };
@@ -185,6 +195,17 @@ impl Stage {
         address
     }
 
+    /// Where the server answers DNS.
+    pub(super) fn dns(&self) -> SocketAddr {
+        self.dns
+    }
+
+    /// The shell line that runs `line` where a `resolv.conf` names the server, unless that needs namespaces that are not.
+    pub(super) fn by_resolver(&self, line: &str) -> Option<String> {
+        let place = self.resolver.as_ref()?.name();
+        Some(self.ground.inside(&self.folder, place, line))
+    }
+
     /// The port of the exporters.
     pub(super) fn exporter_port(&self) -> u16 {
         match &self.ground {
@@ -219,11 +240,26 @@ impl Ground {
             Self::Namespaces(sites) => ServerSetup::new(data, Some(sites.cloud()))
                 .args(&["--advertise", &format!("{CLOUD_ADDRESS}:10262")])
                 .args(&["--http-proxy-ports", &EXPORTER_PORT.to_string()])
-                .args(&["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"]),
+                .args(&["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"])
+                .args(&["--dns-listen", &format!("{CLOUD_ADDRESS}:53")])
+                .args(&["--dns-upstream", "off"]),
             Self::Loopback(ports) => ServerSetup::on_loopback(data)
+                .args(&["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"])
                 .args(&["--http-proxy-ports", &ports.exporter.to_string()])
                 .args(&["--https-proxy-ports", &ports.kubelet.to_string()]),
         }
+    }
+
+    /// The cloud as a caller sees it that resolves names by the server alone.
+    fn resolver(&self, folder: &Folder) -> Result<Option<Namespace>> {
+        let Self::Namespaces(sites) = self else {
+            return Ok(None);
+        };
+        let resolv_conf = format!("nameserver {CLOUD_ADDRESS}\noptions ndots:0\n");
+        let cloud = sites.cloud();
+        let caller = cloud.with_resolver("caller", folder.scratch.path(), &resolv_conf)?;
+        folder.enter_by_script("caller", &caller)?;
+        Ok(Some(caller))
     }
 
     fn in_cloud(&self, folder: &Folder, line: &str) -> String {
@@ -349,6 +385,9 @@ pub(super) fn quote(word: &str) -> String {
         format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
+
+/// For the first line of a server that is up.
+const START: Duration = Duration::from_secs(5);
 
 /// For the end of the tour: nothing is under way then.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);

@@ -98,6 +98,7 @@ fn steps(stage: &Stage) -> Vec<Step> {
         "Through an extra port: no header, no proxy setting",
         &[&names(second)],
     ));
+    steps.extend(by_name(stage, &caller));
     let request = caller
         .kubelet(first, "/containerLogs/default/pod/app?follow=true")
         .first_lines(4);
@@ -135,6 +136,36 @@ fn steps(stage: &Stage) -> Vec<Step> {
         &[first, second, &address],
     ));
     steps.extend(refusals(stage, &caller));
+    steps
+}
+
+/// The server answers the nodes' names itself.
+fn by_name(stage: &Stage, caller: &Caller) -> Vec<Step> {
+    const HEADING: &str = "By the embedded DNS: no hosts file, no CoreDNS";
+    let [first, second] = NODES;
+    let dns = stage.dns();
+    let answer = dns.ip().to_string();
+    // One that was only unpacked needs more than its name to run.
+    let has_dig = Tool::Dig
+        .command()
+        .is_ok_and(|dig| dig.get_envs().next().is_none());
+    let ask = if has_dig {
+        format!("dig +noall +answer -p {} @{} {first}", dns.port(), dns.ip())
+    } else {
+        stage.errand(&["dns", &dns.to_string(), first])
+    };
+    let mut steps = vec![Step::new(HEADING, stage.in_cloud(&ask), &[first, &answer])];
+    if caller.curl {
+        let url = format!("http://{second}:{}/metrics", stage.exporter_port());
+        let names = format!("node=\"{second}\"");
+        let lines = ["cat /etc/resolv.conf".to_owned(), format!("curl -sS {url}")];
+        let expected = [format!("nameserver {answer}"), names];
+        let shown = lines.iter().zip(&expected).filter_map(|(line, expected)| {
+            let line = stage.by_resolver(line)?;
+            Some(Step::new(HEADING, line, &[expected]))
+        });
+        steps.extend(shown);
+    }
     steps
 }
 
