@@ -171,3 +171,13 @@ async fn lease_that_another_took_ends_writing_at_once() {
     election.release().await;
     server.is_quiet_for(Duration::from_secs(60)).await;
 }
+
+/// A server that was paused must not write on the strength of a term that ended meanwhile.
+#[tokio::test(start_paused = true)]
+async fn term_that_is_over_counts_for_nothing_before_anybody_says_so() {
+    let (term, leadership) = testing::leadership();
+    let end = Instant::now() + RENEW_DEADLINE;
+    term.send_replace(Some(end));
+    assert_eq!(leadership.until(end - Duration::from_millis(1)), Some(end));
+    assert_eq!(leadership.until(end), None);
+}

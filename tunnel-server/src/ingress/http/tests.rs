@@ -3,6 +3,7 @@ mod framing;
 mod fuzz;
 mod hangup;
 mod moves;
+mod pods;
 mod reuse;
 mod silence;
 mod trailers;

@@ -14,6 +14,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
 use crate::ingress::http::serve;
@@ -39,9 +40,14 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    pub(super) async fn stream(&self) -> Stream {
+    /// The next stream, and what it is for.
+    pub(super) async fn asked(&self) -> (StreamHeader, Stream) {
         let incoming = within(self.far.accept()).await.unwrap();
-        incoming.header(Instant::now() + PATIENCE).await.unwrap().1
+        incoming.header(Instant::now() + PATIENCE).await.unwrap()
+    }
+
+    pub(super) async fn stream(&self) -> Stream {
+        self.asked().await.1
     }
 
     pub(super) async fn refuses(&self, code: RefusalCode) {
