@@ -114,3 +114,54 @@ pub fn chain(content: &[u8]) -> Result<Vec<CertificateDer<'static>>, pem::Error>
 pub fn private_key(content: &[u8]) -> Result<PrivateKeyDer<'static>, pem::Error> {
     PrivateKeyDer::from_pem_slice(content)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn pair_is_loaded_and_mistakes_name_their_file() {
+        let dir = std::env::temp_dir().join(format!("culvert-pem-{}", std::process::id()));
+        let _absent = fs::remove_dir_all(&dir);
+        fs::create_dir(&dir).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::default().self_signed(&key).unwrap();
+        let stranger = KeyPair::generate().unwrap();
+        let both = format!("{}{}", key.serialize_pem(), certificate.pem());
+        for (name, content) in [
+            ("tls.crt", certificate.pem()),
+            ("tls.key", key.serialize_pem()),
+            ("other.key", stranger.serialize_pem()),
+            ("both.pem", both),
+        ] {
+            fs::write(dir.join(name), content).unwrap();
+        }
+        let load = |certificate: &str, key: &str| {
+            let pair = PairFiles {
+                certificate: dir.join(certificate),
+                key: dir.join(key),
+            };
+            pair.load()
+                .map(|own| own.cert.len())
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(load("tls.crt", "tls.key"), Ok(1));
+        assert_eq!(load("both.pem", "both.pem"), Ok(1));
+        for (certificate, key, words) in [
+            ("tls.crt", "other.key", "cannot be used together"),
+            ("tls.crt", "tls.crt", "tls.crt holds no private key"),
+            ("tls.key", "tls.key", "tls.key holds no certificate"),
+            ("absent", "tls.key", "absent"),
+        ] {
+            let error = load(certificate, key).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        assert_eq!(load_roots(&dir.join("both.pem")).unwrap().len(), 1);
+        assert!(load_roots(&dir.join("tls.key")).is_err());
+        fs::remove_dir_all(dir).unwrap();
+    }
+}

@@ -124,8 +124,10 @@ impl H2Dialer {
 impl Dialer for H2Dialer {
     async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
         let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
-        let failed = |error: std::io::Error| {
-            HandshakeError::Transport(format!("{error}{}", tls::clock_hint(&error)))
+        // The server's verdict may come at any time after the client's own part of the handshake.
+        let failed = |alert: Option<u8>, text: String| match alert.and_then(tls::verdict) {
+            Some((code, reason)) => HandshakeError::Verdict(code, reason.to_owned()),
+            None => HandshakeError::Transport(text),
         };
         let socket = self
             .connect
@@ -138,7 +140,10 @@ impl Dialer for H2Dialer {
         let stream = TlsConnector::from(self.tls.clone())
             .connect(name, socket)
             .await
-            .map_err(failed)?;
+            .map_err(|error| {
+                let text = format!("{error}{}", tls::clock_hint(&error));
+                failed(tls::alert_in(&error), text)
+            })?;
         let peer = PeerIdentity::of_server(leaf(stream.get_ref().1.peer_certificates())?)?;
         let (io, line) = Io::new(stream);
         let streams = self.settings.streams;
@@ -157,7 +162,7 @@ impl Dialer for H2Dialer {
         let connection = builder
             .handshake::<_, Bytes>(io)
             .await
-            .map_err(|error| HandshakeError::Transport(error.to_string()))?;
+            .map_err(|error| failed(Some(line.alert()), error.to_string()))?;
         let hub = Hub::new(line, None);
         let connection = Connection::Server(connection);
         let far = Far {
