@@ -12,17 +12,18 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
-use tunnel_proto::tls::files::FileError;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::{TokenSource, parse_token};
 
+mod error;
 mod given;
 mod keeper;
 mod pem;
 
+pub(crate) use error::CredentialError;
 pub use given::Given;
 pub(crate) use keeper::Keeper;
 pub(crate) use pem::base64;
@@ -83,90 +84,6 @@ impl Credentials {
         match &self.server_name {
             Some(name) => Trust::Named(self.roots.clone(), name.clone()),
             None => Trust::Roots(self.roots.clone()),
-        }
-    }
-}
-
-/// Why there are no usable credentials.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum CredentialError {
-    /// The directory or a file in it cannot be used.
-    #[error(
-        "data directory {dir} cannot be used; give --data-dir or run as a user who may write there"
-    )]
-    Storage {
-        dir: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// A file is there and makes no sense.
-    #[error("{path} {problem}; remove it and enrol again with a new join token")]
-    Damaged { path: PathBuf, problem: String },
-    /// The certificate is for another node.
-    #[error(
-        "--node-name is {configured} but must equal the credential's name, {stored} (certificate in {dir}); \
-         give --node-name {stored}, or remove agent.crt there and enrol as {configured}"
-    )]
-    OtherName {
-        configured: NodeName,
-        stored: NodeName,
-        dir: PathBuf,
-    },
-    /// The certificate is over, cannot be renewed since its key is not here, and there is no token.
-    #[error(
-        "certificate in {dir} ended at {ended} and agent.key is missing or not its key; enrol again with --token and a new join token \
-         (tunnel-server token create --node {node})"
-    )]
-    Expired {
-        dir: PathBuf,
-        ended: String,
-        node: NodeName,
-    },
-    /// Nothing to begin with.
-    #[error(
-        "no certificate in {dir} and no --token; create one where the server runs: tunnel-server token create --node {node}"
-    )]
-    NoToken { dir: PathBuf, node: NodeName },
-    /// The token's file cannot be read.
-    #[error("--token-file {path}")]
-    TokenFile {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// What --cert-file, --key-file or --ca-file name cannot be used.
-    #[error(transparent)]
-    Given(#[from] FileError),
-    /// The certificate of --cert-file is for another node.
-    #[error(
-        "--node-name is {configured} but must equal the credential's name, {named} (certificate in {path})"
-    )]
-    GivenName {
-        configured: NodeName,
-        named: NodeName,
-        path: PathBuf,
-    },
-    /// Newer files came before the last ones were in use.
-    #[error("the last ones are not in use yet")]
-    Busy,
-    /// The token is none.
-    #[error("--token-file {path}: {problem}")]
-    BadToken { path: PathBuf, problem: String },
-}
-
-impl CredentialError {
-    /// Whether the configuration has to change (exit code 64).
-    pub(crate) fn is_usage(&self) -> bool {
-        match self {
-            Self::OtherName { .. }
-            | Self::NoToken { .. }
-            | Self::Given(_)
-            | Self::GivenName { .. }
-            | Self::TokenFile { .. }
-            | Self::BadToken { .. } => true,
-            Self::Storage { .. } | Self::Damaged { .. } | Self::Expired { .. } | Self::Busy => {
-                false
-            }
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
 //! In the same way a certificate that has ended is renewed, with a proof by its key in place of the token.
 
-use std::fmt;
 use std::io;
 use std::slice;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tracing::{info, warn};
 use tunnel_proto::identity::{PeerIdentity, sha256, spki_sha256};
-use tunnel_proto::tcp::{Connect, Remote};
+use tunnel_proto::tcp::Connect;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::ALPN_ENROLL;
@@ -32,8 +31,13 @@ use crate::config::ServerAddress;
 use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
 use crate::connector::plan::{Event, Plan};
-use crate::credentials::{CredentialError, Credentials, Issued, Store, Stored};
-use crate::proxy::{HttpProxy, ProxyChoice};
+use crate::credentials::{Credentials, Issued, Store, Stored};
+use crate::proxy::ProxyChoice;
+
+mod error;
+
+pub(crate) use error::EnrollError;
+use error::Place;
 
 /// What enrolment needs.
 #[derive(Debug)]
@@ -74,130 +78,6 @@ impl Enrolled {
             credentials,
             issued: None,
         }
-    }
-}
-
-/// Why there is no certificate.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum EnrollError {
-    /// No address.
-    #[error(transparent)]
-    Resolve(#[from] ResolveError),
-    /// No connection.
-    #[error("{place}: cannot connect (enrolment needs TCP)")]
-    Connect {
-        place: Place,
-        #[source]
-        source: io::Error,
-    },
-    /// The server did not prove to be the token's.
-    #[error(
-        "{place}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
-        place.suspicion(),
-        tls::clock_hint(source)
-    )]
-    Tls {
-        place: Place,
-        #[source]
-        source: io::Error,
-    },
-    /// Request or answer did not get through.
-    #[error("{place}: no answer to the request")]
-    Exchange {
-        place: Place,
-        #[source]
-        source: io::Error,
-    },
-    /// The answer cannot be used.
-    #[error("{place}: answer is not usable: {problem}")]
-    Answer { place: Place, problem: &'static str },
-    /// What was issued cannot be used.
-    #[error("{place}: certificate is not usable: {problem}")]
-    Unusable { place: Place, problem: String },
-    /// The server said no.
-    #[error("server refuses to enrol {node} ({code}): {detail}{}", advice(*.code, .node))]
-    Refused {
-        node: NodeName,
-        code: EnrollCode,
-        detail: String,
-    },
-    /// Another process is at it.
-    #[error("another tunnel-agent enrols with the same data directory")]
-    Busy,
-    /// The data directory.
-    #[error(transparent)]
-    Credentials(#[from] CredentialError),
-    /// This build cannot make a request or a TLS configuration.
-    #[error("cannot prepare the request: {0}")]
-    Prepare(String),
-}
-
-/// Where it was tried.
-#[derive(Debug, Clone)]
-pub(crate) struct Place {
-    remote: Remote,
-    proxy: Option<Arc<HttpProxy>>,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.proxy {
-            Some(proxy) => write!(formatter, "{} through proxy {proxy}", self.remote),
-            None => self.remote.fmt(formatter),
-        }
-    }
-}
-
-impl Place {
-    /// What else may be wrong with TLS.
-    fn suspicion(&self) -> &'static str {
-        match self.proxy {
-            Some(_) => ", and does the proxy pass TLS on unopened",
-            None => "",
-        }
-    }
-}
-
-impl EnrollError {
-    /// Whether the same may work later without a person.
-    fn is_retryable(&self) -> bool {
-        match self {
-            Self::Resolve(_)
-            | Self::Connect { .. }
-            | Self::Tls { .. }
-            | Self::Exchange { .. }
-            | Self::Answer { .. }
-            | Self::Unusable { .. }
-            | Self::Busy => true,
-            Self::Refused { code, .. } => code.is_retryable(),
-            Self::Credentials(_) | Self::Prepare(_) => false,
-        }
-    }
-}
-
-/// What a person does about a refusal.
-fn advice(code: EnrollCode, node: &NodeName) -> String {
-    match code {
-        EnrollCode::BadToken | EnrollCode::TokenExpired | EnrollCode::TokenUsed => {
-            format!("; create a new token: tunnel-server token create --node {node}")
-        }
-        EnrollCode::WrongNode => {
-            "; give the --node-name that the token was created for, or create a token for this one"
-                .to_owned()
-        }
-        EnrollCode::CertificateEnded => {
-            format!("; enrol again with --token and a new join token (tunnel-server token create --node {node})")
-        }
-        EnrollCode::Revoked => {
-            "; if it may come back, remove agent.key and agent.crt and enrol with a new token".to_owned()
-        }
-        EnrollCode::ClockWrong => "; compare the clocks of both hosts (date -u)".to_owned(),
-        EnrollCode::NotOffered => "; give --cert-file, --key-file and --ca-file".to_owned(),
-        EnrollCode::BadProof => {
-            "; the stored certificate is of no use here: remove agent.crt and enrol with a new token".to_owned()
-        }
-        EnrollCode::BadRequest => "; agent and server may be of different versions".to_owned(),
-        EnrollCode::RateLimited | EnrollCode::Unavailable | EnrollCode::Unknown(_) => String::new(),
     }
 }
 

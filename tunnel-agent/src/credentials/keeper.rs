@@ -183,7 +183,8 @@ impl Keeper {
         let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
         info!(agent = %self.node, %not_after, "certificate is in use");
         self.tell_skew(&credentials);
-        let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        // Counted from its arrival: a clock that is wrong must not ask again at once.
+        let next = first_renewal(&credentials, credentials.issued, rand::random());
         *self.lock() = credentials;
         let next = next.map(|wait| Instant::now() + wait);
         self.next.send_replace(next);

@@ -67,6 +67,8 @@ fn renewal_is_at_half_life_give_or_take_a_tenth() {
         let later = first_renewal(&held, now + LONG / 4, random).unwrap();
         assert_eq!(later, LONG.mul_f64(share) - LONG / 4);
     }
+    // A host whose clock is far ahead: the next wait is that of a certificate that has just come.
+    assert!(first_renewal(&held, held.issued, 0.0).unwrap() > LONG / 3);
     let overdue = first_renewal(&held, now + LONG, 0.5);
     assert_eq!(overdue, Some(Duration::ZERO));
     assert_eq!(retry_after(LONG, 0.5), RETRY_MOST);
@@ -124,6 +126,19 @@ async fn answer_is_taken_into_use_and_kept_and_bad_ones_change_nothing() {
     let node = "worker-1".parse().unwrap();
     let stored = store.load(&node, None, SystemTime::now()).unwrap();
     assert!(matches!(stored, super::super::Stored::Valid(_)));
+}
+
+/// F17: a clock that is days ahead is told, and does not make the agent ask again and again.
+#[tokio::test(start_paused = true)]
+async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
+    let fixture = Fixture::aged(LONG / 2);
+    let mut ahead = fixture.keeper.current();
+    ahead.issued = SystemTime::now() - LONG + Duration::from_secs(86400);
+    ahead.not_after = ahead.issued + LONG;
+    fixture.keeper.adopt(ahead, None, false).await;
+    let soon = LONG.mul_f64(0.39);
+    assert!(timeout(soon, fixture.keeper.due()).await.is_err());
+    assert!(timeout(LONG, fixture.keeper.due()).await.is_ok());
 }
 
 /// F24, the part without a small disk: the directory is gone, and then back.
