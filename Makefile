@@ -3,7 +3,7 @@
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint audit docs tools
+.PHONY: help demo test soak faults lint audit docs tools
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -19,6 +19,11 @@ test: tools ## all tests; those that need what this machine lacks are listed at 
 faults: ## the fault matrix with full clocks, about 11 minutes; ONLY=F06,F14 SEEDS=1 ARGS=--quick (ARGS=--help tells all)
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin faults
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/faults $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+soak: ## what takes longer than `make test` allows: 60-second certificates for three lives, and 20 million inputs for each decoder
+	cargo build --workspace --bins
+	cargo test -p tunnel-tests --test scenarios -- --ignored --nocapture
+	CULVERT_FUZZ_EXECUTIONS=20000000 cargo test -p tunnel-tests --test scenarios -- fuzz_
 
 lint: ## formatting, clippy, documentation, and what each crate may depend on
 	cargo fmt --all --check

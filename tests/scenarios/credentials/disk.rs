@@ -7,11 +7,12 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Result, ensure};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Skip, or_skip};
 use tunnel_tests::world::{Agent, World};
 
-use super::ends;
+use super::{ends, metric, metric_reaches};
 
 /// A small file system that goes with the value; needs root.
 struct SmallDisk(PathBuf);
@@ -127,6 +128,41 @@ async fn f24_full_and_read_only_disks_are_survived_and_told() -> Result<()> {
         text.contains("agent.key") && text.contains("token"),
         "{text}"
     );
+    Ok(())
+}
+
+/// F24 at the server: its keys are in memory; what it cannot keep it does not promise.
+#[tokio::test(flavor = "multi_thread")]
+async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enrol() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let dir = scratch.path().join("server");
+    let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
+    let Some(disk) = or_skip(disk) else {
+        return Ok(());
+    };
+    let world = World::start_with(|settings| {
+        settings.data_dir = Some(dir.to_string_lossy().into_owned());
+        settings.limits = World::limits("certificateLife: 6s");
+    })
+    .await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let late = world.agent_config("worker-2")?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let filler = disk.fill();
+    let renewed = "tunnel_server_renewals_total{result=\"issued\"}";
+    let before = metric(&world, renewed).await?;
+    metric_reaches(&world, renewed, before + 1.0, Duration::from_secs(15)).await;
+    let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    ensure!(reply.status == 200, "{}", reply.text());
+    // A token whose use cannot be kept could be used twice.
+    let stranger = Agent::start(late.clone()).await?;
+    let refused = "tunnel_server_enrollments_total{result=\"unavailable\"}";
+    metric_reaches(&world, refused, 1.0, Duration::from_secs(10)).await;
+    drop(stranger);
+    std::fs::remove_file(filler)?;
+    let _late = Agent::start(late).await?;
+    world.connected("worker-2").await;
     Ok(())
 }
 

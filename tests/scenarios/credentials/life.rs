@@ -31,7 +31,7 @@ async fn three_lives(life: Duration) -> Result<()> {
     let hosts = ["worker-1", "worker-2"].map(|node| format!("{node}:{port}"));
     let began = Instant::now();
     let file = world.path().join("agent-worker-1").join("agent.crt");
-    let first = ends(&file)?;
+    let (first, first_listed) = (ends(&file)?, listed_end(&world).await?);
     let load = Load::start(world.http(), &hosts, 2).await?;
     sleep(life * 3 + life / 4).await;
     let outcome = load.end().await?;
@@ -49,10 +49,22 @@ async fn three_lives(life: Duration) -> Result<()> {
     ensure!(renewed >= 8.0, "{renewed} renewals");
     ensure!(lost == 0.0, "{lost} sessions ended");
     ensure!(ends(&file)? > first + life * 2, "the file was not replaced");
+    let last_listed = listed_end(&world).await?;
+    ensure!(
+        last_listed > first_listed,
+        "{last_listed} is listed, as {first_listed} was"
+    );
     for agent in agents {
         agent.stop().await?;
     }
     Ok(())
+}
+
+/// The end of the first node's certificate in the list, as text that sorts by time.
+async fn listed_end(world: &World) -> Result<String> {
+    let shown = request(world.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
+    let listed: Vec<serde_json::Value> = serde_json::from_str(&shown.text())?;
+    Ok(listed[0]["certificateNotAfter"].to_string())
 }
 
 fn writeln_figure(line: &str) -> std::io::Result<()> {

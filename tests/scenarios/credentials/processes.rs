@@ -3,7 +3,7 @@
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
@@ -335,5 +335,81 @@ async fn t03_revoke_verb_ends_the_session_and_the_agent_says_why() -> Result<()>
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");
     ensure!(node.context("worker-1 is not listed")?["connected"] == false);
+    Ok(())
+}
+
+/// F17: what a wrong clock looks like from each end, over both transports; the message names the clock.
+#[tokio::test(flavor = "multi_thread")]
+async fn f17_clock_messages_name_the_clock() -> Result<()> {
+    let ca = TestCa::new("clocks")?;
+    let (now, hour) = (SystemTime::now(), Duration::from_secs(3600));
+    let day = 24 * hour;
+    let times = |leaf: Leaf, from, until| Leaf {
+        from,
+        until,
+        ..leaf
+    };
+    let agent = || Leaf::agent("worker-1");
+    let by_host = "is the clock of this host wrong?";
+    let by_server = "by the server's clock this node's certificate has ended or has not begun";
+    for (what, server, agent, words) in [
+        (
+            "host an hour behind",
+            times(Leaf::server(), now + hour, now + day),
+            agent(),
+            by_host,
+        ),
+        (
+            "host a day ahead",
+            times(Leaf::server(), now - 2 * day, now - day),
+            agent(),
+            by_host,
+        ),
+        (
+            "server an hour behind",
+            Leaf::server(),
+            times(agent(), now + hour, now + day),
+            by_server,
+        ),
+        (
+            "server a day ahead",
+            Leaf::server(),
+            times(agent(), now - 2 * day, now - day),
+            by_server,
+        ),
+    ] {
+        let scratch = ScratchDir::new()?;
+        let (server_cert, server_key) = ca.issue(&server)?.write(scratch.path(), "server")?;
+        let (agent_cert, agent_key) = ca.issue(&agent)?.write(scratch.path(), "agent")?;
+        let ca_file = scratch.file("ca.pem", ca.pem())?;
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let server = ServerSetup::on_loopback(&scratch.path().join("data")).args(&[
+            "--agent-ca",
+            &text(&ca_file),
+            "--agent-cert-file",
+            &text(&server_cert),
+            "--agent-key-file",
+            &text(&server_key),
+        ]);
+        let server = server.start().await?;
+        for transport in ["quic", "h2"] {
+            let data = scratch.path().join(transport);
+            let setup =
+                AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &data);
+            let mut agent = setup
+                .args(&["--transport", transport, "--cert-file", &text(&agent_cert)])
+                .args(&[
+                    "--key-file",
+                    &text(&agent_key),
+                    "--ca-file",
+                    &text(&ca_file),
+                ])
+                .start()?;
+            let told = agent.wait_for_line(words, START, |line| line.contains(words).then_some(()));
+            told.await
+                .with_context(|| format!("{what} over {transport}"))?;
+            agent.kill().await?;
+        }
+    }
     Ok(())
 }
