@@ -107,9 +107,7 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
                 status.bytes_out = health.bytes_out;
                 // Renewed on a session, it is newer than what the session began with.
                 let begun_with = agent.session.peer().not_after;
-                let latest = node
-                    .certificate_not_after
-                    .map_or(begun_with, |at| at.max(begun_with));
+                let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
                 status.certificate_not_after = Some(timestamp(latest));
                 status.claimed_address =
                     Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
