@@ -241,6 +241,11 @@ async fn byte_by_byte(world: &World, agent: &ScriptedAgent, head: &str) -> Resul
     let (answer, stream) = tokio::join!(Exchange::start(world.http(), &get), async {
         let mut stream = agent.next_stream().await?;
         stream.accept("").await?;
+        // An answer before the request is none: hyper would take the connection for broken.
+        let mut asked = Vec::new();
+        while !asked.ends_with(b"\r\n\r\n") {
+            asked.push(stream.read_u8().await?);
+        }
         stream.write_all(head.as_bytes()).await?;
         stream.flush().await?;
         anyhow::Ok(stream)

@@ -212,8 +212,15 @@ impl Failure {
             http::header::CONTENT_TYPE,
             HeaderValue::from_static("text/plain; charset=utf-8"),
         );
-        if self.outcome == Outcome::TooManyStreams {
-            headers.insert(http::header::RETRY_AFTER, RETRY_AFTER);
+        match self.outcome {
+            Outcome::TooManyStreams => {
+                headers.insert(http::header::RETRY_AFTER, RETRY_AFTER);
+            }
+            // Where such a request ends may be in doubt; what follows it is not read as a further one.
+            Outcome::BadRequest => {
+                headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            _ => {}
         }
         response
     }

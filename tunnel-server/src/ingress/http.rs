@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use http::header::AUTHORIZATION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::Builder;
@@ -26,7 +27,7 @@ use super::fields::{
 use super::record::Record;
 use super::socket::{Fate, Hangup, Unfinished, read_away};
 use super::target::{Destination, Facts, decide};
-use super::upstream::{Carrier, Kept, Way};
+use super::upstream::{Carrier, Kept, Purpose, Way};
 use super::{Door, DoorLimits, Doors, Line};
 use crate::pods::Pod;
 
@@ -223,12 +224,16 @@ impl Caller {
         let place = destination.to_string();
         let shares = may_share_connection(&request);
         prepare(&mut request, &destination, upgrade, !shares);
+        let purpose = shares.then(|| Purpose {
+            destination: destination.clone(),
+            authorization: request.headers().get(AUTHORIZATION).cloned(),
+        });
         let way = Way {
             doors: &self.doors,
             scheme: self.door.scheme,
             destination: &destination,
             trace_parent: trace_parent(request.headers()),
-            kept: shares.then_some(&*self.kept),
+            kept: purpose.as_ref().map(|purpose| (&*self.kept, purpose)),
         };
         let (mut response, upstream) = way.exchange(request.map(RequestBody), record).await?;
         let switches = judge(upgrade, &response).map_err(|what| {
@@ -244,7 +249,9 @@ impl Caller {
             None => Rest::Body(Carrier {
                 upstream,
                 doors: self.doors.clone(),
-                keep: (shares && clear).then(|| (self.kept.clone(), destination)),
+                keep: purpose
+                    .filter(|_| clear)
+                    .map(|purpose| (self.kept.clone(), purpose)),
             }),
         };
         Ok(Forwarded { response, rest })

@@ -144,11 +144,16 @@ fn check_form(facts: &Facts<'_>) -> Result<(), Failure> {
     if !facts.uri.path().starts_with('/') {
         return Err(bad("the request target is not a path"));
     }
-    let length = facts
+    let target = facts
         .uri
         .path_and_query()
-        .map_or(0, |target| target.as_str().len());
-    if length > URI_MAX_BYTES {
+        .map_or("", |target| target.as_str());
+    if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(bad(
+            "the request target has bytes that no URI has (RFC 3986); percent-encode them",
+        ));
+    }
+    if target.len() > URI_MAX_BYTES {
         return Err(Failure::new(
             Outcome::UriTooLong,
             format!("the request target is longer than {URI_MAX_BYTES} bytes"),
@@ -192,6 +197,14 @@ fn choose_node(
         (Host::Address(_), Some(selected), Some(Host::Name(dest))) if dest != selected => Err(bad(
             format!("{SELECT_HOST} and {SELECT_DEST} name different nodes"),
         )),
+        // An address that is one other node's own names that node; one that nobody or several have names none.
+        (Host::Address(_), Some(selected), Some(dest))
+            if resolve(dest).is_ok_and(|node| node != *selected) =>
+        {
+            Err(bad(format!(
+                "{SELECT_HOST} and {SELECT_DEST} name different nodes"
+            )))
+        }
         (Host::Address(_), Some(selected), _) => route(routes.by_name(selected)),
         (Host::Address(_), None, Some(dest)) => route(resolve(dest)),
         (Host::Address(_), None, None) => route(resolve(host)),

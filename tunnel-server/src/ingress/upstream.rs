@@ -27,9 +27,11 @@ use super::body::RequestBody;
 use super::record::Record;
 use super::target::{Destination, Scheme};
 
+mod heard;
 mod kept;
 
-pub(super) use kept::Kept;
+use heard::{Heard, Listened};
+pub(super) use kept::{Kept, Purpose};
 
 /// How long a connection to a target may take to close after a whole answer.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
@@ -55,6 +57,7 @@ pub(super) struct Upstream {
     driver: AbortOnDropHandle<()>,
     session: SessionId,
     bytes: Arc<ByteCount>,
+    heard: Heard,
 }
 
 /// Where requests of one kind go, and how.
@@ -68,8 +71,8 @@ pub(super) struct Way<'a> {
     pub(super) destination: &'a Destination,
     /// For the agent's record.
     pub(super) trace_parent: String,
-    /// The connection of an earlier request, where the request may use it.
-    pub(super) kept: Option<&'a Kept>,
+    /// The connection of an earlier request and what the request needs it for, where the request may use it.
+    pub(super) kept: Option<(&'a Kept, &'a Purpose)>,
 }
 
 /// An exchange that failed, and the session that carried it, if one did.
@@ -88,7 +91,8 @@ struct Unanswered {
 impl Way<'_> {
     /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
     /// started at the target: a request that is complete with its head then goes over another session of the node, once.
-    /// The same holds for a kept connection that ended before the request was sent.
+    /// The same holds for a kept connection that ended before it said anything about the request: servers close idle
+    /// connections, and whoever reuses one has to ask again (RFC 9112, section 9.3.1).
     ///
     /// # Errors
     /// A [`Failure`] with the answer for the caller.
@@ -97,20 +101,30 @@ impl Way<'_> {
         request: Request<RequestBody>,
         record: &mut Record,
     ) -> Result<(Response<Incoming>, Upstream), Failure> {
-        let mut request = request.map(Either::Left);
-        if let Some(mut upstream) = self
-            .kept
-            .and_then(|kept| kept.take(self.destination, &self.doors.registry))
-        {
-            record.carried(upstream.session, upstream.bytes.clone());
-            match self.send(&mut upstream, request).await {
-                Ok(response) => return Ok((response, upstream)),
-                Err(unanswered) => request = unanswered.unsent.ok_or(unanswered.failure)?,
-            }
-        }
         let (head, body) = request.into_parts();
         let again = body.is_end_stream().then(|| head.clone());
-        let request = Request::from_parts(head, body);
+        let mut request = Request::from_parts(head, Either::Left(body));
+        if let Some(mut upstream) = self
+            .kept
+            .and_then(|(kept, purpose)| kept.take(purpose, &self.doors.registry))
+        {
+            record.carried(upstream.session, upstream.bytes.clone());
+            let before = upstream.heard.bytes();
+            match self.send(&mut upstream, request).await {
+                Ok(response) => return Ok((response, upstream)),
+                Err(unanswered) => {
+                    let ended = unanswered.failure.outcome == Outcome::TargetBadResponse
+                        && upstream.heard.bytes() == before;
+                    request = match (unanswered.unsent, &again) {
+                        (Some(unsent), _) => unsent,
+                        (None, Some(head)) if ended => {
+                            Request::from_parts(head.clone(), Either::Right(Empty::new()))
+                        }
+                        (None, _) => return Err(unanswered.failure),
+                    };
+                }
+            }
+        }
         let refused = match self.attempt(request, None, record).await {
             Ok(answered) => return Ok(answered),
             Err(attempt) => attempt,
@@ -150,12 +164,14 @@ impl Way<'_> {
         let (session, bytes) = (opened.session, opened.stream.bytes());
         record.opened(session, bytes.clone(), began.elapsed());
         let exchanged = async {
-            let (sender, driver) = self.connect(opened.stream, &place).await?;
+            let heard = Heard::default();
+            let (sender, driver) = self.connect(opened.stream, &heard, &place).await?;
             let mut upstream = Upstream {
                 sender,
                 driver,
                 session,
                 bytes,
+                heard,
             };
             let response = self.send(&mut upstream, request).await;
             Ok((response.map_err(|unanswered| unanswered.failure)?, upstream))
@@ -199,10 +215,15 @@ impl Way<'_> {
 
     /// Prepares a stream for a request. Does not wait for the agent's reply on plain doors: the request follows the
     /// header at once, and a refusal surfaces as the request's error.
-    async fn connect(&self, stream: Stream, place: &str) -> Result<Connection, Failure> {
+    async fn connect(
+        &self,
+        stream: Stream,
+        heard: &Heard,
+        place: &str,
+    ) -> Result<Connection, Failure> {
         let doors = self.doors;
         match self.scheme {
-            Scheme::Http => handshake(doors, stream, place).await,
+            Scheme::Http => handshake(doors, stream, heard, place).await,
             Scheme::Https => {
                 // A name that ends in a number is no DNS name for TLS; the certificate is not judged by it here.
                 let node = self.destination.node.to_string();
@@ -223,7 +244,7 @@ impl Way<'_> {
                         return Err(Failure::new(Outcome::TargetTimeout, text));
                     }
                 };
-                handshake(doors, stream, place).await
+                handshake(doors, stream, heard, place).await
             }
         }
     }
@@ -235,15 +256,15 @@ pub(super) struct Carrier {
     pub(super) upstream: Upstream,
     pub(super) doors: Arc<Doors>,
     /// Where the connection is kept for a further request to the same destination.
-    pub(super) keep: Option<(Arc<Kept>, Destination)>,
+    pub(super) keep: Option<(Arc<Kept>, Purpose)>,
 }
 
 impl Carrier {
     /// The answer has come to its end.
     pub(super) fn answered(self) {
         match self.keep {
-            Some((kept, destination)) => {
-                kept.put(self.upstream, destination, &self.doors.registry);
+            Some((kept, purpose)) => {
+                kept.put(self.upstream, purpose, &self.doors.registry);
             }
             None => self.upstream.close(&self.doors.drivers),
         }
@@ -272,10 +293,19 @@ fn tls_failure(error: &std::io::Error, place: &str) -> Failure {
     }
 }
 
-async fn handshake<S>(doors: &Arc<Doors>, stream: S, place: &str) -> Result<Connection, Failure>
+async fn handshake<S>(
+    doors: &Arc<Doors>,
+    stream: S,
+    heard: &Heard,
+    place: &str,
+) -> Result<Connection, Failure>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let stream = Listened {
+        stream,
+        heard: heard.clone(),
+    };
     let built = client().handshake(TokioIo::new(stream)).await;
     let (sender, connection) =
         built.map_err(|error| Failure::from_stream(&error, place, Outcome::TargetBadResponse))?;

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use http::HeaderValue;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
@@ -26,10 +27,18 @@ pub(in crate::ingress) struct Kept {
     drivers: TaskTracker,
 }
 
+/// What a connection is for: requests that differ in it never share one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::ingress) struct Purpose {
+    pub(in crate::ingress) destination: Destination,
+    /// The caller's credential, if it sent one: a target may take a connection for that caller's.
+    pub(in crate::ingress) authorization: Option<HeaderValue>,
+}
+
 #[derive(Debug)]
 struct Idle {
     upstream: Upstream,
-    destination: Destination,
+    purpose: Purpose,
     until: Instant,
 }
 
@@ -47,15 +56,16 @@ impl Kept {
     pub(in crate::ingress) fn put(
         &self,
         upstream: Upstream,
-        destination: Destination,
+        purpose: Purpose,
         registry: &Registry,
     ) {
-        if upstream.sender.is_closed() || !registry.may_keep(&destination.node, upstream.session) {
+        let node = &purpose.destination.node;
+        if upstream.sender.is_closed() || !registry.may_keep(node, upstream.session) {
             return upstream.close(&self.drivers);
         }
         let idle = Idle {
             upstream,
-            destination,
+            purpose,
             until: Instant::now() + KEEP,
         };
         let before = self.lock().replace(idle);
@@ -65,18 +75,18 @@ impl Kept {
         }
     }
 
-    /// The kept connection, if it leads to `destination` over the session that a new one would use and the target has not
+    /// The kept connection, if it is for `purpose` over the session that a new one would use and the target has not
     /// ended it. One that leads elsewhere is closed.
-    pub(super) fn take(&self, destination: &Destination, registry: &Registry) -> Option<Upstream> {
+    pub(super) fn take(&self, purpose: &Purpose, registry: &Registry) -> Option<Upstream> {
         let Idle {
             upstream,
-            destination: leads_to,
+            purpose: serves,
             until,
         } = self.lock().take()?;
-        let fits = leads_to == *destination
+        let fits = serves == *purpose
             && until > Instant::now()
             && upstream.sender.is_ready()
-            && registry.active(&destination.node) == Some(upstream.session);
+            && registry.active(&purpose.destination.node) == Some(upstream.session);
         if fits {
             return Some(upstream);
         }
