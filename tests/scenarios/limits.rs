@@ -22,6 +22,8 @@ const CROWD_SIZE: usize = 5000;
 const TLS_RECORD: u8 = 22;
 /// `limits.preAuthPerSource` by default.
 const PLACES: usize = 1024;
+/// `limits.preAuthTotal` by default.
+const CALLERS: usize = 4096;
 /// `limits.handshakeTimeout` or `requestHeadTimeout` by default, and some more.
 const ALL_GONE: Duration = Duration::from_secs(15);
 
@@ -81,24 +83,29 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     let exporter = Exporter::start("worker-1").await?;
     let mut crowd = slow_crowd(world.bound().agents, TLS_RECORD).await?;
     let _agent = world.agent("worker-1").await?;
-    handshake_from_crowd(&world)
-        .await
-        .context("from the crowd's address")?;
+    eventually("the crowd's address gets in", PATIENCE, async || {
+        handshake_from_crowd(&world).await
+    })
+    .await;
     let host = format!("worker-1:{}", exporter.addr().port());
     let scrape = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(scrape.status, 200);
-    let evicted = "tunnel_server_handshakes_total{result=\"evicted\"}";
-    eventually("all above the share are pushed out", PATIENCE, async || {
-        let evicted = metric(&world, evicted).await?;
-        let timed_out =
-            metric(&world, "tunnel_server_handshakes_total{result=\"timeout\"}").await?;
-        let least = u64::try_from(CROWD_SIZE - PLACES)?;
-        ensure!(
-            evicted + timed_out >= least,
-            "{evicted} evicted, {timed_out} timed out"
-        );
-        anyhow::Ok(())
-    })
+    eventually(
+        "all above the share are pushed out or turned away",
+        PATIENCE,
+        async || {
+            let mut gone = 0;
+            for result in ["evicted", "overloaded", "timeout"] {
+                let series = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
+                gone += metric(&world, &series).await?;
+            }
+            ensure!(
+                gone >= u64::try_from(CROWD_SIZE - PLACES)?,
+                "{gone} are gone"
+            );
+            anyhow::Ok(())
+        },
+    )
     .await;
     disperses(&mut crowd).await?;
     Ok(())
@@ -127,16 +134,24 @@ async fn t09_five_thousand_slow_sockets_on_a_door_keep_no_scrape_out() -> Result
         let mut crowd = slow_crowd(address, first).await?;
         let scrape = request(door, asked).await?;
         assert_eq!(scrape.status, status);
-        let mut neighbour = from_crowd(http.context("http")?).await?;
-        neighbour.write_all(&get.head_bytes()).await?;
-        let mut answer = Vec::new();
-        timeout(scaled(PATIENCE), neighbour.read_to_end(&mut answer)).await??;
-        let answer = String::from_utf8_lossy(&answer);
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        let door = http.context("http")?;
+        eventually("the crowd's address is served", PATIENCE, async || {
+            let mut neighbour = from_crowd(door).await?;
+            neighbour.write_all(&get.head_bytes()).await?;
+            let mut answer = Vec::new();
+            neighbour.read_to_end(&mut answer).await?;
+            let answer = String::from_utf8_lossy(&answer);
+            ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+            anyhow::Ok(())
+        })
+        .await;
         disperses(&mut crowd).await?;
     }
     let evicted = metric(&world, "tunnel_server_callers_evicted_total").await?;
-    let least = 2 * u64::try_from(CROWD_SIZE - PLACES)?;
-    ensure!(evicted >= least / 2, "only {evicted} were evicted");
+    let least = u64::try_from(CROWD_SIZE - CALLERS)?;
+    ensure!(
+        evicted >= least,
+        "only {evicted} gave way or were turned away"
+    );
     Ok(())
 }

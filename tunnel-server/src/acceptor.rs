@@ -56,7 +56,9 @@ impl Acceptor {
             let Some((peer, handshake)) = accepted else {
                 return;
             };
-            let stranger = self.stranger(peer);
+            let Some(stranger) = self.stranger(peer) else {
+                continue;
+            };
             let work = async move {
                 let shaken = stranger.in_time(handshake).await;
                 stranger.admit(shaken).await;
@@ -74,20 +76,27 @@ impl Acceptor {
                 () = drain.cancelled() => return,
                 accepted = tcp.next() => accepted,
             };
-            let (entry, stranger) = (self.tcp_entry.clone(), self.stranger(peer));
+            let Some(stranger) = self.stranger(peer) else {
+                continue;
+            };
+            let entry = self.tcp_entry.clone();
             let work = async move { entry.serve(socket, peer, stranger).await };
             let work = work.instrument(info_span!("conn", %peer));
             self.sessions.shutdown.spawn_service(work);
         }
     }
 
-    /// A new connection, with a place of its own.
-    fn stranger(&self, peer: SocketAddr) -> Stranger {
-        Stranger {
+    /// A new connection, with a place of its own. Without one it is dropped, which refuses it.
+    fn stranger(&self, peer: SocketAddr) -> Option<Stranger> {
+        let Some(place) = self.pre_auth.enter(peer.ip()) else {
+            self.sessions.metrics.handshake("overloaded");
+            return None;
+        };
+        Some(Stranger {
             sessions: self.sessions.clone(),
             deadline: Instant::now() + self.handshake_limit,
-            place: self.pre_auth.enter(peer.ip()),
-        }
+            place,
+        })
     }
 }
 

@@ -176,7 +176,7 @@ impl App {
                 idle: config.limits.caller_idle_timeout,
                 open: config.limits.open_timeout,
             },
-            strangers: Places::new(config.limits.pre_auth()),
+            strangers: Places::new(config.limits.pre_auth_callers()),
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),
             drivers: drivers.clone(),

@@ -146,6 +146,9 @@ impl Doors {
     }
 
     async fn serve(self: Arc<Self>, door: Arc<Door>, tcp: TcpStream, peer: SocketAddr) {
+        let Some(place) = self.strangers.enter(peer.ip()) else {
+            return self.metrics.evicted_caller();
+        };
         let fate = Arc::new(Fate::default());
         let socket = DoorSocket::new(tcp, fate.clone());
         let hangup = socket.hangup();
@@ -153,7 +156,7 @@ impl Doors {
             peer,
             fate,
             hangup,
-            place: self.strangers.enter(peer.ip()),
+            place,
         };
         let Some(tls) = door.tls.clone() else {
             return http::serve(self, door, socket, line).await;

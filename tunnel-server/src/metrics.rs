@@ -176,7 +176,7 @@ impl Metrics {
         );
         registry.register(
             "callers_evicted",
-            "Connections of callers that gave way to newer ones before their first request (limits.preAuthPerSource)",
+            "Connections of callers that gave way to newer ones before their first request, or were turned away (limits.preAuthTotal)",
             metrics.evicted_callers.clone(),
         );
         registry.register(

@@ -81,7 +81,11 @@ impl Meta {
             let mut accepting = Accepting::new(listener, "meta");
             loop {
                 let (socket, peer) = accepting.next().await;
-                let (meta, place) = (meta.clone(), places.enter(peer.ip()));
+                let Some(place) = places.enter(peer.ip()) else {
+                    debug!(%peer, "meta connection turned away");
+                    continue;
+                };
+                let meta = meta.clone();
                 state.spawn_service(async move {
                     tokio::select! {
                         () = meta.serve(socket, peer) => {}

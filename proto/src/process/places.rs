@@ -1,13 +1,16 @@
 //! Places for connections that nobody vouches for: bounded in all and for each source, oldest out first.
 //!
-//! Nobody is refused a place. A source that has all of its own loses its oldest; when all places of the listener are
-//! taken, the source with the most of them does. So a flood from one address pushes out its own connections, and a
-//! newcomer from the same address, who needs a moment only, is served between them.
+//! A source that has all of its own places, or most of all places when none is left, gives up its oldest for a newer one;
+//! so a flood from one address pushes out its own connections, and others are unharmed. A connection that is younger than
+//! a second is not pushed out by its neighbours, or a burst of honest ones would push each other out before any is done:
+//! then the newcomer is turned away.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// How many connections may have a place at once.
@@ -37,27 +40,33 @@ impl Places {
     }
 
     /// A place for a connection from `peer`, at the cost of an older one where a limit is reached; that one's
-    /// [`Place::evicted`] ends.
+    /// [`Place::evicted`] ends. `None` when that would be one of its own source's that has only just come.
     #[must_use]
-    pub fn enter(self: &Arc<Self>, peer: IpAddr) -> Place {
-        let source = source(peer);
-        let evicted = CancellationToken::new();
+    pub fn enter(self: &Arc<Self>, peer: IpAddr) -> Option<Place> {
+        let (source, now) = (source(peer), Instant::now());
         let mut taken = self.lock();
-        if taken.of(source) >= self.limits.per_source {
-            taken.evict(source);
-        } else if taken.all >= self.limits.total
-            && let Some(crowd) = taken.crowd()
-        {
+        let gives_way = if taken.of(source) >= self.limits.per_source {
+            Some(source)
+        } else if taken.all >= self.limits.total {
+            taken.crowd()
+        } else {
+            None
+        };
+        if let Some(crowd) = gives_way {
+            if crowd == source && !taken.oldest_is_settled(source, now) {
+                return None;
+            }
             taken.evict(crowd);
         }
-        let number = taken.add(source, evicted.clone());
+        let evicted = CancellationToken::new();
+        let number = taken.add(source, now, evicted.clone());
         drop(taken);
-        Place {
+        Some(Place {
             places: self.clone(),
             source,
             number,
             evicted,
-        }
+        })
     }
 
     /// How many places are taken.
@@ -103,10 +112,19 @@ struct Taken {
     next: u64,
     all: usize,
     /// Places of each source by number, oldest first.
-    sources: HashMap<IpAddr, BTreeMap<u64, CancellationToken>>,
+    sources: HashMap<IpAddr, BTreeMap<u64, Taker>>,
     /// Sources by how many places they have.
     by_size: BTreeSet<(usize, IpAddr)>,
 }
+
+#[derive(Debug)]
+struct Taker {
+    since: Instant,
+    evicted: CancellationToken,
+}
+
+/// How long a connection is safe from its neighbours.
+const SETTLED: Duration = Duration::from_secs(1);
 
 impl Taken {
     fn of(&self, source: IpAddr) -> usize {
@@ -118,19 +136,25 @@ impl Taken {
         self.by_size.last().map(|(_, source)| *source)
     }
 
-    fn add(&mut self, source: IpAddr, evicted: CancellationToken) -> u64 {
+    fn oldest_is_settled(&self, source: IpAddr, now: Instant) -> bool {
+        let places = self.sources.get(&source);
+        let oldest = places.and_then(|places| places.first_key_value());
+        oldest.is_some_and(|(_, oldest)| now - oldest.since >= SETTLED)
+    }
+
+    fn add(&mut self, source: IpAddr, since: Instant, evicted: CancellationToken) -> u64 {
         let number = self.next;
         self.next += 1;
         self.change(source, |places| {
-            places.insert(number, evicted);
+            places.insert(number, Taker { since, evicted });
         });
         number
     }
 
     fn evict(&mut self, source: IpAddr) {
         self.change(source, |places| {
-            if let Some((_, evicted)) = places.pop_first() {
-                evicted.cancel();
+            if let Some((_, oldest)) = places.pop_first() {
+                oldest.evicted.cancel();
             }
         });
     }
@@ -141,11 +165,7 @@ impl Taken {
         });
     }
 
-    fn change(
-        &mut self,
-        source: IpAddr,
-        change: impl FnOnce(&mut BTreeMap<u64, CancellationToken>),
-    ) {
+    fn change(&mut self, source: IpAddr, change: impl FnOnce(&mut BTreeMap<u64, Taker>)) {
         let places = self.sources.entry(source).or_default();
         let before = places.len();
         change(places);
@@ -173,7 +193,7 @@ fn source(peer: IpAddr) -> IpAddr {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use tokio::time::{advance, timeout};
 
     use super::*;
 
@@ -185,42 +205,59 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn is_evicted(place: &Place) -> bool {
-        place.evicted.is_cancelled()
-    }
-
     fn evicted(places: &[Place]) -> Vec<usize> {
         (0..places.len())
-            .filter(|index| is_evicted(&places[*index]))
+            .filter(|index| places[*index].evicted.is_cancelled())
             .collect()
     }
 
-    #[test]
-    fn source_at_its_limit_loses_its_own_oldest() {
+    /// As many as fit.
+    fn crowd(places: &Arc<Places>, count: usize) -> Vec<Place> {
+        (0..count)
+            .map(|_| places.enter(ip("10.0.0.1")).unwrap())
+            .collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn source_at_its_limit_loses_its_own_oldest() {
         let places = of(3, 100);
-        let other = places.enter(ip("10.0.0.9"));
-        let mut crowd: Vec<_> = (0..3).map(|_| places.enter(ip("10.0.0.1"))).collect();
+        let other = [places.enter(ip("10.0.0.9")).unwrap()];
+        let mut crowd = crowd(&places, 3);
+        advance(SETTLED).await;
         assert!(evicted(&crowd).is_empty(), "at the limit");
-        crowd.push(places.enter(ip("10.0.0.1")));
+        crowd.push(places.enter(ip("10.0.0.1")).unwrap());
         assert_eq!(evicted(&crowd), [0], "one above it");
-        assert!(!is_evicted(&other));
+        assert!(evicted(&other).is_empty());
         assert_eq!(places.taken(), 4);
         drop(crowd.remove(1));
-        crowd.push(places.enter(ip("10.0.0.1")));
+        crowd.push(places.enter(ip("10.0.0.1")).unwrap());
         assert_eq!(evicted(&crowd), [0], "one left by itself");
         drop(crowd);
         assert_eq!(places.taken(), 1);
     }
 
-    #[test]
-    fn full_listener_takes_from_the_source_with_the_most() {
+    #[tokio::test(start_paused = true)]
+    async fn burst_of_one_source_does_not_push_itself_out() {
+        let places = of(3, 100);
+        let crowd = crowd(&places, 3);
+        advance(SETTLED - Duration::from_millis(1)).await;
+        assert!(places.enter(ip("10.0.0.1")).is_none(), "turned away");
+        assert!(evicted(&crowd).is_empty());
+        assert!(
+            places.enter(ip("10.0.0.2")).is_some(),
+            "others are not meant"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn full_listener_takes_from_the_source_with_the_most_however_young() {
         let places = of(100, 5);
-        let alone = places.enter(ip("10.0.0.9"));
-        let crowd: Vec<_> = (0..4).map(|_| places.enter(ip("10.0.0.1"))).collect();
-        assert!(evicted(&crowd).is_empty(), "at the limit");
-        let newcomer = places.enter(ip("10.0.0.5"));
+        let alone = [places.enter(ip("10.0.0.9")).unwrap()];
+        let crowd = crowd(&places, 4);
+        assert!(places.enter(ip("10.0.0.1")).is_none(), "the crowd is full");
+        let newcomer = [places.enter(ip("10.0.0.5")).unwrap()];
         assert_eq!(evicted(&crowd), [0]);
-        assert!(!is_evicted(&alone) && !is_evicted(&newcomer));
+        assert!(evicted(&alone).is_empty() && evicted(&newcomer).is_empty());
         assert_eq!(places.taken(), 5);
         drop((alone, crowd, newcomer));
         assert_eq!(places.taken(), 0);
@@ -240,10 +277,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn eviction_wakes_who_waits_for_it() {
         let places = of(1, 1);
-        let first = places.enter(ip("10.0.0.1"));
-        let wait = tokio::time::timeout(Duration::from_secs(1), first.evicted());
+        let first = places.enter(ip("10.0.0.1")).unwrap();
+        let wait = timeout(SETTLED, first.evicted());
         assert!(wait.await.is_err(), "nobody else is there");
-        let _second = places.enter(ip("10.0.0.1"));
+        let _second = places.enter(ip("10.0.0.1")).unwrap();
         first.evicted().await;
     }
 }

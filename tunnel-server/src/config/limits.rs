@@ -45,13 +45,14 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "preAuthPerSource",
         "1024",
-        "connections from one address (IPv6: one /64) without a verified credential yet, or on the doors without a \
-         request; one more pushes out the oldest of that address; agents and callers are counted apart",
+        "connections from one address (IPv6: one /64) to the agents' port without a verified credential yet; one more \
+         pushes out the oldest of that address, or is turned away while that is younger than 1 s",
     ),
     (
         "preAuthTotal",
         "4096",
-        "the same from all addresses; one more pushes out the oldest of the address with the most",
+        "the same from all addresses, and apart from that connections of callers that have sent no request yet; one more \
+         pushes out the oldest of the address with the most",
     ),
     (
         "streamWindow",
@@ -226,6 +227,15 @@ impl Limits {
     #[must_use]
     pub fn expired(&self) -> Duration {
         EXPIRED_MOST.min(self.certificate_life)
+    }
+
+    /// The same for callers, of whom one may be a Prometheus with thousands of targets.
+    #[must_use]
+    pub fn pre_auth_callers(&self) -> PlaceLimits {
+        PlaceLimits {
+            per_source: self.pre_auth_total,
+            total: self.pre_auth_total,
+        }
     }
 
     /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.

@@ -167,7 +167,7 @@ impl Bench {
             peer,
             fate: Arc::default(),
             hangup: Hangup::never(),
-            place: self.doors.strangers.enter(peer.ip()),
+            place: self.doors.strangers.enter(peer.ip()).unwrap(),
         };
         let serve = serve(self.doors.clone(), door(), served, line);
         self.doors.shutdown.spawn_work(serve);
