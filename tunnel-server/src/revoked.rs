@@ -124,8 +124,8 @@ impl Revocations {
         })
     }
 
-    /// Ends live sessions whose certificate is revoked: at once when it is by this process, within
-    /// [`LOOK_EVERY`] when the file was changed.
+    /// Ends live sessions whose certificate is revoked: at once when it is by this process, within 5 s when the file was
+    /// changed.
     pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
         let mut changed = self.version.subscribe();
