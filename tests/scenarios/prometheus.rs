@@ -91,6 +91,72 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     Ok(())
 }
 
+/// DNS-14: the rules of the guide's ServiceMonitors, and ours, which leaves targets without the label alone.
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_targets()
+-> Result<()> {
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter]);
+    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+        return Ok(());
+    };
+    let scratch = ScratchDir::new()?;
+    let mut exporters = Vec::new();
+    for edge in sites.edges() {
+        exporters.push(node_exporter(edge, scratch.path())?);
+    }
+    // In the kubelet's place: what answers is not what its rule is about.
+    let kubelet = Program::tool(Tool::NodeExporter)?
+        .arg("--web.listen-address=192.168.33.221:9101")
+        .arg("--collector.disable-defaults");
+    let _kubelet = kubelet.inside(Some(sites.edges()[0].node())).start()?;
+    let arguments = [
+        "--http-proxy-ports",
+        "9100, 9101",
+        "--proxy-port-listen",
+        "0.0.0.0",
+        "--allow-unauthenticated",
+    ];
+    let fleet = Fleet::start(&sites, &arguments).await?;
+    let prometheus = prometheus(sites.cloud(), &scratch, MONITORS, API)?;
+    eventually(
+        "the targets of the guide and the spared one",
+        SCRAPE_PATIENCE,
+        async || {
+            let targets = active_targets(&sites).await?;
+            let mut found: Vec<_> = targets
+                .iter()
+                .map(|target| {
+                    (
+                        target["labels"]["job"].as_str(),
+                        target["labels"]["instance"].as_str(),
+                        target["health"] == "up",
+                    )
+                })
+                .map(|(job, instance, up)| {
+                    (job.unwrap_or_default(), instance.unwrap_or_default(), up)
+                })
+                .collect();
+            found.sort_unstable();
+            let expected = [
+                // The guide's own rule loses its address; that something answers is because Prometheus dials this host then.
+                ("guide-without-label", ":9090", true),
+                ("kubelet", "worker-1:9101", true),
+                ("node-exporter", "worker-1:9100", true),
+                ("node-exporter", "worker-2:9100", true),
+                ("ours", "127.0.0.1:9090", true),
+                ("ours", "worker-1:9100", true),
+            ];
+            ensure!(
+                found == expected,
+                "targets: {targets:#?}; {prometheus}; {fleet:?}"
+            );
+            Ok(())
+        },
+    )
+    .await;
+    Ok(())
+}
+
 /// The page without the line that tells how long collecting it took.
 fn stable_part(page: &str) -> Vec<&str> {
     page.lines()
@@ -176,6 +242,42 @@ scrape_configs:
     static_configs:
       - { targets: ["192.168.33.221:9100"], labels: { __meta_kubernetes_pod_node_name: worker-1 } }
       - { targets: ["192.168.33.221:9100"], labels: { __meta_kubernetes_pod_node_name: worker-2 } }
+    relabel_configs:
+      - source_labels: [__meta_kubernetes_pod_node_name, __address__]
+        regex: (.+);.*:(.*)
+        replacement: $1:$2
+        target_label: __address__
+"#;
+
+/// Targets as the guide's ServiceMonitors find them, by address with the labels of discovery; and one without the label:
+/// Prometheus itself.
+const MONITORS: &str = r#"
+global: { scrape_interval: 1s, scrape_timeout: 1s }
+scrape_configs:
+  - job_name: kubelet
+    static_configs:
+      - { targets: ["192.168.33.221:9101"], labels: { __meta_kubernetes_endpoint_address_target_name: worker-1 } }
+    relabel_configs:
+      - source_labels: [__meta_kubernetes_endpoint_address_target_name, __address__]
+        regex: (.*);.*:(.*)
+        replacement: $1:$2
+        target_label: __address__
+  - job_name: node-exporter
+    static_configs:
+      - { targets: ["192.168.33.221:9100"], labels: { __meta_kubernetes_pod_node_name: worker-1 } }
+      - { targets: ["192.168.33.221:9100"], labels: { __meta_kubernetes_pod_node_name: worker-2 } }
+    relabel_configs: &guide
+      - source_labels: [__meta_kubernetes_pod_node_name, __address__]
+        regex: (.*);.*:(.*)
+        replacement: $1:$2
+        target_label: __address__
+  - job_name: guide-without-label
+    static_configs: [{ targets: ["127.0.0.1:9090"] }]
+    relabel_configs: *guide
+  - job_name: ours
+    static_configs:
+      - { targets: ["192.168.33.221:9100"], labels: { __meta_kubernetes_pod_node_name: worker-1 } }
+      - { targets: ["127.0.0.1:9090"] }
     relabel_configs:
       - source_labels: [__meta_kubernetes_pod_node_name, __address__]
         regex: (.+);.*:(.*)

@@ -1,10 +1,10 @@
-//! The stand-in and the real kubectl understand each other: every kubectl that is here, Debian's among them.
+//! The API server and the real kubectl understand each other: every kubectl that is here, Debian's among them.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::apiserver::{Setup, StandIn};
+use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::process::{Finished, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
@@ -51,16 +51,46 @@ pub(super) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
     Ok(all)
 }
 
-async fn with_each(check: impl AsyncFn(&Kubectl, &Path) -> Result<()>) -> Result<()> {
+async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl, &Path) -> Result<()>) -> Result<()> {
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
     for file in files {
-        let stand_in = StandIn::start(Setup::default())?;
-        let kubectl = Kubectl::new(file, stand_in.admin_kubeconfig()?)?;
+        let Some(cluster) = Cluster::start(kind).await? else {
+            return Ok(());
+        };
+        let kubectl = Kubectl::new(file, cluster.admin_kubeconfig()?)?;
         check(&kubectl, kubectl.home.path()).await?;
     }
     Ok(())
+}
+
+mod stand_in {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
+        with_each(Kind::StandIn, every_kind).await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
+        with_each(Kind::StandIn, servers_side).await
+    }
+}
+
+mod real {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
+        with_each(Kind::Real, every_kind).await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
+        with_each(Kind::Real, servers_side).await
+    }
 }
 
 /// One object of each kind that matters.
@@ -95,174 +125,194 @@ fn manifests() -> Value {
     ])
 }
 
-#[tokio::test]
-async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
-    with_each(async |kubectl, folder| {
-        let mut list = json!({ "apiVersion": "v1", "kind": "List", "items": manifests() });
-        let file = folder.join("all.json");
-        std::fs::write(&file, list.to_string())?;
-        let file = file.to_string_lossy().into_owned();
-        let applied = kubectl.ok(&["apply", "-f", &file]).await?;
-        ensure!(
-            applied
-                .lines()
-                .filter(|line| line.ends_with("created"))
-                .count()
-                == 14,
-            "{applied}"
-        );
-        let again = kubectl.ok(&["apply", "-f", &file]).await?;
-        ensure!(
-            again.lines().all(|line| line.ends_with("unchanged")),
-            "{again}"
-        );
+async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
+    let mut list = json!({ "apiVersion": "v1", "kind": "List", "items": manifests() });
+    let file = folder.join("all.json");
+    std::fs::write(&file, list.to_string())?;
+    let file = file.to_string_lossy().into_owned();
+    let applied = kubectl.ok(&["apply", "-f", &file]).await?;
+    ensure!(
+        applied
+            .lines()
+            .filter(|line| line.ends_with("created"))
+            .count()
+            == 14,
+        "{applied}"
+    );
+    let again = kubectl.ok(&["apply", "-f", &file]).await?;
+    ensure!(
+        again.lines().all(|line| line.ends_with("unchanged")),
+        "{again}"
+    );
 
-        // A key that the file no longer has goes; one that somebody else wrote stays.
-        kubectl
-            .ok(&[
-                "-n",
-                "kube-system",
-                "patch",
-                "configmap",
-                "x",
-                "--type=merge",
-                "-p",
-                r#"{"data":{"c":"3"}}"#,
-            ])
-            .await?;
-        list["items"][1]["data"] = json!({ "a": "4" });
-        list["items"][3]["spec"]["ports"][0]["targetPort"] = 10265.into();
-        std::fs::write(&file, list.to_string())?;
-        let changed = kubectl.ok(&["apply", "-f", &file]).await?;
-        ensure!(
-            changed
-                .lines()
-                .filter(|line| line.ends_with("configured"))
-                .count()
-                == 2,
-            "{changed}"
-        );
-        let map = kubectl
-            .json(&["-n", "kube-system", "get", "cm", "x"])
-            .await?;
-        ensure!(map["data"] == json!({ "a": "4", "c": "3" }), "{map}");
+    // A key that the file no longer has goes; one that somebody else wrote stays.
+    kubectl
+        .ok(&[
+            "-n",
+            "kube-system",
+            "patch",
+            "configmap",
+            "x",
+            "--type=merge",
+            "-p",
+            r#"{"data":{"c":"3"}}"#,
+        ])
+        .await?;
+    list["items"][1]["data"] = json!({ "a": "4" });
+    list["items"][3]["spec"]["ports"][0]["targetPort"] = 10265.into();
+    std::fs::write(&file, list.to_string())?;
+    let changed = kubectl.ok(&["apply", "-f", &file]).await?;
+    ensure!(
+        changed
+            .lines()
+            .filter(|line| line.ends_with("configured"))
+            .count()
+            == 2,
+        "{changed}"
+    );
+    let map = kubectl
+        .json(&["-n", "kube-system", "get", "cm", "x"])
+        .await?;
+    ensure!(map["data"] == json!({ "a": "4", "c": "3" }), "{map}");
 
-        kubectl
-            .ok(&[
-                "label",
-                "node",
-                "worker-1",
-                "openyurt.io/is-edge-worker=true",
-            ])
-            .await?;
-        kubectl.ok(&["label", "node", "worker-1", "zone-"]).await?;
-        kubectl
-            .ok(&["annotate", "node", "worker-1", "note=x"])
-            .await?;
-        let edge = kubectl
-            .json(&[
-                "get",
-                "nodes",
-                "-l",
-                "openyurt.io/is-edge-worker=true,!zone",
-            ])
-            .await?;
-        ensure!(edge["items"].as_array().map(Vec::len) == Some(1), "{edge}");
-        kubectl
-            .ok(&[
-                "-n",
-                "kube-system",
-                "patch",
-                "svc",
-                "x",
-                "-p",
-                r#"{"spec":{"ports":[{"port":9100,"name":"dnat-9100"}]}}"#,
-            ])
-            .await?;
-        let service = kubectl
-            .json(&["-n", "kube-system", "get", "svc", "x"])
-            .await?;
-        let names: Vec<_> = service["spec"]["ports"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|port| &port["name"])
-            .collect();
-        ensure!(
-            names == ["dnat-9100", "http"] || names == ["http", "dnat-9100"],
-            "{service}"
-        );
-
-        for kind in [
+    kubectl
+        .ok(&[
+            "label",
+            "node",
+            "worker-1",
+            "openyurt.io/is-edge-worker=true",
+        ])
+        .await?;
+    kubectl.ok(&["label", "node", "worker-1", "zone-"]).await?;
+    kubectl
+        .ok(&["annotate", "node", "worker-1", "note=x"])
+        .await?;
+    let edge = kubectl
+        .json(&[
+            "get",
             "nodes",
+            "-l",
+            "openyurt.io/is-edge-worker=true,!zone",
+        ])
+        .await?;
+    ensure!(edge["items"].as_array().map(Vec::len) == Some(1), "{edge}");
+    kubectl
+        .ok(&[
+            "-n",
+            "kube-system",
+            "patch",
             "svc",
-            "cm",
-            "pods",
-            "secrets",
-            "leases",
-            "sa",
-            "ep",
-            "deploy",
-            "ds",
-            "roles",
-            "rolebindings",
-            "clusterroles",
-            "clusterrolebindings",
-            "events",
-        ] {
-            kubectl.ok(&["-n", "kube-system", "get", kind]).await?;
-            if kind != "events" {
-                let name = if kind == "nodes" { "worker-1" } else { "x" };
-                let told = kubectl
-                    .ok(&["-n", "kube-system", "describe", kind, name])
-                    .await?;
-                ensure!(told.contains(name), "{kind}: {told}");
-            }
-        }
-        let table = kubectl.ok(&["-n", "kube-system", "get", "svc"]).await?;
-        ensure!(
-            table.contains("CLUSTER-IP") && table.contains("9100/TCP"),
-            "{table}"
-        );
+            "x",
+            "-p",
+            r#"{"spec":{"ports":[{"port":9100,"name":"dnat-9100"}]}}"#,
+        ])
+        .await?;
+    let service = kubectl
+        .json(&["-n", "kube-system", "get", "svc", "x"])
+        .await?;
+    let names: Vec<_> = service["spec"]["ports"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|port| &port["name"])
+        .collect();
+    ensure!(
+        names == ["dnat-9100", "http"] || names == ["http", "dnat-9100"],
+        "{service}"
+    );
 
-        let deleted = kubectl.ok(&["delete", "--wait=true", "-f", &file]).await?;
-        ensure!(
-            deleted
-                .lines()
-                .filter(|line| line.contains("deleted"))
-                .count()
-                == 14,
-            "{deleted}"
-        );
-        let missing = kubectl
-            .run(&["-n", "kube-system", "get", "cm", "x"])
-            .await?;
-        ensure!(
-            missing
-                .err
-                .contains("Error from server (NotFound): configmaps \"x\" not found"),
-            "{missing}"
-        );
-        Ok(())
-    })
-    .await
+    for kind in [
+        "nodes",
+        "svc",
+        "cm",
+        "pods",
+        "secrets",
+        "leases",
+        "sa",
+        "ep",
+        "deploy",
+        "ds",
+        "roles",
+        "rolebindings",
+        "clusterroles",
+        "clusterrolebindings",
+        "events",
+    ] {
+        kubectl.ok(&["-n", "kube-system", "get", kind]).await?;
+        if kind != "events" {
+            let name = if kind == "nodes" { "worker-1" } else { "x" };
+            let told = kubectl
+                .ok(&["-n", "kube-system", "describe", kind, name])
+                .await?;
+            ensure!(told.contains(name), "{kind}: {told}");
+        }
+    }
+    let table = kubectl.ok(&["-n", "kube-system", "get", "svc"]).await?;
+    ensure!(
+        table.contains("CLUSTER-IP") && table.contains("9100/TCP"),
+        "{table}"
+    );
+
+    let deleted = kubectl.ok(&["delete", "--wait=true", "-f", &file]).await?;
+    ensure!(
+        deleted
+            .lines()
+            .filter(|line| line.contains("deleted"))
+            .count()
+            == 14,
+        "{deleted}"
+    );
+    let missing = kubectl
+        .run(&["-n", "kube-system", "get", "cm", "x"])
+        .await?;
+    ensure!(
+        missing
+            .err
+            .contains("Error from server (NotFound): configmaps \"x\" not found"),
+        "{missing}"
+    );
+    Ok(())
 }
 
-#[tokio::test]
-async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
-    with_each(async |kubectl, folder| {
-        let file = folder.join("map.json");
-        let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "x", "namespace": "default" }, "data": { "a": "1" } });
-        std::fs::write(&file, map.to_string())?;
-        let file = file.to_string_lossy().into_owned();
-        kubectl.ok(&["apply", "--server-side", "--field-manager=first", "-f", &file]).await?;
-        std::fs::write(&file, map.to_string().replace("\"1\"", "\"2\""))?;
-        let refused = kubectl.run(&["apply", "--server-side", "--field-manager=second", "-f", &file]).await?;
-        ensure!(refused.err.contains("conflict") && refused.err.contains("first"), "{refused}");
-        kubectl.ok(&["apply", "--server-side", "--force-conflicts", "--field-manager=second", "-f", &file]).await?;
-        let map = kubectl.json(&["get", "cm", "x"]).await?;
-        ensure!(map["data"]["a"] == "2", "{map}");
-        Ok(())
-    })
-    .await
+async fn servers_side(kubectl: &Kubectl, folder: &Path) -> Result<()> {
+    let file = folder.join("map.json");
+    let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "x", "namespace": "default" }, "data": { "a": "1" } });
+    std::fs::write(&file, map.to_string())?;
+    let file = file.to_string_lossy().into_owned();
+    kubectl
+        .ok(&[
+            "apply",
+            "--server-side",
+            "--field-manager=first",
+            "-f",
+            &file,
+        ])
+        .await?;
+    std::fs::write(&file, map.to_string().replace("\"1\"", "\"2\""))?;
+    let refused = kubectl
+        .run(&[
+            "apply",
+            "--server-side",
+            "--field-manager=second",
+            "-f",
+            &file,
+        ])
+        .await?;
+    ensure!(
+        refused.err.contains("conflict") && refused.err.contains("first"),
+        "{refused}"
+    );
+    kubectl
+        .ok(&[
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "--field-manager=second",
+            "-f",
+            &file,
+        ])
+        .await?;
+    let map = kubectl.json(&["get", "cm", "x"]).await?;
+    ensure!(map["data"]["a"] == "2", "{map}");
+    Ok(())
 }
