@@ -1,6 +1,7 @@
 # Each target is a line or two that a person can also type. `make help` lists them.
 
 ARGS ?=
+HOURS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak faults lint audit docs tools
@@ -20,10 +21,13 @@ faults: ## the fault matrix with full clocks, about 11 minutes; ONLY=F06,F14 SEE
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin faults
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/faults $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
-soak: ## what takes longer than `make test` allows: 60-second certificates for three lives, and 20 million inputs for each decoder
+soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 for about that long (1 is the default)
 	cargo build --workspace --bins
 	cargo test -p tunnel-tests --test scenarios -- --ignored --nocapture
-	CULVERT_FUZZ_EXECUTIONS=20000000 cargo test -p tunnel-tests --test scenarios -- fuzz_
+	CULVERT_TEST_BULK_GIB=10 cargo test -p tunnel-tests --test scenarios -- bulk::
+	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-tests --test scenarios -- fuzz_
+	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
+	$(MAKE) faults
 
 lint: ## formatting, clippy, documentation, and what each crate may depend on
 	cargo fmt --all --check

@@ -28,6 +28,7 @@ macro_rules! on_both {
 mod hosts_file;
 mod kubectl;
 mod leader;
+mod names;
 mod outage;
 mod ports;
 mod quiet;

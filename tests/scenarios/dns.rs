@@ -64,7 +64,7 @@ async fn client_that_knows(world: &World, node: &str) -> Result<DnsClient> {
 
 /// Tells a figure that was measured on the way.
 #[expect(clippy::print_stderr, reason = "shown with the test's output")]
-fn tell(figure: &str) {
+pub(crate) fn tell(figure: &str) {
     eprintln!("{figure}");
 }
 

@@ -268,9 +268,15 @@ impl Config {
                 format!("would bind more than {EXTRA_PORTS_MAX} ports"),
             );
         }
+        let gives_records = !raw.dns_answer.is_empty() || !raw.dns_records.is_empty();
+        let unused_records = (config.kubernetes.is_some() && gives_records).then(|| {
+            "--dns-answer and dnsRecords are not used in a cluster: its Nodes and the internal Service say the records"
+                .to_owned()
+        });
         let warnings = standalone
             .into_iter()
             .chain(config.limits.hard_bound_warning())
+            .chain(unused_records)
             .collect();
         mistakes.finish(Self { warnings, ..config })
     }

@@ -216,7 +216,7 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
         let text = told(&server, "/metrics").await?;
         ensure!(
             text.lines()
-                .any(|line| line == "tunnel_server_dns_records 3"),
+                .any(|line| line == "tunnel_server_kubernetes_records 3"),
             "not yet"
         );
         Ok(())

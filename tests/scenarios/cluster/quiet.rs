@@ -50,7 +50,7 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     let bytes = map["data"]["tunnel-nodes"].as_str().map_or(0, str::len);
     let metrics = told(&server, "/metrics").await?;
     ensure!(
-        metrics.contains(&format!("tunnel_server_dns_records_bytes {bytes}")),
+        metrics.contains(&format!("tunnel_server_kubernetes_records_bytes {bytes}")),
         "the size is not told"
     );
 

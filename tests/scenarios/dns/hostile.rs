@@ -3,62 +3,27 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use rand::rngs::SmallRng;
-use rand::{RngExt, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tunnel_tests::dns::{Message, RecordType, ResponseCode, corpus, keeps_the_rules, query};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 use tunnel_tests::world::{PATIENCE, World};
+
+/// Beyond what a query may have.
+const LONGEST: usize = 1024;
 
 use super::{client, client_that_knows, listener, nobody, with_dns, world};
 
 #[test]
-fn half_a_million_messages_keep_the_rules() -> Result<()> {
-    let corpus = corpus()?;
-    for message in &corpus {
-        keeps_the_rules(message)?;
-    }
-    let mut random = SmallRng::seed_from_u64(20_250_731);
-    for _ in corpus.len()..500_000 {
-        let message = mutate(&corpus, &mut random);
-        keeps_the_rules(&message).with_context(|| format!("{message:02x?}"))?;
-    }
-    Ok(())
-}
-
-/// A message of the corpus with bytes changed, cut, doubled or joined with another one; now and then only noise.
-fn mutate(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
-    let pick = |random: &mut SmallRng| corpus[random.random_range(0..corpus.len())].clone();
-    let mut message = pick(random);
-    for _ in 0..random.random_range(1..6) {
-        let at = random.random_range(0..=message.len());
-        match random.random_range(0..7) {
-            0 => message.truncate(at),
-            1 => message.insert(at, random.random()),
-            2 => message.extend_from_within(at..),
-            3 => message.extend(pick(random)),
-            4 => {
-                message = (0..random.random_range(0..64))
-                    .map(|_| random.random())
-                    .collect()
-            }
-            // A pointer of a compressed name.
-            5 => message
-                .splice(
-                    at..at,
-                    [0xc0 | random.random_range(0..2_u8), random.random()],
-                )
-                .for_each(drop),
-            _ => {
-                if let Some(byte) = message.get_mut(at) {
-                    *byte ^= 1 << random.random_range(0..8);
-                }
-            }
+fn fuzz_messages_keep_the_rules() -> Result<()> {
+    fuzz(&corpus()?, (EXECUTIONS, 20_250_731), LONGEST, |message| {
+        if let Err(broken) = keeps_the_rules(message) {
+            panic!("{broken:#}");
         }
-    }
-    message
+    });
+    Ok(())
 }
 
 #[tokio::test]

