@@ -19,6 +19,10 @@ const EDGES: [u8; 9] = [0, 1, 0x7f, 0x80, 0xff, 0xfe, 0xc0, b'\n', b'.'];
 ///
 /// # Panics
 /// When `target` does; the input is printed as hexadecimal.
+#[expect(
+    clippy::panic,
+    reason = "a mistyped variable must not pass for a long run"
+)]
 pub fn fuzz(
     corpus: &[Vec<u8>],
     (executions, seed): (u32, u64),
@@ -31,7 +35,9 @@ pub fn fuzz(
     // More for all in proportion: some parts check signatures, and get fewer inputs.
     let executions = match std::env::var(VARIABLE) {
         Ok(text) => {
-            let wanted: u64 = text.parse().unwrap_or_else(|_| panic!("{VARIABLE}={text} is no number"));
+            let wanted: u64 = text
+                .parse()
+                .unwrap_or_else(|_| panic!("{VARIABLE}={text} is no number"));
             wanted * u64::from(executions) / u64::from(EXECUTIONS)
         }
         Err(_unset) => executions.into(),

@@ -108,30 +108,30 @@ impl Addresses {
 
 impl RecordSet {
     /// The records of these nodes, edge nodes answering with `tunnel`. A name that stands for several nodes belongs to the
-    /// node whose own name it is; a hostname that several others claim, to the first by name.
+    /// node whose own name it is; a hostname that several others claim has no record, as it leads nowhere in routes.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node> + Clone, tunnel: Addresses) -> Self {
-        let mut records = BTreeMap::new();
         let answer = |node: &Node| match &node.place {
             Place::Edge => tunnel,
             Place::Cloud(own) => Addresses::first_of(own.iter().copied()),
         };
+        let mut aliases = BTreeMap::new();
         for node in nodes.clone() {
-            records.insert(node.name.clone(), answer(node));
+            if let Some(alias) = &node.hostname {
+                let claims = aliases.entry(alias.clone()).or_insert_with(Vec::new);
+                claims.push(answer(node));
+            }
         }
-        let mut aliases: Vec<_> = nodes
+        let alone = aliases
             .into_iter()
-            .filter_map(|node| {
-                node.hostname
-                    .as_ref()
-                    .map(|alias| (&node.name, alias, node))
-            })
-            .collect();
-        aliases.sort_by_key(|(name, ..)| *name);
-        for (_, alias, node) in aliases {
-            records.entry(alias.clone()).or_insert_with(|| answer(node));
-        }
-        records.retain(|_, addresses| !addresses.is_empty());
-        Self(records)
+            .filter_map(|(alias, claims)| match claims[..] {
+                [answer] => Some((alias, answer)),
+                _ => None,
+            });
+        let own = nodes
+            .into_iter()
+            .map(|node| (node.name.clone(), answer(node)));
+        // Own names come last, so that they win.
+        Self::of(alone.chain(own))
     }
 
     /// Names with their addresses as they are; a name without any has no record.
@@ -278,7 +278,7 @@ mod tests {
         let records = RecordSet::new(&nodes, Addresses::default());
         let get = |text| records.get(&name(text)).unwrap();
         assert_eq!(get("a"), tunnel(&["10.0.0.1"]));
-        assert_eq!(get("shared"), tunnel(&["10.0.0.1"]));
+        assert_eq!(records.get(&name("shared")), None, "claimed by two");
         assert_eq!(get("C"), tunnel(&["10.0.0.3"]));
     }
 

@@ -160,7 +160,8 @@ async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
         assert_eq!(request.field("Injected"), None, "seed {seed}: {request:?}");
     }
     assert!(
-        target.requests().len() > 100,
+        // Most are refused; those that are not show that the rest says something.
+        target.requests().len() > 20,
         "{} got through",
         target.requests().len()
     );

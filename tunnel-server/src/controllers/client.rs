@@ -58,6 +58,13 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
             )])
         })?,
     };
+    if config.auth_info.exec.is_some() || config.auth_info.auth_provider.is_some() {
+        return Err(ConfigError(vec![
+            "--kubeconfig: its user gets credentials from another program (exec, auth-provider), and this server starts none; \
+             give it a token, a token file or a client certificate"
+                .to_owned(),
+        ]));
+    }
     config.connect_timeout = Some(CONNECT_LIMIT);
     config.read_timeout = Some(READ_LIMIT);
     config.reset_reader_on_write = true;

@@ -226,7 +226,7 @@ impl NodeSet {
             });
             match own {
                 Ok(name) => {
-                    let other = facts.hostname.as_deref().map(node_name);
+                    let other = facts.hostname.as_deref().map(|text| host_name(text, &name));
                     let hostname = match other {
                         None => None,
                         Some(Ok(hostname)) => Some(hostname).filter(|hostname| *hostname != name),
@@ -304,6 +304,18 @@ fn node_name(text: &str) -> Result<NodeName, String> {
     let name: NodeName = text.parse().map_err(|error| format!("{error}"))?;
     if is_reserved(&name) {
         return Err("names of this form belong to the host or to Services".into());
+    }
+    Ok(name)
+}
+
+/// The Hostname address of a node: its kubelet writes it, so it may be one label, or the node's own name in a domain, but no
+/// name of anybody else's domain.
+fn host_name(text: &str, own: &NodeName) -> Result<NodeName, String> {
+    let name = node_name(text)?;
+    let is_own = name.as_str().strip_prefix(own.as_str());
+    let is_in_domain = is_own.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    if name.as_str().contains('.') && !is_in_domain {
+        return Err("a host name of several labels has to begin with the node's own name".into());
     }
     Ok(name)
 }

@@ -92,7 +92,13 @@ impl Writers {
                 }
                 () = sleep_until(due.when()), if leads => {
                     let is_fresh = Instant::now() >= fresh_at;
-                    match self.sync(is_fresh).await {
+                    // Writes carry the version that they change, so one may be left off midway.
+                    let synced = tokio::select! {
+                        biased;
+                        () = stop.cancelled() => return,
+                        synced = self.sync(is_fresh) => synced,
+                    };
+                    match synced {
                         Ok(()) => {
                             backoff.reset();
                             if is_fresh {

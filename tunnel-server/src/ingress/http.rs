@@ -26,7 +26,7 @@ use super::fields::{
 };
 use super::record::Record;
 use super::socket::{Fate, Hangup, Unfinished, read_away};
-use super::target::{Destination, Facts, decide};
+use super::target::{Destination, Facts, Scheme, decide};
 use super::upstream::{Carrier, Kept, Purpose, Way};
 use super::{Door, DoorLimits, Doors, Line};
 use crate::pods::Pod;
@@ -275,7 +275,9 @@ impl Caller {
             failure.outcome,
             Outcome::UnknownNode | Outcome::AmbiguousAddress
         );
-        let pod = Pod::of_path(request.uri().path()).filter(|_| leads_nowhere);
+        // Kubelets stream over TLS only, and nobody on the plain door is to make the cluster work.
+        let may_ask = leads_nowhere && self.door.scheme == Scheme::Https;
+        let pod = Pod::of_path(request.uri().path()).filter(|_| may_ask);
         let (Some(pods), Some(pod)) = (&self.doors.pods, pod) else {
             return Err(failure);
         };

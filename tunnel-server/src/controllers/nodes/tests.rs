@@ -137,7 +137,7 @@ fn list_replaces_what_was_there_only_when_it_is_complete() {
 #[test]
 fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
     let addresses = [
-        ("Hostname", "Host-1.example"),
+        ("Hostname", "Worker-1.example"),
         ("InternalIP", "10.0.0.1"),
         ("InternalIP", "fd00::1"),
         ("ExternalIP", "1.2.3.4"),
@@ -149,7 +149,7 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
     let routes = set.routes();
     assert_eq!(
         routes[0].hostname.as_ref().map(NodeName::as_str),
-        Some("host-1.example")
+        Some("worker-1.example")
     );
     let texts: Vec<_> = routes[0].addresses.iter().map(IpAddr::to_string).collect();
     assert_eq!(texts, ["10.0.0.1", "fd00::1", "1.2.3.4"]);

@@ -149,7 +149,22 @@ impl Bench {
 
     /// The whole answer to a request.
     pub(super) async fn ask(&self, request: &str) -> String {
-        let mut caller = self.connect();
+        self.ask_at(door(), request).await
+    }
+
+    /// The same at a door for https targets, behind its TLS.
+    pub(super) async fn ask_secure(&self, request: &str) -> String {
+        let secure = Door {
+            name: "https",
+            scheme: Scheme::Https,
+            implied_port: None,
+            tls: None,
+        };
+        self.ask_at(Arc::new(secure), request).await
+    }
+
+    async fn ask_at(&self, door: Arc<Door>, request: &str) -> String {
+        let mut caller = self.connect_at(door);
         let ask = async {
             caller.write_all(request.as_bytes()).await.unwrap();
             let mut answer = String::new();
@@ -161,6 +176,10 @@ impl Bench {
 
     /// A caller's connection in memory.
     pub(super) fn connect(&self) -> DuplexStream {
+        self.connect_at(door())
+    }
+
+    fn connect_at(&self, door: Arc<Door>) -> DuplexStream {
         let (caller, served) = tokio::io::duplex(64 << 10);
         let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let line = Line {
@@ -169,7 +188,7 @@ impl Bench {
             hangup: Hangup::never(),
             place: self.doors.strangers.enter(peer.ip()).unwrap(),
         };
-        let serve = serve(self.doors.clone(), door(), served, line);
+        let serve = serve(self.doors.clone(), door, served, line);
         self.doors.shutdown.spawn_work(serve);
         caller
     }

@@ -32,7 +32,7 @@ async fn kubelet_path_with_a_host_that_leads_nowhere_goes_to_the_node_of_its_pod
         assert_eq!(header.kind, StreamKind::Target(Target::Node(port)));
         stream.refuse(RefusalCode::TargetRefused, "").await;
     };
-    let (answer, ()) = tokio::join!(bench.ask(exec), known);
+    let (answer, ()) = tokio::join!(bench.ask_secure(exec), known);
     assert!(
         answer.contains("X-Tunnel-Error: target_refused\r\n"),
         "{answer}"
@@ -41,14 +41,20 @@ async fn kubelet_path_with_a_host_that_leads_nowhere_goes_to_the_node_of_its_pod
         let question = questions.recv().await.unwrap();
         question.answer.send(None).unwrap();
     };
-    let (answer, ()) = tokio::join!(bench.ask(exec), unknown);
+    let (answer, ()) = tokio::join!(bench.ask_secure(exec), unknown);
     assert!(
         answer.contains("X-Tunnel-Error: unknown_node\r\n"),
         "{answer}"
     );
     // Other paths, and hosts that lead somewhere, ask nobody.
     let elsewhere = exec.replace("/exec/default/web-0/nginx?command=ls", "/metrics");
-    let answer = bench.ask(&elsewhere).await;
+    let answer = bench.ask_secure(&elsewhere).await;
+    assert!(
+        answer.contains("X-Tunnel-Error: unknown_node\r\n"),
+        "{answer}"
+    );
+    // Nor does the plain door.
+    let answer = bench.ask(exec).await;
     assert!(
         answer.contains("X-Tunnel-Error: unknown_node\r\n"),
         "{answer}"
