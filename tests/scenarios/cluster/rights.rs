@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind, Objects};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Listener;
@@ -75,8 +75,13 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     lab.objects().remove("worker-1").await?;
     lab.wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
         .await;
+    // Pods are looked up for callers of the TLS door.
+    let door = Door::tls(
+        server.address(Listener::Https),
+        ClientTls::insecure("worker-1", None)?,
+    );
     let _answer = request(
-        server.address(Listener::Http),
+        door,
         &RawRequest::get("203.0.113.1:10250", "/containerLogs/default/pod/main"),
     )
     .await?;
