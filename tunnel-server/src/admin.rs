@@ -228,7 +228,7 @@ fn create_token(state: &AdminState, wish: CreateToken) -> Result<CreatedToken, R
     ))
 }
 
-/// Revokes a node's certificates and takes its tokens back; says how many of those could still be used. Blocks the thread.
+/// Takes a node's tokens back and revokes its certificates; says how many of those could still be used. Blocks the thread.
 ///
 /// # Errors
 /// When it cannot be kept; for a running server it holds until its end all the same.
@@ -237,10 +237,10 @@ pub fn revoke_node(
     tokens: &TokenStore,
     node: &NodeName,
 ) -> io::Result<usize> {
-    let now = SystemTime::now();
-    // Both, whatever becomes of the first: a token would buy the same key another certificate.
-    let certificates = revocations.revoke(node, now);
-    let tokens = tokens.revoke_of(node, now);
+    // Both, whatever becomes of the first: a token would buy the same key another certificate. Tokens first: what one
+    // buys until then is dated before the revocation.
+    let tokens = tokens.revoke_of(node, SystemTime::now());
+    let certificates = revocations.revoke(node, SystemTime::now());
     certificates.and(tokens)
 }
 

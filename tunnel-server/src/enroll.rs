@@ -112,13 +112,15 @@ impl Enrollment {
         }
         // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
         let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
+        // Before the token is judged: revoking a node takes its tokens back first and its certificates after that.
+        let revoked = renewals.revocations.of_node(&request.node_name);
         let grant = self.tokens.redeem(
             &request.token,
             &request.node_name,
             certificate_request.key_sha256(),
             now,
         )?;
-        let issued = renewals.issue(&certificate_request, &grant.node, now)?;
+        let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
         self.nodes.record(&grant.node, &[]);
         Ok((Some(grant.id), issued.reply))
     }

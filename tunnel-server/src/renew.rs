@@ -57,11 +57,13 @@ impl Renewals {
         let Some(node) = peer.node() else {
             return Err((EnrollCode::WrongNode, "not an agent".to_owned()));
         };
-        if self.revocations.holds_for(peer) {
+        // Read once: what the certificate is judged by is also what the next one is dated after.
+        let revoked = self.revocations.of_node(node);
+        if self.revocations.covers(revoked, peer) {
             return Err(self.revoked(node));
         }
         let request = AgentRequest::parse(csr).map_err(refusal)?;
-        self.issue(&request, node, now)
+        self.issue(&request, node, revoked, now)
     }
 
     /// For whoever proves to hold the key of a certificate that ended at most [`GRACE`] ago: its chain is judged as of
@@ -90,6 +92,7 @@ impl Renewals {
         if now < not_before {
             return Err(clock_wrong(not_before, now));
         }
+        let revoked = self.revocations.of_node(claimed);
         let judged_at = now.min(not_after);
         let since = judged_at
             .duration_since(SystemTime::UNIX_EPOCH)
@@ -118,21 +121,26 @@ impl Renewals {
         if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
             return Err(bad("the request is not for the certificate's key"));
         }
-        self.issue(&request, node, now)
+        self.issue(&request, node, revoked, now)
     }
 
-    /// Issues for a node whose right to it is established.
+    /// Issues for a node whose right to it is established. `revoked` is its revocation ([`Revocations::of_node`]) as
+    /// read before that right was judged: one that came since then refuses the certificate.
     ///
     /// # Errors
-    /// When the CA cannot sign.
+    /// When the CA cannot sign, or the node was revoked meanwhile.
     pub fn issue(
         &self,
         request: &AgentRequest,
         node: &NodeName,
+        revoked: Option<SystemTime>,
         now: SystemTime,
     ) -> Result<Renewed, Refusal> {
-        let dated = self.revocations.issue_time(node, now);
+        let dated = revoked::issue_time(revoked, now);
         let issued = self.ca.issue(request, node, dated).map_err(refusal)?;
+        if !self.revocations.confirm(node, revoked, dated) {
+            return Err(self.revoked(node));
+        }
         let bytes = |certificates: &[CertificateDer<'_>]| {
             certificates.iter().map(|der| der.to_vec()).collect()
         };

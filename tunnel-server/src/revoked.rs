@@ -33,6 +33,8 @@ pub struct Revocations {
 #[derive(Debug, Default)]
 struct State {
     nodes: BTreeMap<NodeName, SystemTime>,
+    /// When the newest certificate of each node that was shown or issued here was issued.
+    issued: BTreeMap<NodeName, SystemTime>,
     stamp: Option<Stamp>,
 }
 
@@ -68,13 +70,15 @@ impl Revocations {
         })
     }
 
-    /// Revokes every certificate of a node that was issued until now. Blocks the thread until that is on disk.
+    /// Revokes every certificate of a node that was issued until now, and whichever is known here whatever the clock
+    /// says: a revocation is later than the one before it and than what it is for. Blocks the thread until that is on
+    /// disk.
     ///
     /// # Errors
     /// When it cannot be kept; it holds until the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lock().nodes.insert(node.clone(), whole_seconds(now));
+        self.lock().revoke(node, now, &self.file);
         self.version.send_modify(|version| *version += 1);
         let _changing = self.file.lock()?;
         let content = {
@@ -90,25 +94,41 @@ impl Revocations {
     /// When a node's certificates were revoked last.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Option<SystemTime> {
-        let mut state = self.lock();
-        if let Err(error) = state.refresh(&self.file) {
-            warn!(%error, "cannot read the revocations again; those that are known hold");
-        }
-        state.nodes.get(node).copied()
+        self.lock().of_node(node, &self.file)
     }
 
     /// Whether a certificate is revoked.
     #[must_use]
     pub fn holds_for(&self, peer: &PeerIdentity) -> bool {
-        let revoked = peer.node().and_then(|node| self.of_node(node));
-        revoked.is_some_and(|at| whole_seconds(peer.not_before + self.backdated) <= at)
+        let Some(node) = peer.node() else {
+            return false;
+        };
+        let mut state = self.lock();
+        let revoked = state.of_node(node, &self.file);
+        state.note(node, self.issued(peer));
+        self.covers(revoked, peer)
     }
 
-    /// The moment at which a certificate that is issued now has to be dated, so that no earlier revocation holds for it.
+    /// Whether a revocation, as [`Revocations::of_node`] gave it, is for a certificate.
     #[must_use]
-    pub fn issue_time(&self, node: &NodeName, now: SystemTime) -> SystemTime {
-        let after = self.of_node(node).map(|at| at + Duration::from_secs(1));
-        after.map_or(now, |after| after.max(now))
+    pub fn covers(&self, revoked: Option<SystemTime>, peer: &PeerIdentity) -> bool {
+        revoked.is_some_and(|at| self.issued(peer) <= at)
+    }
+
+    /// Whether a node's revocation is still `revoked`. Then the next one is also for its certificate that was issued
+    /// at `dated`.
+    #[must_use]
+    pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, dated: SystemTime) -> bool {
+        let mut state = self.lock();
+        let is_same = state.of_node(node, &self.file) == revoked;
+        if is_same {
+            state.note(node, whole_seconds(dated));
+        }
+        is_same
+    }
+
+    fn issued(&self, peer: &PeerIdentity) -> SystemTime {
+        whole_seconds(peer.not_before + self.backdated)
     }
 
     /// The judge of handshakes.
@@ -155,6 +175,32 @@ impl Revocations {
 }
 
 impl State {
+    /// Later than the node's last revocation, so that whoever read that one notices.
+    fn revoke(&mut self, node: &NodeName, now: SystemTime, file: &SharedFile) {
+        let last = self.of_node(node, file);
+        let newest = self.issued.get(node).copied();
+        let at = issue_time(last, whole_seconds(now));
+        let at = newest.map_or(at, |newest| newest.max(at));
+        self.nodes.insert(node.clone(), at);
+    }
+
+    fn of_node(&mut self, node: &NodeName, file: &SharedFile) -> Option<SystemTime> {
+        if let Err(error) = self.refresh(file) {
+            warn!(%error, "cannot read the revocations again; those that are known hold");
+        }
+        self.nodes.get(node).copied()
+    }
+
+    /// Remembers the newest certificate of a node.
+    fn note(&mut self, node: &NodeName, issued: SystemTime) {
+        match self.issued.get_mut(node) {
+            Some(newest) => *newest = issued.max(*newest),
+            None => {
+                self.issued.insert(node.clone(), issued);
+            }
+        }
+    }
+
     /// Takes in what a verb wrote meanwhile. A file that is gone takes nothing back.
     fn refresh(&mut self, file: &SharedFile) -> io::Result<()> {
         let stamp = file.stamp();
@@ -187,6 +233,14 @@ impl Content {
             nodes: nodes.iter().map(entry).collect(),
         }
     }
+}
+
+/// The moment at which a certificate that is issued now has to be dated, so that the last revocation of its node, as
+/// [`Revocations::of_node`] gave it, does not hold for it.
+#[must_use]
+pub fn issue_time(revoked: Option<SystemTime>, now: SystemTime) -> SystemTime {
+    let after = revoked.map(|at| at + Duration::from_secs(1));
+    after.map_or(now, |after| after.max(now))
 }
 
 /// What a revoked node is told.
@@ -233,8 +287,28 @@ mod tests {
             assert!(revocations.holds_for(&old));
             assert!(revocations.holds_for(&peer("worker-1", now)));
             assert!(!revocations.holds_for(&peer("worker-2", now)));
-            let issued = revocations.issue_time(&node, now);
+            let issued = issue_time(revocations.of_node(&node), now);
             assert!(!revocations.holds_for(&peer("worker-1", issued)));
+        }
+    }
+
+    #[test]
+    fn clock_that_went_back_makes_no_revocation_weaker() {
+        let scratch = Scratch::new();
+        let revocations = Revocations::open(&scratch.0, true).unwrap();
+        let node: NodeName = "worker-1".parse().unwrap();
+        let now = whole_seconds(SystemTime::now());
+        let behind = now - Duration::from_secs(3600);
+        // A session that is live when the clock goes back.
+        let live = peer("worker-1", now);
+        assert!(!revocations.holds_for(&live));
+        revocations.revoke(&node, behind).unwrap();
+        assert!(revocations.holds_for(&live));
+        revocations.revoke(&node, behind).unwrap();
+        for revocations in [revocations, Revocations::open(&scratch.0, true).unwrap()] {
+            assert!(revocations.holds_for(&live));
+            revocations.revoke(&node, behind).unwrap();
+            assert!(revocations.of_node(&node) > Some(now));
         }
     }
 

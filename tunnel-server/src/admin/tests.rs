@@ -157,3 +157,30 @@ async fn socket_of_a_dead_server_is_replaced_but_no_other_file() {
     assert!(error.contains("admin.sock"), "{error}");
     assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
 }
+
+#[test]
+fn tokens_are_taken_back_before_the_certificates_are_revoked() {
+    let fixture = Fixture::new();
+    let created = create_token(&fixture.state, wish("worker-1"));
+    created.unwrap_or_else(|refusal| panic!("{}", refusal.problem));
+    let node: NodeName = "worker-1".parse().unwrap();
+    let AdminState {
+        revocations,
+        tokens,
+        ..
+    } = &fixture.state;
+    // Whatever is first waits here for its file.
+    let held = fixture.scratch.0.lock_files().unwrap();
+    std::thread::scope(|scope| {
+        let revoking = scope.spawn(|| revoke_node(revocations, tokens, &node));
+        let is_token_back = || tokens.list(SystemTime::now())[0].state == TokenState::Revoked;
+        while !is_token_back() && revocations.of_node(&node).is_none() {
+            std::thread::yield_now();
+        }
+        let came_first = (is_token_back(), revocations.of_node(&node));
+        drop(held);
+        assert_eq!(revoking.join().unwrap().unwrap(), 1);
+        assert_eq!(came_first, (true, None));
+    });
+    assert!(revocations.of_node(&node).is_some());
+}

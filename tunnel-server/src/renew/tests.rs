@@ -142,10 +142,49 @@ fn revoked_node_is_refused_until_it_has_a_later_certificate() {
     assert!(refused.1.contains("new token"), "{}", refused.1);
     // What a new token buys in the same second.
     let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
-    let renewed = renewals.issue(&request, &node, now).unwrap();
+    let revoked = renewals.revocations.of_node(&node);
+    let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
     let EnrollReply::Issued { chain, .. } = renewed.reply else {
         panic!("refused")
     };
     let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
     assert!(!renewals.revocations.holds_for(&peer));
+}
+
+#[test]
+fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() {
+    let scratch = Scratch::new();
+    let renewals = Renewals::of(&scratch.0);
+    let now = SystemTime::now();
+    let holder = Holder::new(&renewals, "worker-1", now - DAY);
+    let node = "worker-1".parse().unwrap();
+    let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
+    // A first one, and another in the same second.
+    for _ in 0..2 {
+        let judged_by = renewals.revocations.of_node(&node);
+        renewals.revocations.revoke(&node, now).unwrap();
+        let refused = renewals.issue(&request, &node, judged_by, now);
+        assert_eq!(refused.unwrap_err().0, EnrollCode::Revoked);
+        let judged_by = renewals.revocations.of_node(&node);
+        renewals.issue(&request, &node, judged_by, now).unwrap();
+    }
+}
+
+#[test]
+fn revocation_right_after_the_signature_holds_for_what_was_signed() {
+    let scratch = Scratch::new();
+    let renewals = Renewals::of(&scratch.0);
+    let now = SystemTime::now();
+    let holder = Holder::new(&renewals, "worker-1", now - DAY);
+    let node = "worker-1".parse().unwrap();
+    renewals.revocations.revoke(&node, now).unwrap();
+    let revoked = renewals.revocations.of_node(&node);
+    let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
+    let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
+    let EnrollReply::Issued { chain, .. } = renewed.reply else {
+        panic!("refused")
+    };
+    renewals.revocations.revoke(&node, now).unwrap();
+    let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
+    assert!(renewals.revocations.holds_for(&peer));
 }
