@@ -65,15 +65,18 @@ impl KnownNodes {
         })
     }
 
-    /// Writes changes to disk soon after they come, and once more when the drain begins.
+    /// Writes changes to disk soon after they come, again after a pause where that failed, and once more when the drain
+    /// begins.
     pub fn start(self: &Arc<Self>, shutdown: &Shutdown) {
         let nodes = self.clone();
         let drain = shutdown.drain().clone();
         shutdown.spawn_service(async move {
+            let mut has_failed = false;
             loop {
                 let is_draining = tokio::select! {
                     () = drain.cancelled() => true,
                     () = nodes.dirty.notified() => false,
+                    () = tokio::time::sleep(SAVE_AGAIN), if has_failed => false,
                 };
                 if !is_draining {
                     // A site that comes back brings many changes in a row.
@@ -83,7 +86,9 @@ impl KnownNodes {
                     }
                 }
                 let saving = nodes.clone();
-                match tokio::task::spawn_blocking(move || saving.save()).await {
+                let saved = tokio::task::spawn_blocking(move || saving.save()).await;
+                has_failed = !matches!(saved, Ok(Ok(())));
+                match saved {
                     Ok(Ok(())) => {}
                     Ok(Err(error)) => warn!(%error, "cannot keep the known nodes"),
                     Err(error) => warn!(%error, "keeping the known nodes failed"),
@@ -198,18 +203,21 @@ impl KnownNodes {
             return Ok(());
         }
         let _changing = self.file.lock()?;
-        let (content, has_more) = {
+        let (content, forgotten, has_more) = {
             let mut state = self.lock();
             let has_more = state.refresh(&self.file)?;
             state.is_dirty = false;
-            state.forgotten.clear();
-            (Content::of(&state.nodes), has_more)
+            let forgotten = state.forgotten.clone();
+            (Content::of(&state.nodes), forgotten, has_more)
         };
         let written = self.file.write(&content);
         {
             let mut state = self.lock();
             match written {
-                Ok(()) => state.stamp = self.file.stamp(),
+                Ok(()) => {
+                    state.stamp = self.file.stamp();
+                    state.forgotten.retain(|node| !forgotten.contains(node));
+                }
                 Err(_) => state.is_dirty = true,
             }
         }
@@ -323,6 +331,8 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
 
 /// Changes within this time are written together.
 const SAVE_PAUSE: Duration = Duration::from_secs(1);
+/// How long to wait after a write that failed.
+const SAVE_AGAIN: Duration = Duration::from_secs(10);
 /// A reconnect within this time changes nothing that is kept.
 const LAST_SEEN_GRAIN: Duration = Duration::from_secs(10 * 60);
 

@@ -120,3 +120,52 @@ async fn changes_reach_the_disk_by_themselves_and_at_the_drain() {
     }
     shutdown.finish().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_could_not_be_written_is_written_again_without_another_change() {
+    let scratch = Scratch::new();
+    let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+    let (shutdown, path) = (Shutdown::new(), scratch.0.nodes());
+    std::fs::create_dir(&path).unwrap();
+    nodes.start(&shutdown);
+    nodes.record(&name("worker-1"), &[]);
+    tokio::time::sleep(SAVE_PAUSE + SAVE_AGAIN / 2).await;
+    assert!(nodes.lock().is_dirty);
+    std::fs::remove_dir(&path).unwrap();
+    let written = async {
+        while nodes.lock().is_dirty {
+            tokio::time::sleep(SAVE_PAUSE).await;
+        }
+    };
+    tokio::time::timeout(SAVE_AGAIN * 2, written).await.unwrap();
+    let again = KnownNodes::open(&scratch.0).unwrap();
+    assert!(again.knows(&name("worker-1")));
+    shutdown.finish().await;
+}
+
+#[test]
+fn forgotten_node_stays_forgotten_when_the_file_cannot_be_written_at_first() {
+    let scratch = Scratch::new();
+    let (there, away) = (
+        scratch.0.path().join("there"),
+        scratch.0.path().join("away"),
+    );
+    std::fs::create_dir(&there).unwrap();
+    let open = || KnownNodes {
+        file: SharedFile::new(&scratch.0, there.join("nodes.json")),
+        ..KnownNodes::open(&scratch.0).unwrap()
+    };
+    let server = open();
+    server.record(&name("worker-1"), &[]);
+    server.save().unwrap();
+    std::fs::rename(&there, &away).unwrap();
+    assert!(server.forget(&name("worker-1")));
+    server.save().unwrap_err();
+    std::fs::rename(&away, &there).unwrap();
+    let verb = open();
+    verb.record(&name("worker-2"), &[]);
+    verb.save().unwrap();
+    server.save().unwrap();
+    assert!(server.knows(&name("worker-2")));
+    assert!(!server.knows(&name("worker-1")));
+}
