@@ -4,6 +4,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Largest file of ours that is read; a known-nodes file of 10,000 nodes is a few MiB.
 const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
@@ -91,13 +92,16 @@ fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(content))
 }
 
-/// Replaces a file as a whole: readers see the old content or the new one, also after a crash. Mode 0600.
+/// Replaces a file as a whole: readers see the old content or the new one, also after a crash and when several replace it
+/// at once. Mode 0600.
 ///
 /// # Errors
 /// As the system says, with the path; the old content is then still there.
 pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let mut temporary = path.as_os_str().to_owned();
-    temporary.push(format!(".{}.new", std::process::id()));
+    temporary.push(format!(".{}.{count}.new", std::process::id()));
     let temporary = Path::new(&temporary);
     let written = write_new(temporary, content).and_then(|()| fs::rename(temporary, path));
     if let Err(error) = written {
@@ -199,6 +203,27 @@ mod tests {
             1,
             "no temporary file is left"
         );
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn files_replaced_by_several_threads_at_once_stay_whole() {
+        let dir = scratch("several");
+        let path = dir.join("key");
+        let contents = [[b'a'; 4096], [b'b'; 4096], [b'c'; 4096], [b'd'; 4096]];
+        std::thread::scope(|scope| {
+            for content in &contents {
+                let path = &path;
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        replace(path, content).unwrap();
+                    }
+                });
+            }
+        });
+        let left = read(&path).unwrap().unwrap();
+        assert!(contents.iter().any(|content| content[..] == left));
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -31,6 +31,8 @@ pub(crate) struct Keeper {
     current: Mutex<Credentials>,
     /// What was issued and is not on disk yet.
     unsaved: Mutex<Option<Issued>>,
+    /// Held while writing, so that an older certificate never replaces a newer one.
+    saving: tokio::sync::Mutex<()>,
     /// When the next certificate is to be asked for.
     next: watch::Sender<Option<Instant>>,
     /// Counts credentials that new sessions are to be dialled with at once.
@@ -59,6 +61,7 @@ impl Keeper {
             ca,
             current: Mutex::new(credentials),
             unsaved: Mutex::default(),
+            saving: tokio::sync::Mutex::default(),
             next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
             fresh: watch::Sender::new(0),
             rejected: Notify::new(),
@@ -199,6 +202,7 @@ impl Keeper {
 
     /// Writes to disk what could not be written before. Not cancel-safe: it may be written all the same.
     pub(crate) async fn save(&self) {
+        let _one_at_a_time = self.saving.lock().await;
         let wanted = self.unsaved().clone();
         let (Some(store), Some((chain, roots))) = (self.store.clone(), wanted.clone()) else {
             return;

@@ -162,3 +162,23 @@ async fn f24_lost_directory_is_survived_in_memory_and_told() {
         assert!(fixture.scratch.path().join(name).exists(), "{name}");
     }
 }
+
+#[tokio::test]
+async fn newest_of_several_that_come_at_once_is_the_one_that_is_kept() {
+    let fixture = Fixture::aged(LONG / 2);
+    let mut coming = tokio::task::JoinSet::new();
+    for _ in 0..16 {
+        let issued = fixture.issued(&fixture.signer, "culvert://agent/worker-1");
+        let keeper = fixture.keeper.clone();
+        coming.spawn(async move { keeper.answered(issued).await });
+    }
+    coming.join_all().await;
+    assert!(fixture.metric("tunnel_agent_certificate_unsaved 0"));
+    let store = Store::open(fixture.scratch.path()).unwrap();
+    let node = "worker-1".parse().unwrap();
+    let stored = store.load(&node, None, SystemTime::now()).unwrap();
+    let super::super::Stored::Valid(stored) = stored else {
+        panic!("not valid")
+    };
+    assert_eq!(stored.own.cert, fixture.keeper.identity().own().cert);
+}
