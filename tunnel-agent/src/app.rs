@@ -21,10 +21,10 @@ use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
-use crate::connector::{Connector, Paths, SESSION, causes};
+use crate::connector::{Connector, Paths, SESSION};
 use crate::credentials::{CredentialError, Credentials, Keeper, Store, Stored, read_token};
 use crate::egress::Egress;
-use crate::enroll::{Claim, Enrolment, enroll};
+use crate::enroll::{Claim, Enrolment, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 use crate::session::Shared;
 
@@ -222,13 +222,9 @@ impl App {
             }
             Beginning::Late(late, by_token) => {
                 let _not_ready = self.readiness.block("enrolment");
-                let enrolled = match (enroll(late).await, by_token) {
-                    (Err(refused), Some(by_token)) => {
-                        let error = causes(&refused);
-                        warn!(agent = %late.node, error, "certificate is not renewed; trying the token");
-                        enroll(by_token).await?
-                    }
-                    (enrolled, _) => enrolled?,
+                let enrolled = match by_token {
+                    Some(by_token) => renew_or_enroll(late, by_token).await?,
+                    None => enroll(late).await?,
                 };
                 let keeper = holding(&enrolled.credentials, Some(late.store.clone()));
                 keeper

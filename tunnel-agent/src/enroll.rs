@@ -1,6 +1,7 @@
 //! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
 //! In the same way a certificate that has ended is renewed, with a proof by its key in place of the token.
 
+use std::fs::File;
 use std::io;
 use std::slice;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use rcgen::{CertificateParams, KeyPair, PublicKeyData};
 use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tracing::{info, warn};
 use tunnel_proto::identity::{PeerIdentity, sha256, spki_sha256};
@@ -19,7 +20,6 @@ use tunnel_proto::tcp::Connect;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::ALPN_ENROLL;
-use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, JoinToken, RENEW_EXPORT_BYTES, RENEW_LABEL, RenewalProof,
 };
@@ -30,14 +30,15 @@ use crate::config::NO_PIN;
 use crate::config::ServerAddress;
 use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
-use crate::connector::plan::{Event, Plan};
 use crate::credentials::{Credentials, Issued, Store, Stored};
 use crate::proxy::ProxyChoice;
 
 mod error;
+mod rounds;
 
 pub(crate) use error::EnrollError;
 use error::Place;
+pub(crate) use rounds::{enroll, renew_or_enroll};
 
 /// What enrolment needs.
 #[derive(Debug)]
@@ -81,40 +82,6 @@ impl Enrolled {
     }
 }
 
-/// Enrols, trying again while that may help. Cancel-safe: the key is kept and the request may be repeated.
-///
-/// # Errors
-/// When a person has to act.
-pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Enrolled, EnrollError> {
-    let node = &enrolment.node;
-    let mut plan = Plan::new();
-    let mut turns = Turns::default();
-    match &enrolment.claim {
-        Claim::Token(token) => info!(agent = %node, token = token.id(), "enrolling"),
-        Claim::Ended(ended) => {
-            let ended = humantime::format_rfc3339_seconds(ended.not_after);
-            info!(agent = %node, %ended, "certificate has ended; renewing it with its key");
-        }
-    }
-    loop {
-        let error = match attempt(enrolment, &mut turns).await {
-            Ok(enrolled) => return Ok(enrolled),
-            Err(error) if !error.is_retryable() => return Err(error),
-            Err(error) => error,
-        };
-        let mut retry_in = plan.next(Event::Failed(None), Instant::now(), rand::random());
-        if let EnrollError::Refused {
-            code: EnrollCode::RateLimited,
-            ..
-        } = error
-        {
-            retry_in += RATE_LIMITED;
-        }
-        warn!(agent = %node, error = causes(&error), ?retry_in, "cannot enrol");
-        tokio::time::sleep(retry_in).await;
-    }
-}
-
 /// Servers take turns, and so do the addresses of each: every attempt moves on, since one that succeeds is the last.
 #[derive(Debug, Default)]
 struct Turns {
@@ -147,9 +114,8 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
     let Enrolment {
         node, store, ca, ..
     } = enrolment;
-    let _one_at_a_time = store.lock()?.ok_or(EnrollError::Busy)?;
-    // Another process may have enrolled while this one waited for its turn.
-    if let Stored::Valid(credentials) = store.load(node, ca.as_deref(), SystemTime::now())? {
+    let _one_at_a_time = lock(enrolment)?;
+    if let Some(credentials) = from_another(enrolment)? {
         return Ok(Enrolled::kept(*credentials));
     }
     let key = match &enrolment.claim {
@@ -197,6 +163,41 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
     let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
     info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
     Ok(Enrolled::kept(credentials))
+}
+
+/// Keeps other processes from enrolling with the same directory. Whoever renews needs the directory for nothing else, so
+/// one that cannot be written does not stop it.
+fn lock(enrolment: &Enrolment) -> Result<Option<File>, EnrollError> {
+    match (&enrolment.claim, enrolment.store.lock()) {
+        (_, Ok(Some(held))) => Ok(Some(held)),
+        (_, Ok(None)) => Err(EnrollError::Busy),
+        (Claim::Token(_), Err(error)) => Err(error.into()),
+        (Claim::Ended(_), Err(error)) => {
+            warn!(agent = %enrolment.node, error = causes(&error), "renewing without the lock of the data directory");
+            Ok(None)
+        }
+    }
+}
+
+/// What another process got while this one waited for its turn. In place of a certificate that has ended only one that
+/// ends later will do: by a clock that is behind, the ended one itself is still valid.
+fn from_another(enrolment: &Enrolment) -> Result<Option<Box<Credentials>>, EnrollError> {
+    let Enrolment {
+        node, store, ca, ..
+    } = enrolment;
+    let stored = store.load(node, ca.as_deref(), SystemTime::now());
+    match (&enrolment.claim, stored) {
+        (Claim::Token(_), Ok(Stored::Valid(stored))) => Ok(Some(stored)),
+        (Claim::Ended(ended), Ok(Stored::Valid(stored))) => {
+            Ok(Some(stored).filter(|stored| stored.not_after > ended.not_after))
+        }
+        (_, Ok(Stored::Expired(..) | Stored::Nothing)) => Ok(None),
+        (Claim::Token(_), Err(error)) => Err(error.into()),
+        (Claim::Ended(_), Err(error)) => {
+            warn!(agent = %node, error = causes(&error), "renewing without what the data directory holds");
+            Ok(None)
+        }
+    }
 }
 
 /// One request to one place. The token leaves only after the verifier accepted the server's chain and role.
@@ -351,8 +352,6 @@ pub(crate) fn check_issued(
     Ok(())
 }
 
-/// Added to the wait after "rate limited": failures are counted over a minute.
-const RATE_LIMITED: Duration = Duration::from_secs(15);
 /// Sent as SNI; the chain and the role are what is verified, not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 

@@ -1,4 +1,5 @@
 use tokio::task::JoinSet;
+use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
@@ -232,4 +233,116 @@ async fn lost_answer_is_asked_for_again_with_the_same_key() {
     });
     timeout(LONG, enroll(&enrolment)).await.unwrap().unwrap();
     serving.join_next().await.unwrap().unwrap();
+}
+
+/// What the server issued to the agent before, with the key that is in the directory.
+fn ended(server: &Server, scratch: &Scratch) -> (Credentials, Issued) {
+    let key = Store::open(scratch.path()).unwrap().key().unwrap();
+    let reply = server.issue(scratch.path(), "culvert://agent/worker-1");
+    let EnrollReply::Issued { chain, roots } = reply else {
+        panic!("refused")
+    };
+    let credentials = Credentials::issued(Arc::new(key), &chain, &roots, None).unwrap();
+    (credentials, (chain, roots))
+}
+
+fn late(server: &Server, ended: Credentials, scratch: &Scratch) -> Enrolment {
+    Enrolment {
+        claim: Claim::Ended(Box::new(ended)),
+        ..enrolment(server, server.token(), scratch)
+    }
+}
+
+/// By the clock of this host the stored certificate is valid; the server says that it has ended.
+#[tokio::test]
+async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (mut ended, (chain, roots)) = ended(&server, &scratch);
+    let store = Store::open(scratch.path()).unwrap();
+    store.keep(&chain, &roots).unwrap();
+    let (renewed, served) = once(
+        &late(&server, ended.clone(), &scratch),
+        &server,
+        |request| {
+            assert!(request.proof.is_some());
+            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+        },
+    )
+    .await;
+    served.unwrap();
+    assert!(renewed.unwrap().issued.is_some());
+
+    ended.not_after = SystemTime::now() - Duration::from_secs(1);
+    let late = late(&server, ended, &scratch);
+    let found = timeout(LONG, attempt(&late, &mut Turns::default())).await;
+    let found = found.unwrap().unwrap();
+    assert!(found.issued.is_none());
+    assert_eq!(found.credentials.own.cert[0].as_ref(), chain[0]);
+}
+
+#[tokio::test]
+async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (ended, _) = ended(&server, &scratch);
+    let issue = |_: EnrollRequest| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
+    let by_token = enrolment(&server, server.token(), &scratch);
+    let late = late(&server, ended, &scratch);
+    for (name, content) in [("enrol.lock", None), ("agent.crt", Some("damaged"))] {
+        let path = scratch.path().join(name);
+        let _absent = std::fs::remove_file(&path);
+        match content {
+            Some(content) => std::fs::write(&path, content).unwrap(),
+            None => std::fs::create_dir(&path).unwrap(),
+        }
+        let error = attempt(&by_token, &mut Turns::default()).await.unwrap_err();
+        assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
+        let (renewed, served) = once(&late, &server, issue).await;
+        served.unwrap();
+        assert!(renewed.unwrap().issued.is_some());
+        if content.is_none() {
+            std::fs::remove_dir(&path).unwrap();
+        }
+    }
+}
+
+/// A server that was built anew has another CA, which only the token knows.
+#[tokio::test]
+async fn token_gets_its_turn_when_the_servers_ca_is_another_one() {
+    let (server, old, scratch) = (Server::start().await, Server::start().await, Scratch::new());
+    let (ended, _) = ended(&old, &scratch);
+    let by_token = enrolment(&server, server.token(), &scratch);
+    let late = late(&server, ended, &scratch);
+    let serving = async {
+        let refused = server.enrolment(|_| panic!("a proof arrived")).await;
+        refused.unwrap_err();
+        let issue = |request: EnrollRequest| {
+            assert_eq!(request.token, server.token().reveal());
+            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+        };
+        server.enrolment(issue).await.unwrap();
+    };
+    let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
+    timeout(LONG, both).await.unwrap().0.unwrap();
+    assert!(scratch.path().join("agent.crt").exists());
+}
+
+#[tokio::test]
+async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
+    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (ended, _) = ended(&server, &scratch);
+    let by_token = enrolment(&server, server.token(), &scratch);
+    let late = late(&server, ended, &scratch);
+    let serving = async {
+        server.enrolment(|_| None).await.unwrap();
+        let refused = EnrollReply::Refused(EnrollCode::TokenExpired, "long ago".into());
+        server.enrolment(|_| Some(refused)).await.unwrap();
+        let issue = |request: EnrollRequest| {
+            assert!(request.proof.is_some());
+            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+        };
+        server.enrolment(issue).await.unwrap();
+    };
+    let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
+    let renewed = timeout(LONG, both).await.unwrap().0.unwrap();
+    assert!(renewed.issued.is_some());
 }
