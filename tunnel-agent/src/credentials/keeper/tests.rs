@@ -163,17 +163,19 @@ async fn f24_lost_directory_is_survived_in_memory_and_told() {
     }
 }
 
-#[tokio::test]
-async fn newest_of_several_that_come_at_once_is_the_one_that_is_kept() {
+#[tokio::test(start_paused = true)]
+async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
     let fixture = Fixture::aged(LONG / 2);
-    let mut coming = tokio::task::JoinSet::new();
-    for _ in 0..16 {
+    let file = fixture.scratch.path().join("agent.crt");
+    let first_is_writing = fixture.keeper.saving.lock().await;
+    for _ in 0..2 {
         let issued = fixture.issued(&fixture.signer, "culvert://agent/worker-1");
-        let keeper = fixture.keeper.clone();
-        coming.spawn(async move { keeper.answered(issued).await });
+        let soon = Duration::from_secs(1);
+        let waiting = timeout(soon, fixture.keeper.answered(issued)).await;
+        assert!(waiting.is_err() && !file.exists());
     }
-    coming.join_all().await;
-    assert!(fixture.metric("tunnel_agent_certificate_unsaved 0"));
+    drop(first_is_writing);
+    fixture.keeper.save().await;
     let store = Store::open(fixture.scratch.path()).unwrap();
     let node = "worker-1".parse().unwrap();
     let stored = store.load(&node, None, SystemTime::now()).unwrap();
