@@ -16,7 +16,7 @@ use crate::connector::plan::{Event, Plan};
 /// # Errors
 /// When a person has to act.
 pub(crate) async fn enroll(enrolment: &Enrolment) -> Result<Enrolled, EnrollError> {
-    Rounds::new(enrolment).to_the_end().await
+    Rounds::new(enrolment).until_it_ends().await
 }
 
 /// Renews a certificate that has ended, or enrols with a token: each gets a round over all servers by turns, since a
@@ -36,7 +36,7 @@ pub(crate) async fn renew_or_enroll(
                 let agent = &late.enrolment.node;
                 warn!(%agent, error = causes(&error), "certificate is not renewed; trying the token");
                 if !error.is_retryable() {
-                    return by_token.to_the_end().await;
+                    return by_token.until_it_ends().await;
                 }
             }
         }
@@ -46,7 +46,7 @@ pub(crate) async fn renew_or_enroll(
                 let agent = &late.enrolment.node;
                 warn!(%agent, error = causes(&error), "not enrolled with the token; trying the certificate's key");
                 if !error.is_retryable() {
-                    return late.to_the_end().await;
+                    return late.until_it_ends().await;
                 }
             }
         }
@@ -82,7 +82,7 @@ impl<'a> Rounds<'a> {
     }
 
     /// Until it works or a person has to act.
-    async fn to_the_end(&mut self) -> Result<Enrolled, EnrollError> {
+    async fn until_it_ends(&mut self) -> Result<Enrolled, EnrollError> {
         loop {
             match self.round().await {
                 Err(error) if error.is_retryable() => {}
