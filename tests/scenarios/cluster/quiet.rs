@@ -3,16 +3,18 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
 use tunnel_tests::cluster::{Cluster, Kind, edge};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::Server;
 
 use super::{GUIDE_IP, Lab, told};
 
 const NODES: usize = 5000;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() -> Result<()> {
+/// A cluster of thousands of nodes, and a server that has written their records.
+async fn filled() -> Result<(Lab, Server)> {
     let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
     lab.guide().await?;
     for number in 0..NODES {
@@ -32,6 +34,44 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
         Ok(())
     })
     .await;
+    Ok((lab, server))
+}
+
+/// Kubelets say that they live.
+async fn heartbeats(lab: &Lab, round: u32) -> Result<()> {
+    for number in 0..200 {
+        let path = format!("/api/v1/nodes/edge-{number:05}/status");
+        let beat = json!({ "status": { "conditions": [{ "type": "Ready", "status": "True", "message": round.to_string() }] } });
+        lab.cluster.admin().merge(&path, &beat).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "ten minutes; make soak"]
+async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
+    let (lab, _server) = filled().await?;
+    let before = (lab.objects().records_map().await?, writes(&lab)?);
+    let began = Instant::now();
+    let mut round = 0;
+    while began.elapsed() < Duration::from_secs(600) {
+        heartbeats(&lab, round).await?;
+        round += 1;
+        sleep(Duration::from_secs(5)).await;
+    }
+    let after = (lab.objects().records_map().await?, writes(&lab)?);
+    let version = |map: &Value| map["metadata"]["resourceVersion"].clone();
+    ensure!(
+        version(&before.0) == version(&after.0) && before.1 == after.1,
+        "{} writes in ten minutes",
+        after.1 - before.1
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() -> Result<()> {
+    let (lab, server) = filled().await?;
     // Made empty for those who mount it, then filled once.
     let filled =
         lab.cluster
@@ -78,11 +118,7 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     // Kubelets say that they live, the whole list comes anew: nothing differs.
     let map = lab.objects().records_map().await?;
     for round in 0..3 {
-        for number in 0..200 {
-            let path = format!("/api/v1/nodes/edge-{number:05}/status");
-            let beat = json!({ "status": { "conditions": [{ "type": "Ready", "status": "True", "message": round.to_string() }] } });
-            lab.cluster.admin().merge(&path, &beat).await?;
-        }
+        heartbeats(&lab, round).await?;
         lab.cluster.stand_in()?.compact();
         lab.cluster
             .stand_in()?
