@@ -174,9 +174,13 @@ impl Backoff {
             .is_none_or(|last| now.saturating_duration_since(last) > QUIET);
         self.failures = if is_quiet { 0 } else { self.failures + 1 };
         self.last = Some(now);
+        let longest = match failure.kind {
+            FailureKind::Conflict => CONFLICT_LONGEST,
+            _ => LONGEST,
+        };
         let base = FIRST
             .saturating_mul(1 << self.failures.min(8))
-            .min(LONGEST)
+            .min(longest)
             .mul_f64(0.5 + jitter / 2.0);
         let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
         if failure.kind != FailureKind::Expired {
@@ -201,6 +205,8 @@ const FIRST: Duration = Duration::from_millis(500);
 /// No wait of ours is longer: what changed while the API server was away has to show within 10 s of its return, and a call
 /// that began before takes its time, too.
 const LONGEST: Duration = Duration::from_secs(4);
+/// Another writer is no overload: what it changed is repaired within 5 s.
+const CONFLICT_LONGEST: Duration = Duration::from_secs(1);
 /// After this long without a failure the next one is a first one.
 const QUIET: Duration = Duration::from_secs(60);
 /// Lists of everything, when versions expire again and again, are this far apart.
@@ -223,6 +229,10 @@ mod tests {
         let waits: Vec<_> = (0..8).map(|_| backoff.after(&away, now, 1.0)).collect();
         let seconds: Vec<f64> = waits.iter().map(Duration::as_secs_f64).collect();
         assert_eq!(seconds, [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0]);
+        assert_eq!(
+            backoff.after(&failure(FailureKind::Conflict), now, 1.0),
+            CONFLICT_LONGEST
+        );
         let later = now + QUIET * 2;
         assert_eq!(backoff.after(&away, later, 0.0), FIRST / 2);
     }
