@@ -206,7 +206,7 @@ const FIRST: Duration = Duration::from_millis(500);
 /// that began before takes its time, too.
 const LONGEST: Duration = Duration::from_secs(4);
 /// Another writer is no overload: what it changed is repaired within 5 s.
-const CONFLICT_LONGEST: Duration = Duration::from_secs(1);
+const CONFLICT_LONGEST: Duration = FIRST;
 /// After this long without a failure the next one is a first one.
 const QUIET: Duration = Duration::from_secs(60);
 /// Lists of everything, when versions expire again and again, are this far apart.
