@@ -254,11 +254,12 @@ async fn a_server_named_as_its_own_resolver_is_refused_before_anything_is_bound(
 }
 
 #[tokio::test]
-async fn too_many_forwarded_queries_fail_at_once_and_nodes_are_still_answered() -> Result<()> {
+async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_still_asked()
+-> Result<()> {
     let black_hole = StandInResolver::start(Behaviour::Silent).await?;
     let world = World::start_with(|settings| {
         with_dns(settings, &[black_hole.address().to_string()]);
-        settings.limits = World::limits("{ dnsForwards: 4, dnsForwardBudget: 5s }");
+        settings.limits = World::limits("{ dnsForwards: 8, dnsForwardBudget: 5s }");
     })
     .await?;
     world.nodes().record(&"worker-1".parse()?, &[]);
@@ -294,6 +295,17 @@ async fn too_many_forwarded_queries_fail_at_once_and_nodes_are_still_answered() 
             .any(|name| name.starts_with("one-more"))
     );
     ensure!(!client.addresses("worker-1").await?.is_empty());
+
+    let other = client.from_source("127.0.0.2".parse()?);
+    under_way.spawn(async move { other.ask("other.example.com", RecordType::A).await });
+    eventually("the query of another source", PATIENCE, async || {
+        let asked = black_hole.asked();
+        asked
+            .iter()
+            .any(|name| name.starts_with("other"))
+            .then_some(())
+    })
+    .await;
     let metrics = tunnel_tests::client::request(
         tunnel_tests::client::Door::plain(world.bound().meta),
         &tunnel_tests::client::RawRequest::get("meta", "/metrics"),

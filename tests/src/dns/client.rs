@@ -1,6 +1,6 @@
 //! A client that sends bytes and tells what came back.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -16,13 +16,22 @@ use crate::eventually::scaled;
 #[derive(Debug, Clone, Copy)]
 pub struct DnsClient {
     server: SocketAddr,
+    source: Option<IpAddr>,
 }
 
 impl DnsClient {
     /// For the server at `server`.
     #[must_use]
     pub fn new(server: SocketAddr) -> Self {
-        Self { server }
+        let source = None;
+        Self { server, source }
+    }
+
+    /// The same client, but its datagrams come from `source`.
+    #[must_use]
+    pub fn from_source(self, source: IpAddr) -> Self {
+        let source = Some(source);
+        Self { source, ..self }
     }
 
     /// Asks over UDP.
@@ -65,12 +74,12 @@ impl DnsClient {
     /// # Errors
     /// The socket fails.
     pub async fn exchange(&self, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
-        let any = if self.server.is_ipv4() {
-            "0.0.0.0:0"
+        let source = self.source.unwrap_or(if self.server.is_ipv4() {
+            Ipv4Addr::UNSPECIFIED.into()
         } else {
-            "[::]:0"
-        };
-        let socket = UdpSocket::bind(any).await?;
+            Ipv6Addr::UNSPECIFIED.into()
+        });
+        let socket = UdpSocket::bind((source, 0)).await?;
         // Connected: an answer from another address than the one asked is not taken, as with every stub resolver.
         socket.connect(self.server).await?;
         socket.send(bytes).await?;

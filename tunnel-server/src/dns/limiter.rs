@@ -1,4 +1,4 @@
-//! How much one source may ask: queries per second, complaints per second, TCP connections.
+//! How much one source may ask: queries per second, complaints per second, TCP connections, forwards under way.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -26,14 +26,19 @@ pub(super) struct Limiter {
     queries: Rate,
     complaints: Rate,
     swept: Mutex<Instant>,
-    connections: Arc<Mutex<HashMap<Source, usize>>>,
+    connections: Held,
+    forwards: Held,
 }
 
-/// A connection of a source, until it is dropped.
+/// How many of something each source holds.
+#[derive(Debug, Clone, Default)]
+struct Held(Arc<Mutex<HashMap<Source, usize>>>);
+
+/// One of what a source holds, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Connected {
+pub(super) struct Share {
     source: Source,
-    all: Arc<Mutex<HashMap<Source, usize>>>,
+    held: Held,
 }
 
 impl Limiter {
@@ -43,7 +48,8 @@ impl Limiter {
             queries: RateLimiter::hashmap(Quota::per_second(per_second)),
             complaints: RateLimiter::hashmap(Quota::per_second(COMPLAINTS_PER_SECOND)),
             swept: Mutex::new(Instant::now()),
-            connections: Arc::default(),
+            connections: Held::default(),
+            forwards: Held::default(),
         }
     }
 
@@ -58,21 +64,15 @@ impl Limiter {
     }
 
     /// Counts a TCP connection; `None` when its source has as many as it may.
-    pub(super) fn connect(&self, address: IpAddr) -> Option<Connected> {
+    pub(super) fn connect(&self, address: IpAddr) -> Option<Share> {
         let source = Source::of(address);
-        let mut all = self
-            .connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let count = all.entry(source).or_default();
-        if *count >= CONNECTIONS_PER_SOURCE {
-            return None;
-        }
-        *count += 1;
-        Some(Connected {
-            source,
-            all: self.connections.clone(),
-        })
+        self.connections.take(source, CONNECTIONS_PER_SOURCE)
+    }
+
+    /// Counts a query that is asked elsewhere; `None` when its source holds as many as are `free`. So one source never
+    /// has more than half of all, and the more sources there are, the smaller the part of each.
+    pub(super) fn forward(&self, address: IpAddr, free: usize) -> Option<Share> {
+        self.forwards.take(Source::of(address), free)
     }
 
     fn check(&self, rate: &Rate, address: IpAddr) -> bool {
@@ -113,9 +113,24 @@ impl Source {
     }
 }
 
-impl Drop for Connected {
+impl Held {
+    fn take(&self, source: Source, limit: usize) -> Option<Share> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = all.get(&source).copied().unwrap_or_default();
+        if count >= limit {
+            return None;
+        }
+        all.insert(source, count + 1);
+        Some(Share {
+            source,
+            held: self.clone(),
+        })
+    }
+}
+
+impl Drop for Share {
     fn drop(&mut self) {
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.held.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = all.get_mut(&self.source) {
             *count -= 1;
             if *count == 0 {
@@ -166,7 +181,27 @@ mod tests {
         assert_eq!(held.len(), CONNECTIONS_PER_SOURCE);
         drop(held);
         assert!(limiter.connect(address).is_some());
-        assert!(limiter.connections.lock().unwrap().is_empty());
+        assert!(limiter.connections.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn one_source_holds_half_of_the_forwards_and_leaves_the_rest_to_others() {
+        let limiter = Limiter::new(1);
+        let all = 512;
+        let mut held = Vec::new();
+        let mut fill = |text: &str| {
+            let address = text.parse().unwrap();
+            let before = held.len();
+            while let Some(share) = limiter.forward(address, all - held.len()) {
+                held.push(share);
+            }
+            held.len() - before
+        };
+        assert_eq!(fill("192.0.2.1"), 256);
+        assert_eq!(fill("192.0.2.2"), 128);
+        assert_eq!(fill("192.0.2.3"), 64);
+        drop(held);
+        assert!(limiter.forwards.0.lock().unwrap().is_empty());
     }
 
     #[test]

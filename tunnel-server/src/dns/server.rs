@@ -16,7 +16,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::answer::{self, Asked, Transport, Verdict, View};
 use super::guard::{Guard, LoopError};
-use super::limiter::{Connected, Limiter};
+use super::limiter::{Limiter, Share};
 use super::metrics::{DnsMetrics, Outcome};
 use super::udp::DnsSocket;
 use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, kept, tcp, udp, upstream};
@@ -77,7 +77,7 @@ pub(super) enum Step {
 pub(super) struct Forward {
     asked: Asked,
     resolvers: Vec<SocketAddr>,
-    _permit: OwnedSemaphorePermit,
+    _held: (OwnedSemaphorePermit, Share),
 }
 
 impl Dns {
@@ -166,15 +166,22 @@ impl Server {
             count(Outcome::Loop);
             return Step::Reply(asked.failed(ResponseCode::NXDomain));
         }
-        let Ok(permit) = self.forwards.clone().try_acquire_owned() else {
+        let Some(held) = self.place_to_forward(client) else {
             count(Outcome::Busy);
             return Step::Reply(asked.failed(ResponseCode::ServFail));
         };
         Step::Forward(Box::new(Forward {
             resolvers: self.guard.without_loops(resolvers),
             asked,
-            _permit: permit,
+            _held: held,
         }))
+    }
+
+    fn place_to_forward(&self, client: SocketAddr) -> Option<(OwnedSemaphorePermit, Share)> {
+        let free = self.forwards.available_permits();
+        let share = self.limiter.forward(client.ip(), free)?;
+        let permit = self.forwards.clone().try_acquire_owned().ok()?;
+        Some((permit, share))
     }
 
     /// The answer of another resolver, or SERVFAIL when the budget is over.
@@ -197,7 +204,7 @@ impl Server {
     }
 
     /// Counts a connection; `None` when its source has too many.
-    pub(super) fn connect(&self, client: SocketAddr) -> Option<Connected> {
+    pub(super) fn connect(&self, client: SocketAddr) -> Option<Share> {
         let connected = self.limiter.connect(client.ip());
         if connected.is_none() {
             self.metrics.query(Transport::Tcp, Outcome::Limited);

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::answer::Transport;
-use super::limiter::Connected;
+use super::limiter::Share;
 use super::server::{Server, Step};
 
 /// Accepts and answers until it is dropped. Beyond the limit connections wait in the system's queue.
@@ -51,7 +51,7 @@ async fn converse(
     server: &Server,
     mut stream: TcpStream,
     client: SocketAddr,
-    _connected: Connected,
+    _connected: Share,
 ) -> io::Result<()> {
     let mut message = Vec::new();
     loop {
