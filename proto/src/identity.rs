@@ -154,6 +154,20 @@ pub fn public_key(der: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
     Ok(certificate.public_key().subject_public_key.data.to_vec())
 }
 
+/// The common name of a certificate's subject; none when it has none, or several, or one that is no text.
+///
+/// # Errors
+/// [`IdentityError::Malformed`].
+pub fn common_name(der: &CertificateDer<'_>) -> Result<Option<String>, IdentityError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+    let mut names = certificate.subject().iter_common_name();
+    let (Some(name), None) = (names.next(), names.next()) else {
+        return Ok(None);
+    };
+    Ok(name.as_str().ok().map(str::to_owned))
+}
+
 /// SHA-256 of a certificate's SubjectPublicKeyInfo, the form in which join tokens pin a CA (as RFC 7469 does).
 ///
 /// # Errors

@@ -9,10 +9,11 @@
 
 use std::sync::Arc;
 
-use rustls::client::Resumption;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
-use rustls::sign::CertifiedKey;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 
@@ -202,17 +203,33 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     Ok(Arc::new(config))
 }
 
-/// The server's side towards an https target behind an agent, mode `tunnel`: the path to the node is authenticated by
-/// the agent's certificate, the target's own certificate is accepted as it is. Carries no credential.
+/// The server's side towards https targets behind agents. With `roots` a target's certificate has to chain to them and to be
+/// for the name that is dialled; without, it is accepted as it is, since the path to the node is authenticated by the
+/// agent's certificate. `own` is shown to targets that ask for a certificate; a target that was refused never sees it.
 ///
 /// # Errors
-/// When the provider cannot be used.
-pub fn target_client() -> Result<Arc<ClientConfig>, Error> {
-    let mut config = ClientConfig::builder_with_provider(provider())
+/// When the roots cannot be used.
+pub fn target_client(
+    roots: Option<Arc<RootCertStore>>,
+    own: Option<Arc<CertifiedKey>>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let verifier: Arc<dyn ServerCertVerifier> = match roots {
+        None => ServerVerifier::new(Expected::Anything),
+        Some(roots) => WebPkiServerVerifier::builder_with_provider(roots, provider())
+            .build()
+            .map_err(|error| Error::General(error.to_string()))?,
+    };
+    let builder = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
         .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Anything))
-        .with_no_client_auth();
+        .with_custom_certificate_verifier(verifier);
+    let mut config = match own {
+        None => builder.with_no_client_auth(),
+        Some(own) => {
+            let own = SingleCertAndKey::from(CertifiedKey::clone(&own));
+            builder.with_client_cert_resolver(Arc::new(own))
+        }
+    };
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))

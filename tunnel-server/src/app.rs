@@ -18,6 +18,7 @@ use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::acceptor::{Acceptor, TcpEntry};
 use crate::admin::{self, AdminState};
+use crate::callers::Borrowers;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::Records;
@@ -39,6 +40,7 @@ mod identity;
 #[cfg(feature = "dns")]
 mod records;
 mod sockets;
+mod targets;
 
 use cluster::{FollowedCluster, Following, follow_cluster};
 use identity::{Followed, agent_side};
@@ -168,7 +170,8 @@ impl App {
             registry: registry.clone(),
             policy,
             pods: cluster.pods.clone(),
-            target_tls: tls::target_client()?,
+            targets: targets::targets(&config, &followed)?,
+            borrowers: Borrowers::named(config.targets.borrowers.clone()),
             limits: DoorLimits {
                 handshake: config.limits.handshake_timeout,
                 request_head_time: config.limits.request_head_timeout,

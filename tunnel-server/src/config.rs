@@ -23,6 +23,7 @@ mod dns;
 mod kubernetes;
 mod limits;
 mod raw;
+mod targets;
 
 use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
@@ -31,6 +32,7 @@ use check::{
 pub use kubernetes::{EDGE_LABEL, KubernetesSettings, ObjectNames, Surroundings};
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
+pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Where the server keeps its state unless told otherwise.
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
@@ -68,6 +70,8 @@ pub struct Config {
     pub agent_files: Option<AgentFiles>,
     /// CA of callers and whether a certificate is required.
     pub client_auth: Option<(PathBuf, bool)>,
+    /// TLS towards https targets.
+    pub targets: TargetSettings,
     /// Embedded DNS, unless it is off.
     pub dns: Option<DnsSettings>,
     /// Time for running requests after SIGTERM.
@@ -228,6 +232,7 @@ impl Config {
             ),
             https_certificate: https_certificate(bad, raw),
             agent_files: agent_files(bad, raw),
+            targets: targets::targets(bad, raw, client_auth.is_some()),
             client_auth,
             dns: dns::check(bad, raw),
             drain_timeout: duration(
@@ -275,6 +280,7 @@ impl Config {
         });
         let warnings = standalone
             .into_iter()
+            .chain(config.open_door_warning(in_cluster))
             .chain(config.limits.hard_bound_warning())
             .chain(unused_records)
             .collect();
@@ -300,6 +306,24 @@ impl Config {
         ports
             .filter_map(|(port, https)| Some(((host(https)?, port.get()).into(), port, https)))
             .collect()
+    }
+
+    /// The TLS door is meant for the network; with nobody asked who they are, whoever reaches it reaches the nodes.
+    fn open_door_warning(&self, in_cluster: bool) -> Option<String> {
+        let asked = match &self.client_auth {
+            None => false,
+            // In a cluster callers without a certificate have tokens that kubelets judge.
+            Some((_, required)) => *required || in_cluster,
+        };
+        let wide = self
+            .https_listen
+            .filter(|address| !address.ip().to_canonical().is_loopback());
+        wide.filter(|_| !asked).map(|address| {
+            format!(
+                "--https-listen {address} lets callers in without a certificate: whoever reaches it reaches the nodes' \
+                 allowed ports, with no credential but their own; --client-ca with --https-client-auth require closes it"
+            )
+        })
     }
 
     /// Doors that anyone on the network could use need an explicit word.

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::{ClientConfig, ServerConfig};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
@@ -14,11 +13,13 @@ use tunnel_proto::process::places::{Place, Places};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::Port;
 
+use crate::callers::{Borrowers, DoorTls};
 use crate::metrics::Metrics;
 use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
 use crate::registry::Registry;
 use crate::routes::Routes;
+use crate::targets::Targets;
 
 pub mod answer;
 pub mod body;
@@ -47,7 +48,9 @@ pub struct Doors {
     /// In a cluster: which node a pod runs on.
     pub pods: Option<PodFinder>,
     /// TLS towards https targets.
-    pub target_tls: Arc<ClientConfig>,
+    pub targets: Arc<Targets>,
+    /// Callers that may borrow the server's identity towards targets.
+    pub borrowers: Borrowers,
     /// Limits.
     pub limits: DoorLimits,
     /// Places for callers that have sent no whole request head yet.
@@ -85,7 +88,7 @@ pub struct Door {
     /// The target's port when Host names none.
     pub implied_port: Option<Port>,
     /// Present exactly on https doors.
-    pub tls: Option<Arc<ServerConfig>>,
+    pub tls: Option<Arc<DoorTls>>,
 }
 
 /// What a listener does with its connections.
@@ -115,6 +118,8 @@ struct Line {
     hangup: Hangup,
     /// Kept up to the first request head.
     place: Place,
+    /// The caller may borrow the server's identity.
+    borrows: bool,
 }
 
 impl Doors {
@@ -152,23 +157,28 @@ impl Doors {
         let fate = Arc::new(Fate::default());
         let socket = DoorSocket::new(tcp, fate.clone());
         let hangup = socket.hangup();
-        let line = Line {
+        let mut line = Line {
             peer,
             fate,
             hangup,
             place,
+            borrows: false,
         };
         let Some(tls) = door.tls.clone() else {
             return http::serve(self, door, socket, line).await;
         };
-        let handshake = TlsAcceptor::from(tls).accept(socket);
+        let handshake = TlsAcceptor::from(tls.config()).accept(socket);
         let shaken = tokio::select! {
             biased;
             () = line.place.evicted() => return self.metrics.evicted_caller(),
             shaken = tokio::time::timeout(self.limits.handshake, handshake) => shaken,
         };
         match shaken {
-            Ok(Ok(stream)) => http::serve(self, door, stream, line).await,
+            Ok(Ok(stream)) => {
+                let chain = stream.get_ref().1.peer_certificates();
+                line.borrows = self.borrowers.admit(chain);
+                http::serve(self, door, stream, line).await;
+            }
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
             Err(_elapsed) => debug!("TLS handshake of a caller did not finish in time"),
         }

@@ -10,6 +10,7 @@
 pub mod acceptor;
 pub mod admin;
 pub mod app;
+pub mod callers;
 pub mod cli;
 pub mod config;
 #[cfg(feature = "kubernetes")]
@@ -29,6 +30,7 @@ pub mod revoked;
 pub mod routes;
 pub mod session;
 pub mod status;
+pub mod targets;
 pub mod tokens;
 pub mod verbs;
 

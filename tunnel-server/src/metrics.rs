@@ -43,6 +43,7 @@ pub struct Metrics {
     renewals: Family<HandshakeLabel, Counter>,
     reloads: Family<ReloadLabel, Counter>,
     reload_failed: Family<FilesLabel, Gauge>,
+    credential_ends: Family<FilesLabel, Gauge<f64, AtomicU64>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -112,6 +113,7 @@ impl Metrics {
             renewals: Family::default(),
             reloads: Family::default(),
             reload_failed: Family::default(),
+            credential_ends: Family::default(),
         };
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register("agents", "Connected agent sessions", metrics.agents.clone());
@@ -193,6 +195,11 @@ impl Metrics {
             "credential_files_unusable",
             "1 while certificate files cannot be used and the last good ones stay in use",
             metrics.reload_failed.clone(),
+        );
+        registry.register(
+            "credential_not_after_seconds",
+            "Unix time at which a certificate ends that the server was given beside its own",
+            metrics.credential_ends.clone(),
         );
         metrics
     }
@@ -316,6 +323,17 @@ impl Metrics {
             .duration_since(std::time::UNIX_EPOCH)
             .unwrap_or_default();
         self.certificate_not_after.set(since_epoch.as_secs_f64());
+    }
+
+    /// Notes when a certificate ends that the server was given beside its own.
+    pub fn credential(&self, files: &'static str, not_after: std::time::SystemTime) {
+        let since_epoch = not_after
+            .duration_since(std::time::UNIX_EPOCH)
+            .unwrap_or_default();
+        let label = FilesLabel { files: Word(files) };
+        self.credential_ends
+            .get_or_create(&label)
+            .set(since_epoch.as_secs_f64());
     }
 }
 

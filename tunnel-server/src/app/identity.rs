@@ -1,10 +1,12 @@
 //! What the server proves itself with towards agents, and whom it takes for one: the local CA, or what the operator
 //! brings, which is followed while the server runs.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
+use rustls::RootCertStore;
 use rustls::server::ResolvesServerCert;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::CertificateDer;
@@ -67,22 +69,11 @@ pub(super) fn agent_side(
     let note = move |not_after| metrics.certificate(not_after);
     let own = follow_pair("agent_certificate", &given.pair, followed, note)
         .context("--agent-cert-file, --agent-key-file")?;
-    let roots = load_roots(&given.ca).context("--agent-ca")?;
-    let digest = digest_of(&roots);
-    let trust = AgentTrust::new(tls::roots(roots)?, revocations.judge())?;
-    let (path, swapped) = (given.ca.clone(), trust.clone());
-    let load = move || {
-        let roots = load_roots(&path)?;
-        let digest = digest_of(&roots);
-        let value = tls::roots(roots).map_err(|error| FileError::Root(path.clone(), error))?;
-        Ok(Fresh { digest, value })
-    };
-    let file = given.ca.clone();
-    let apply = move |roots| {
-        let replaced = swapped.replace(roots);
-        replaced.map_err(|error| FileError::Root(file.clone(), error))
-    };
-    followed.follow("agent_ca", digest, load, apply);
+    let roots = fresh_roots(&given.ca).context("--agent-ca")?;
+    let trust = AgentTrust::new(roots.value, revocations.judge())?;
+    let swapped = trust.clone();
+    let apply = move |roots| swapped.replace(roots);
+    followed.follow_roots("agent_ca", &given.ca, roots.digest, apply);
     Ok(AgentSide {
         enrolment: ca.server_resolver(Box::new(|_| {})),
         own,
@@ -98,26 +89,66 @@ pub(super) fn follow_pair(
     followed: &Followed<'_>,
     note: impl Fn(SystemTime) + Send + Sync + 'static,
 ) -> Result<Arc<HeldKey>, FileError> {
-    let first = files.load()?;
-    let digest = digest_of(&first.cert);
-    told_end(what, &first, &note);
-    let held = HeldKey::new(first);
-    let (files, swapped) = (files.clone(), held.clone());
-    let load = move || {
-        let value = files.load()?;
-        let digest = digest_of(&value.cert);
-        Ok::<_, FileError>(Fresh { digest, value })
-    };
+    let first = fresh_pair(files)?;
+    told_end(what, &first.value, &note);
+    let held = HeldKey::new(first.value);
+    let swapped = held.clone();
     let apply = move |own: Arc<CertifiedKey>| {
         told_end(what, &own, &note);
         swapped.replace(own);
         Ok(())
     };
-    followed.follow(what, digest, load, apply);
+    followed.follow_pair(what, files, first.digest, apply);
     Ok(held)
 }
 
+/// A chain and key as their files are at this moment.
+pub(super) fn fresh_pair(files: &PairFiles) -> Result<Fresh<Arc<CertifiedKey>>, FileError> {
+    let value = files.load()?;
+    let digest = digest_of(&value.cert);
+    Ok(Fresh { digest, value })
+}
+
+/// CA certificates as their file is at this moment.
+pub(super) fn fresh_roots(path: &Path) -> Result<Fresh<Arc<RootCertStore>>, FileError> {
+    let roots = load_roots(path)?;
+    let digest = digest_of(&roots);
+    let value = tls::roots(roots).map_err(|error| FileError::Root(path.to_owned(), error))?;
+    Ok(Fresh { digest, value })
+}
+
 impl Followed<'_> {
+    /// Follows the file of CA certificates whose content of that digest is in use; `apply` takes what is new.
+    pub(super) fn follow_roots(
+        &self,
+        what: &'static str,
+        path: &Path,
+        digest: [u8; 32],
+        mut apply: impl FnMut(Arc<RootCertStore>) -> Result<(), rustls::Error> + Send + 'static,
+    ) {
+        let (read, named) = (path.to_owned(), path.to_owned());
+        let apply =
+            move |roots| apply(roots).map_err(|error| FileError::Root(named.clone(), error));
+        self.follow(what, digest, move || fresh_roots(&read), apply);
+    }
+
+    /// Follows the files of a chain and its key in the same way.
+    pub(super) fn follow_pair(
+        &self,
+        what: &'static str,
+        files: &PairFiles,
+        digest: [u8; 32],
+        mut apply: impl FnMut(Arc<CertifiedKey>) -> Result<(), rustls::Error> + Send + 'static,
+    ) {
+        let (read, named) = (files.clone(), files.clone());
+        let apply = move |own| {
+            apply(own).map_err(|error| {
+                FileError::Pair(named.certificate.clone(), named.key.clone(), error)
+            })
+        };
+        self.follow(what, digest, move || fresh_pair(&read), apply);
+    }
+
     fn follow<T: Send + 'static>(
         &self,
         what: &'static str,
@@ -145,7 +176,7 @@ fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
     sha256(&bytes)
 }
 
-fn told_end(what: &str, own: &CertifiedKey, note: &impl Fn(SystemTime)) {
+pub(super) fn told_end(what: &str, own: &CertifiedKey, note: &impl Fn(SystemTime)) {
     let ends = own.cert.first().and_then(|leaf| validity(leaf).ok());
     let Some((_, not_after)) = ends else {
         return;

@@ -7,17 +7,16 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 use rustls::ServerConfig;
 use rustls::server::ResolvesServerCert;
-use rustls_pki_types::CertificateDer;
-use rustls_pki_types::pem::PemObject as _;
 use tokio::net::TcpListener;
 use tracing::info;
 use tunnel_proto::process::host::{host_name, primary_address};
-use tunnel_proto::tls;
 use tunnel_proto::transport::SessionSettings;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::name::Port;
 
 use super::identity::{Followed, follow_pair};
+use super::targets;
+use crate::callers::DoorTls;
 use crate::config::Config;
 use crate::data::DataDir;
 #[cfg(feature = "dns")]
@@ -64,7 +63,7 @@ pub(super) async fn bind(
     config: &Config,
     data: &DataDir,
     (quic_tls, settings): (Arc<ServerConfig>, &SessionSettings),
-    door_tls: Arc<ServerConfig>,
+    door_tls: Arc<DoorTls>,
 ) -> anyhow::Result<Sockets> {
     let keys = data.quic_keys()?;
     let (tcp, quic) = bind_both(&config.agent_listen, "--agent-listen", |address| {
@@ -191,7 +190,7 @@ pub(super) fn door_tls(
     ca: &Arc<LocalCa>,
     routes: &Routes,
     followed: &Followed<'_>,
-) -> anyhow::Result<Arc<ServerConfig>> {
+) -> anyhow::Result<Arc<DoorTls>> {
     let resolver: Arc<dyn ResolvesServerCert> = match &config.https_certificate {
         Some(pair) => follow_pair("https_certificate", pair, followed, |_| {})
             .context("--https-cert-file, --https-key-file")?,
@@ -232,17 +231,7 @@ pub(super) fn door_tls(
             )
         }
     };
-    let client_roots = match &config.client_auth {
-        Some((path, required)) => {
-            let context = || format!("--client-ca {}", path.display());
-            let certificates: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(path)
-                .and_then(Iterator::collect)
-                .with_context(context)?;
-            Some((tls::roots(certificates).with_context(context)?, *required))
-        }
-        None => None,
-    };
-    Ok(tls::door_server(resolver, client_roots)?)
+    targets::door(config, resolver, followed)
 }
 
 pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {

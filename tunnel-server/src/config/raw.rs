@@ -78,6 +78,27 @@ tunnel_proto::layered! {
         /// CA of callers' certificates, PEM; without it none is asked for
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
         pub client_ca: Option<String>,
+        /// Check of https targets: tunnel (their certificates are accepted as they are; the agent's certificate vouches for
+        /// the node) or verify (they must chain to --target-ca and be for the node's name; nothing is sent before that)
+        /// [default: tunnel]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_TARGET_TLS")]
+        pub target_tls: Option<String>,
+        /// CA of https targets' certificates, PEM; goes with --target-tls verify
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CA")]
+        pub target_ca: Option<String>,
+        /// The server's own client certificate for https targets, PEM: shown to kubelets, and only on behalf of the callers
+        /// of --borrow-allowed-callers; needs --client-ca [default: none]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CERT_FILE")]
+        pub target_cert_file: Option<String>,
+        /// Its private key, PEM [default: the file of --target-cert-file]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_KEY_FILE")]
+        pub target_key_file: Option<String>,
+        /// Callers that may borrow the server's own client certificate, by the common name (CN) of theirs, which must be of
+        /// --client-ca; repeatable [default: kube-apiserver-kubelet-client]
+        #[arg(
+            long, value_name = "CN", env = "TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", value_delimiter = ','
+        )]
+        pub borrow_allowed_callers: Vec<String>,
         /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records are written to it. auto
         /// does in a container of a cluster, or with --kubeconfig [default: auto]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_KUBERNETES")]

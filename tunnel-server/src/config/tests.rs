@@ -111,6 +111,31 @@ fn doors_open_to_the_network_need_an_explicit_word() {
 }
 
 #[test]
+fn tls_door_that_asks_nobody_is_warned_of() {
+    let warned = |text: &str, in_cluster| {
+        let warnings = around(text, in_cluster).unwrap().warnings;
+        warnings
+            .iter()
+            .any(|warning| warning.contains("--https-listen"))
+    };
+    let wide = "httpsListen: '[::]:10263'\nallowUnauthenticated: true\n";
+    assert!(warned(wide, false));
+    assert!(warned(&format!("{wide}clientCa: /ca"), false));
+    assert!(!warned(
+        "{ clientCa: /ca, httpsClientAuth: require }",
+        false
+    ));
+    assert!(!warned("{}", false));
+    #[cfg(feature = "kubernetes")]
+    {
+        assert!(warned("{}", true));
+        assert!(warned("{ clientCa: /ca, httpsClientAuth: none }", true));
+        assert!(!warned("clientCa: /ca", true));
+        assert!(!warned("httpsListen: 127.0.0.1:10263", true));
+    }
+}
+
+#[test]
 fn extra_ports_follow_their_door_or_the_given_host() {
     let listeners = |text: &str| {
         let listeners = yaml(text).unwrap().extra_listeners();

@@ -41,6 +41,7 @@ where
         fate,
         hangup,
         place,
+        borrows,
     } = line;
     let limits = doors.limits;
     let course = Course::begin(Patience {
@@ -55,6 +56,7 @@ where
         door,
         peer,
         fate,
+        borrows,
     });
     let answering = caller.clone();
     let service = service_fn(move |request| {
@@ -116,6 +118,8 @@ struct Caller {
     door: Arc<Door>,
     peer: SocketAddr,
     fate: Arc<Fate>,
+    /// May borrow the server's identity towards targets.
+    borrows: bool,
     course: Arc<Course>,
     kept: Arc<Kept>,
     /// What hyper gives the socket back through when a request had an Upgrade field, whether it was granted or not.
@@ -224,13 +228,16 @@ impl Caller {
         let place = destination.to_string();
         let shares = may_share_connection(&request);
         prepare(&mut request, &destination, upgrade, !shares);
+        let leg = self.doors.targets.leg(self.borrows);
         let purpose = shares.then(|| Purpose {
             destination: destination.clone(),
+            leg: leg.id,
             authorization: request.headers().get(AUTHORIZATION).cloned(),
         });
         let way = Way {
             doors: &self.doors,
             scheme: self.door.scheme,
+            leg,
             destination: &destination,
             trace_parent: trace_parent(request.headers()),
             kept: purpose.as_ref().map(|purpose| (&*self.kept, purpose)),

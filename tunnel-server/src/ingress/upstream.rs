@@ -10,7 +10,6 @@ use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
-use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
@@ -26,6 +25,7 @@ use super::answer::{Failure, Outcome};
 use super::body::RequestBody;
 use super::record::Record;
 use super::target::{Destination, Scheme};
+use crate::targets::{Leg, server_name};
 
 mod heard;
 mod kept;
@@ -67,6 +67,8 @@ pub(super) struct Way<'a> {
     pub(super) doors: &'a Arc<Doors>,
     /// Whether there is TLS in the stream.
     pub(super) scheme: Scheme,
+    /// TLS on behalf of the caller.
+    pub(super) leg: Leg,
     /// The node and its port.
     pub(super) destination: &'a Destination,
     /// For the agent's record.
@@ -225,14 +227,11 @@ impl Way<'_> {
         match self.scheme {
             Scheme::Http => handshake(doors, stream, heard, place).await,
             Scheme::Https => {
-                // A name that ends in a number is no DNS name for TLS; the certificate is not judged by it here.
-                let node = self.destination.node.to_string();
-                let name = ServerName::try_from(node.clone())
-                    .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
-                    .map_err(|error| {
-                        Failure::new(Outcome::TargetTls, format!("{place}: {error}"))
-                    })?;
-                let connecting = TlsConnector::from(doors.target_tls.clone()).connect(name, stream);
+                let name = server_name(&self.destination.node);
+                let name = name.map_err(|error| {
+                    Failure::new(Outcome::TargetTls, format!("{place}: {error}"))
+                })?;
+                let connecting = TlsConnector::from(self.leg.tls.clone()).connect(name, stream);
                 // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
                 let limit = doors.limits.open + doors.limits.handshake;
                 let stream = match timeout(limit, connecting).await {

@@ -12,6 +12,7 @@ use tokio_util::task::TaskTracker;
 use super::Upstream;
 use crate::ingress::target::Destination;
 use crate::registry::Registry;
+use crate::targets::LegId;
 
 /// A connection is kept for this long after an answer: enough for callers that ask again and again, and less than any
 /// common server keeps an idle connection (gunicorn 2 s, Node.js and Apache 5 s), so that a request seldom meets the
@@ -31,6 +32,8 @@ pub(in crate::ingress) struct Kept {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::ingress) struct Purpose {
     pub(in crate::ingress) destination: Destination,
+    /// Whether the server lends its certificate, and which; a target takes a connection for that identity's.
+    pub(in crate::ingress) leg: LegId,
     /// The caller's credential, if it sent one: a target may take a connection for that caller's.
     pub(in crate::ingress) authorization: Option<HeaderValue>,
 }

@@ -11,12 +11,12 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tunnel_proto::process::places::{PlaceLimits, Places};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::tls;
 use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
+use crate::callers::Borrowers;
 use crate::ingress::http::serve;
 use crate::ingress::socket::Hangup;
 use crate::ingress::target::Scheme;
@@ -25,6 +25,7 @@ use crate::metrics::Metrics;
 use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routes::{RouteNode, Routes, Source};
+use crate::targets::Targets;
 use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
 
 /// A plain door, and agents that the test plays.
@@ -107,7 +108,8 @@ impl Bench {
             registry: Arc::new(Registry::new(limits)),
             policy,
             pods: None,
-            target_tls: tls::target_client().unwrap(),
+            targets: Targets::new(None).unwrap(),
+            borrowers: Borrowers::default(),
             limits: DoorLimits {
                 handshake: Duration::from_secs(5),
                 request_head_time: Duration::from_secs(10),
@@ -187,6 +189,7 @@ impl Bench {
             fate: Arc::default(),
             hangup: Hangup::never(),
             place: self.doors.strangers.enter(peer.ip()).unwrap(),
+            borrows: false,
         };
         let serve = serve(self.doors.clone(), door, served, line);
         self.doors.shutdown.spawn_work(serve);

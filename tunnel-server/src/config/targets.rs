@@ -1,0 +1,138 @@
+//! Settings of TLS towards https targets: verification, the server's own certificate, and who may borrow it.
+
+use std::path::PathBuf;
+
+use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::tls::files::PairFiles;
+
+use super::RawConfig;
+
+/// The common name that kubeadm and most installers give kube-apiserver's client certificate for kubelets.
+pub const APISERVER_NAME: &str = "kube-apiserver-kubelet-client";
+
+/// TLS towards https targets.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TargetSettings {
+    /// What certificates of targets chain to; without it they are accepted as they are.
+    pub ca: Option<PathBuf>,
+    /// The server's own client certificate.
+    pub identity: Option<PairFiles>,
+    /// Common names of callers that may borrow it.
+    pub borrowers: Vec<String>,
+}
+
+/// Checks them; `asks_callers` tells whether callers' certificates are verified.
+pub(super) fn targets(bad: &mut Mistakes, raw: &RawConfig, asks_callers: bool) -> TargetSettings {
+    let ca = raw.target_ca.as_ref().map(PathBuf::from);
+    let ca = match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
+        ("tunnel", None) => None,
+        ("tunnel", Some(_)) => {
+            bad.add(
+                "--target-ca",
+                "is of no use without --target-tls verify: certificates of targets are accepted as they are",
+            );
+            None
+        }
+        ("verify", None) => {
+            bad.add("--target-tls", "verify needs --target-ca");
+            None
+        }
+        ("verify", ca) => ca,
+        (other, _) => {
+            bad.add("--target-tls", format!("{other:?} is not tunnel or verify"));
+            None
+        }
+    };
+    let identity = match (&raw.target_cert_file, &raw.target_key_file) {
+        (Some(certificate), key) => Some(PairFiles {
+            certificate: certificate.into(),
+            key: key.as_ref().unwrap_or(certificate).into(),
+        }),
+        (None, None) => None,
+        (None, Some(_)) => {
+            bad.add("--target-key-file", "needs --target-cert-file too");
+            None
+        }
+    };
+    if identity.is_some() && !asks_callers {
+        bad.add(
+            "--target-cert-file",
+            "nobody could borrow it: only callers with a certificate of --client-ca may, and none is asked for",
+        );
+    }
+    let named = &raw.borrow_allowed_callers;
+    if identity.is_none() && !named.is_empty() {
+        bad.add(
+            "--borrow-allowed-callers",
+            "there is nothing to borrow without --target-cert-file",
+        );
+    }
+    if named.iter().any(|name| name.trim().is_empty()) {
+        bad.add("--borrow-allowed-callers", "a common name is empty");
+    }
+    let borrowers = if named.is_empty() {
+        vec![APISERVER_NAME.to_owned()]
+    } else {
+        named.iter().map(|name| name.trim().to_owned()).collect()
+    };
+    TargetSettings {
+        ca,
+        identity,
+        borrowers,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(yaml: &str, asks_callers: bool) -> Result<TargetSettings, String> {
+        let raw: RawConfig = serde_saphyr::from_str(yaml).unwrap();
+        let mut bad = Mistakes::default();
+        let settings = targets(&mut bad, &raw, asks_callers);
+        bad.finish(settings).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn nothing_is_verified_or_lent_unless_asked() {
+        let settings = checked("{}", true).unwrap();
+        assert_eq!((settings.ca, settings.identity), (None, None));
+        assert_eq!(settings.borrowers, [APISERVER_NAME]);
+    }
+
+    #[test]
+    fn identity_in_one_file_or_two_for_the_named_callers() {
+        let yaml = "{ targetTls: verify, targetCa: /ca, targetCertFile: /own, borrowAllowedCallers: [a, ' b'] }";
+        let settings = checked(yaml, true).unwrap();
+        let own = settings.identity.unwrap();
+        assert_eq!((own.certificate, own.key), ("/own".into(), "/own".into()));
+        assert_eq!(settings.borrowers, ["a", "b"]);
+        let settings = checked("{ targetCertFile: /own, targetKeyFile: /key }", true).unwrap();
+        assert_eq!(settings.identity.unwrap().key, PathBuf::from("/key"));
+    }
+
+    #[test]
+    fn settings_that_would_do_nothing_are_mistakes() {
+        for (yaml, asks, setting) in [
+            ("targetTls: strict", true, "--target-tls"),
+            ("targetTls: verify", true, "--target-tls"),
+            ("targetCa: /ca", true, "--target-ca"),
+            ("targetKeyFile: /key", true, "--target-key-file"),
+            ("targetCertFile: /own", false, "--target-cert-file"),
+            (
+                "borrowAllowedCallers: [a]",
+                true,
+                "--borrow-allowed-callers",
+            ),
+            (
+                "{ targetCertFile: /own, borrowAllowedCallers: [a, ''] }",
+                true,
+                "--borrow-allowed-callers",
+            ),
+        ] {
+            let error = checked(yaml, asks).unwrap_err();
+            assert!(error.contains("1 mistake(s)"), "{yaml}: {error}");
+            assert!(error.contains(setting), "{yaml}: {error}");
+        }
+    }
+}
