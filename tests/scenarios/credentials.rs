@@ -2,6 +2,7 @@
 //! not get in.
 
 mod attacks;
+mod borrowed;
 mod disk;
 mod enrolment;
 mod fuzz;
@@ -9,6 +10,7 @@ mod given;
 mod life;
 mod processes;
 mod revoked;
+mod rogue;
 mod rotation;
 
 use std::path::Path;

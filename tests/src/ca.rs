@@ -8,12 +8,16 @@ use std::time::{Duration, SystemTime};
 use anyhow::Result;
 use rcgen::string::Ia5String;
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, SanType,
 };
 use rustls::sign::CertifiedKey;
-use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tunnel_proto::tls;
+
+use crate::client::ClientCertificate;
+use crate::targets::TargetTls;
 
 /// A certificate authority with one root.
 #[derive(Debug)]
@@ -30,6 +34,8 @@ pub struct Leaf {
     pub uri: Option<String>,
     /// SAN DNS name.
     pub dns: Option<String>,
+    /// Common name of the subject.
+    pub common_name: Option<String>,
     /// For servers; otherwise for clients.
     pub server: bool,
     /// When it begins.
@@ -56,6 +62,7 @@ impl Leaf {
         Self {
             uri: Some(format!("culvert://agent/{node}")),
             dns: None,
+            common_name: None,
             server: false,
             from: SystemTime::now() - Duration::from_secs(60),
             until: SystemTime::now() + Duration::from_secs(86400),
@@ -67,6 +74,27 @@ impl Leaf {
     pub fn server() -> Self {
         Self {
             uri: Some("culvert://server".to_owned()),
+            server: true,
+            ..Self::agent("")
+        }
+    }
+
+    /// A caller's of this common name, valid for a day.
+    #[must_use]
+    pub fn caller(name: &str) -> Self {
+        Self {
+            uri: None,
+            common_name: Some(name.to_owned()),
+            ..Self::agent("")
+        }
+    }
+
+    /// A kubelet's, or another https target's, for this node, valid for a day.
+    #[must_use]
+    pub fn target(node: &str) -> Self {
+        Self {
+            uri: None,
+            dns: Some(node.to_owned()),
             server: true,
             ..Self::agent("")
         }
@@ -118,6 +146,10 @@ impl TestCa {
             let dns = Ia5String::try_from(dns.as_str())?;
             params.subject_alt_names.push(SanType::DnsName(dns));
         }
+        if let Some(name) = &leaf.common_name {
+            params.distinguished_name = DistinguishedName::new();
+            params.distinguished_name.push(DnType::CommonName, name);
+        }
         params.extended_key_usages = vec![if leaf.server {
             ExtendedKeyUsagePurpose::ServerAuth
         } else {
@@ -137,6 +169,23 @@ impl TestCa {
 }
 
 impl Issued {
+    /// As a TLS client of the tests presents it.
+    ///
+    /// # Errors
+    /// The key cannot be read back.
+    pub fn presented(&self) -> Result<ClientCertificate> {
+        let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes())?;
+        Ok((self.own.cert.clone(), key))
+    }
+
+    /// As a target serves with it.
+    ///
+    /// # Errors
+    /// It cannot be used.
+    pub fn serving(&self) -> Result<TargetTls> {
+        TargetTls::from_pem(&self.certificate, &self.key)
+    }
+
     /// Replaces `NAME.crt` and `NAME.key` in a folder, one after the other as most tools do.
     ///
     /// # Errors

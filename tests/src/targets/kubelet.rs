@@ -16,8 +16,10 @@ use super::head::Head;
 use super::script::{Received, ReceivedLog, Script};
 use super::tls::TargetTls;
 use super::wire::Wire;
+pub use access::Access;
 use streams::Streams;
 
+mod access;
 mod streams;
 
 /// A server with the paths of a kubelet, and for all others those of an [`Exporter`](super::Exporter).
@@ -77,10 +79,31 @@ impl StandInKubelet {
     /// # Errors
     /// The address cannot be bound.
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
+        Self::listen(bind, node, tls, None).await
+    }
+
+    /// A kubelet of `node` that asks who its clients are, on a free loopback port.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn guarded(node: &str, tls: TargetTls, access: Access) -> Result<Self> {
+        Self::listen(ANY_LOOPBACK_PORT, node, Some(tls), Some(access)).await
+    }
+
+    async fn listen(
+        bind: SocketAddr,
+        node: &str,
+        tls: Option<TargetTls>,
+        access: Option<Access>,
+    ) -> Result<Self> {
         let (site, log) = (Arc::new(Site::new(node)), Arc::new(ReceivedLog::default()));
-        let (served, kept) = (Arc::clone(&site), Arc::clone(&log));
+        let served = Arc::new(Served {
+            site: Arc::clone(&site),
+            log: Arc::clone(&log),
+            access,
+        });
         let listening = Listening::start(bind, tls.clone(), move |wire, traffic| {
-            serve(Arc::clone(&served), Arc::clone(&kept), wire, traffic)
+            serve(Arc::clone(&served), wire, traffic)
         });
         Ok(Self {
             listening: listening.await?,
@@ -116,24 +139,34 @@ impl StandInKubelet {
     }
 }
 
-async fn serve(
+/// What connections share.
+struct Served {
     site: Arc<Site>,
     log: Arc<ReceivedLog>,
-    mut wire: Wire,
-    traffic: Arc<Traffic>,
-) -> io::Result<()> {
+    access: Option<Access>,
+}
+
+async fn serve(served: Arc<Served>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+    let Served { site, log, access } = &*served;
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let path = request.path().to_owned();
+        let judged = match access {
+            Some(access) => access.judge(&wire, &request),
+            None => Ok(()),
+        };
         let after = match *segments(&path) {
+            _ if let Err((status, text)) = &judged => {
+                request.answer(&mut wire, *status, text).await?
+            }
             ["healthz"] => request.answer(&mut wire, 200, "ok").await?,
             ["containerLogs", _, pod, container] => {
                 let line = format!("{}: log of {pod}/{container}", site.node);
                 let lines = request.query("tailLines").and_then(|n| n.parse().ok());
                 let lines = vec![line; lines.unwrap_or(1)].join("\n");
-                logs(&site, &mut wire, &request, lines).await?
+                logs(site, &mut wire, &request, lines).await?
             }
             ["exec" | "attach" | "portForward", ..] => {
-                upgrade(&mut wire, &request, &traffic, &log).await?
+                upgrade(&mut wire, &request, &traffic, log).await?
             }
             ["metrics", "cadvisor" | "resource" | "probes"] => {
                 let text = format!(

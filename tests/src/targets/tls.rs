@@ -1,12 +1,16 @@
 //! TLS of the stand-in targets.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
+    SupportedProtocolVersion,
+};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
 use tokio_rustls::TlsAcceptor;
@@ -54,7 +58,10 @@ impl TargetTls {
             .context("chain of the target is empty")?
             .clone();
         let provider = Arc::new(aws_lc_rs::default_provider());
-        let verifier = AnyClient(Arc::clone(&provider));
+        let verifier = AnyClient {
+            provider: Arc::clone(&provider),
+            presented: Presented::default(),
+        };
         let mut config = ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .context("TLS versions of the target")?
@@ -66,6 +73,34 @@ impl TargetTls {
             config: Arc::new(config),
             certificate,
         })
+    }
+
+    /// As [`Self::new`], with only the given versions of TLS, and noting each certificate that a client presents.
+    ///
+    /// # Errors
+    /// There is no certificate.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a target is not the tunnel and needs settings the tunnel must not have"
+    )]
+    pub(crate) fn noting(
+        own: &Arc<CertifiedKey>,
+        versions: &[&'static SupportedProtocolVersion],
+        presented: Presented,
+    ) -> Result<Self> {
+        let certificate = own.cert.first().context("no certificate")?.clone();
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier = AnyClient {
+            provider: Arc::clone(&provider),
+            presented,
+        };
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(versions)
+            .context("TLS versions of the target")?
+            .with_client_cert_verifier(Arc::new(verifier))
+            .with_cert_resolver(Arc::new(SingleCertAndKey::from(CertifiedKey::clone(own))));
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(Self::from_config(Arc::new(config), certificate))
     }
 
     /// Any other configuration; `certificate` is what [`Self::certificate`] returns.
@@ -88,7 +123,13 @@ impl TargetTls {
 
 /// Asks for a certificate and accepts each, as long as the client has its key.
 #[derive(Debug)]
-struct AnyClient(Arc<CryptoProvider>);
+struct AnyClient {
+    provider: Arc<CryptoProvider>,
+    presented: Presented,
+}
+
+/// The certificates that clients presented, in their order.
+pub(crate) type Presented = Arc<Mutex<Vec<CertificateDer<'static>>>>;
 
 impl ClientCertVerifier for AnyClient {
     fn client_auth_mandatory(&self) -> bool {
@@ -101,10 +142,15 @@ impl ClientCertVerifier for AnyClient {
 
     fn verify_client_cert(
         &self,
-        _end_entity: &CertificateDer<'_>,
+        end_entity: &CertificateDer<'_>,
         _intermediates: &[CertificateDer<'_>],
         _now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
+        let mut presented = self
+            .presented
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        presented.push(end_entity.clone().into_owned());
         Ok(ClientCertVerified::assertion())
     }
 
@@ -118,7 +164,7 @@ impl ClientCertVerifier for AnyClient {
             message,
             cert,
             dss,
-            &self.0.signature_verification_algorithms,
+            &self.provider.signature_verification_algorithms,
         )
     }
 
@@ -132,11 +178,13 @@ impl ClientCertVerifier for AnyClient {
             message,
             cert,
             dss,
-            &self.0.signature_verification_algorithms,
+            &self.provider.signature_verification_algorithms,
         )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
+        self.provider
+            .signature_verification_algorithms
+            .supported_schemes()
     }
 }
