@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use rustls_pki_types::CertificateDer;
 
 use crate::identity::PeerIdentity;
 use crate::tcp::Remote;
@@ -86,6 +87,11 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
 
     /// Who the peer proved to be.
     fn peer(&self) -> &PeerIdentity;
+
+    /// The certificates that the peer proved it with, leaf first; none where there is no TLS.
+    fn peer_chain(&self) -> Vec<CertificateDer<'static>> {
+        Vec::new()
+    }
 
     /// Which transport carries the session.
     fn transport(&self) -> TransportKind;

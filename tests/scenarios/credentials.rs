@@ -4,6 +4,7 @@
 mod attacks;
 mod borrowed;
 mod disk;
+mod distrusted;
 mod enrolment;
 mod fuzz;
 mod given;

@@ -53,6 +53,8 @@ pub struct AdminState {
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
     /// Addresses that agents should dial, HOST:PORT.
     pub advertised: Vec<String>,
+    /// Whether tokens can be exchanged for certificates; not with `--agent-ca`.
+    pub issues: bool,
 }
 
 impl fmt::Debug for AdminState {
@@ -199,6 +201,14 @@ async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<A
 
 /// Makes a token, and its node known. Blocks the thread.
 fn create_token(state: &AdminState, wish: CreateToken) -> Result<CreatedToken, Refusal> {
+    if !state.issues {
+        return Err(Refusal::bad(format!(
+            "this server runs with --agent-ca and issues no certificates, so a token would be of no use: have that CA issue \
+             one with the SAN URI culvert://agent/{node} and the usage client auth, and start the agent with --cert-file, \
+             --key-file and --ca-file",
+            node = wish.node
+        )));
+    }
     let ttl = Duration::from_secs(wish.ttl_seconds);
     let now = SystemTime::now();
     let token = state

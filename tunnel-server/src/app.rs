@@ -21,6 +21,7 @@ use crate::admin::{self, AdminState};
 use crate::callers::Borrowers;
 use crate::config::Config;
 use crate::data::DataDir;
+use crate::distrusted;
 use crate::dns::Records;
 use crate::enroll::Enrollment;
 use crate::ingress::{DoorLimits, Doors};
@@ -113,6 +114,7 @@ impl App {
             shutdown: &shutdown,
         };
         let agents = agent_side(&config, &ca, &revocations, &followed)?;
+        distrusted::enforce(&agents.trust, &registry, &shutdown);
         let session_tls =
             |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
@@ -214,6 +216,7 @@ impl App {
                     expired: config.limits.expired(),
                 },
                 revocations: revocations.clone(),
+                trust: Some(agents.trust.clone()),
                 renewals: agents.renewals.clone(),
             },
             handshake_limit: config.limits.handshake_timeout,
@@ -237,6 +240,7 @@ impl App {
             revocations: revocations.clone(),
             status: list.clone(),
             advertised,
+            issues: config.agent_files.is_none(),
         };
         admin::start(state, &data, &shutdown)?;
         Meta::new(readiness.clone(), metrics_registry)

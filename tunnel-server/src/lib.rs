@@ -16,6 +16,7 @@ pub mod config;
 #[cfg(feature = "kubernetes")]
 pub mod controllers;
 pub mod data;
+pub mod distrusted;
 pub mod dns;
 pub mod enroll;
 pub mod ingress;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
 use tunnel_proto::transport::{Session, TransportKind};
@@ -15,6 +16,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use crate::distrusted::DISTRUSTED;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
 use crate::registry::{AgentSession, Registration, Registry};
@@ -50,6 +52,8 @@ pub struct Sessions {
     pub limits: SessionLimits,
     /// Who is no longer accepted.
     pub revocations: Arc<Revocations>,
+    /// Whose certificates are accepted.
+    pub trust: Option<Arc<AgentTrust>>,
     /// Issues the next certificate; without it their operator brings them.
     pub renewals: Option<Arc<Renewals>>,
 }
@@ -193,9 +197,16 @@ impl Sessions {
             }
             yielded.push(live.id);
         };
-        // Revoked since the handshake: from here on the session is found by whoever revokes.
-        if self.revocations.holds_for(session.peer()) {
-            let detail = "the node's certificate was revoked".to_owned();
+        // Revoked since the handshake, or its CA taken out: from here on the session is found by whoever does that.
+        let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
+        let refusal = if self.revocations.holds_for(session.peer()) {
+            Some("the node's certificate was revoked")
+        } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
+            Some(DISTRUSTED)
+        } else {
+            None
+        };
+        if let Some(detail) = refusal.map(str::to_owned) {
             turn_away(writer, CloseCode::CredentialRevoked, &detail).await;
             return Err(AdmissionError::Refused(
                 CloseCode::CredentialRevoked,

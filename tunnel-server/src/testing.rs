@@ -170,6 +170,10 @@ impl Session for Fake {
         self.inner.peer()
     }
 
+    fn peer_chain(&self) -> Vec<rustls_pki_types::CertificateDer<'static>> {
+        self.inner.peer_chain()
+    }
+
     fn transport(&self) -> TransportKind {
         self.inner.transport()
     }
@@ -245,6 +249,7 @@ impl Bench {
                 expired: Duration::from_secs(30),
             },
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
+            trust: None,
             renewals: None,
         };
         Self {

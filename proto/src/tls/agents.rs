@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use rustls::client::danger::HandshakeSignatureValid;
@@ -13,9 +14,10 @@ use rustls::{
     SignatureScheme,
 };
 use rustls_pki_types::{CertificateDer, UnixTime};
+use tokio::sync::watch;
 
 use super::provider;
-use crate::identity::{PeerIdentity, Role};
+use crate::identity::{PeerIdentity, Role, validity};
 
 /// Says whether a certificate whose chain and role are right is still accepted. Asked in handshakes, so it must be quick.
 pub type Judge = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Send + Sync>;
@@ -29,6 +31,8 @@ pub struct Revoked;
 pub struct AgentTrust {
     chain: ArcSwap<Chain>,
     judge: Judge,
+    /// Counts replacements of the roots.
+    replaced: watch::Sender<u64>,
 }
 
 /// A sized home for the verifier.
@@ -43,6 +47,7 @@ impl AgentTrust {
         Ok(Arc::new(Self {
             chain: ArcSwap::from_pointee(Chain::to(roots)?),
             judge,
+            replaced: watch::Sender::new(0),
         }))
     }
 
@@ -52,7 +57,39 @@ impl AgentTrust {
     /// When they cannot be used; the old ones stay.
     pub fn replace(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
         self.chain.store(Arc::new(Chain::to(roots)?));
+        self.replaced.send_modify(|count| *count += 1);
         Ok(())
+    }
+
+    /// Changes after each replacement.
+    #[must_use]
+    pub fn replaced(&self) -> watch::Receiver<u64> {
+        self.replaced.subscribe()
+    }
+
+    /// Whether a chain that was accepted in its handshake would be accepted by the roots of this moment. Its own end plays
+    /// no part, nor does revocation.
+    #[must_use]
+    pub fn still_accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
+        if *self.replaced.borrow() == 0 {
+            return true;
+        }
+        let Some((leaf, intermediates)) = chain.split_first() else {
+            return false;
+        };
+        let Ok((_, not_after)) = validity(leaf) else {
+            return false;
+        };
+        let at = not_after.min(SystemTime::now());
+        let at = at
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        let verifier = self.chain.load();
+        let verified =
+            verifier
+                .0
+                .verify_client_cert(leaf, intermediates, UnixTime::since_unix_epoch(at));
+        verified.is_ok()
     }
 
     /// Judges a chain (leaf first) outside of a handshake, as of the time `at`; revocation is judged as of now.

@@ -67,6 +67,7 @@ pub async fn accept(
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
     let peer = PeerIdentity::from_certificate(leaf(tls.peer_certificates())?)?;
+    let chain = tls.peer_certificates().unwrap_or_default().to_vec();
     let remote = address(socket)?;
     let (io, line) = Io::new(stream);
     let mut builder = h2::client::Builder::new();
@@ -92,7 +93,11 @@ pub async fn accept(
         .await
         .map_err(|error| HandshakeError::Transport(error.to_string()))?;
     let connection = Connection::Client(connection);
-    let far = Far { peer, remote };
+    let far = Far {
+        peer,
+        chain,
+        remote,
+    };
     Ok(start(connection, Some(farewell), hub, far, settings))
 }
 
@@ -167,6 +172,7 @@ impl Dialer for H2Dialer {
         let connection = Connection::Server(connection);
         let far = Far {
             peer,
+            chain: Vec::new(),
             remote: address,
         };
         let session = start(connection, None, hub.clone(), far, &self.settings);
@@ -190,6 +196,8 @@ impl Dialer for H2Dialer {
 /// The other end.
 struct Far {
     peer: PeerIdentity,
+    /// Kept at the accepting end, which may come to trust other roots.
+    chain: Vec<CertificateDer<'static>>,
     remote: SocketAddr,
 }
 
@@ -214,6 +222,7 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     Arc::new(H2Session {
         hub,
         peer: far.peer,
+        chain: far.chain,
         remote: far.remote,
         traffic: Arc::<Traffic>::default(),
         flow,

@@ -26,6 +26,7 @@ impl Fixture {
                 vec![status]
             }),
             advertised: vec!["tunnel.example:10262".into()],
+            issues: true,
         };
         Self {
             scratch,
@@ -156,6 +157,20 @@ async fn socket_of_a_dead_server_is_replaced_but_no_other_file() {
     let error = fixture.start().unwrap_err().to_string();
     assert!(error.contains("admin.sock"), "{error}");
     assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+}
+
+#[tokio::test]
+async fn no_token_is_made_where_it_would_be_of_no_use() {
+    let mut fixture = Fixture::new();
+    fixture.state.issues = false;
+    fixture.start().unwrap();
+    let client = fixture.client().await.unwrap();
+    let error = client.create_token(&wish("worker-1")).await.unwrap_err();
+    let text = error.to_string();
+    for words in ["--agent-ca", "culvert://agent/worker-1", "--cert-file"] {
+        assert!(text.contains(words), "{text}");
+    }
+    assert!(fixture.state.tokens.list(SystemTime::now()).is_empty());
 }
 
 #[test]

@@ -51,6 +51,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
                 .collect()
         }),
         advertised: vec!["running.example:10262".into()],
+        issues: true,
     };
     admin::start(state.clone(), dir, shutdown).unwrap();
     state

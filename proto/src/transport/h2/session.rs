@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use h2::client::SendRequest;
 use http::Request;
+use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -185,6 +186,7 @@ impl Hub {
 pub(super) struct H2Session {
     pub(super) hub: Arc<Hub>,
     pub(super) peer: PeerIdentity,
+    pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) remote: SocketAddr,
     pub(super) traffic: Arc<Traffic>,
     pub(super) flow: Arc<SessionFlow>,
@@ -300,6 +302,10 @@ impl Session for H2Session {
 
     fn peer(&self) -> &PeerIdentity {
         &self.peer
+    }
+
+    fn peer_chain(&self) -> Vec<CertificateDer<'static>> {
+        self.chain.clone()
     }
 
     fn transport(&self) -> TransportKind {

@@ -46,17 +46,20 @@ impl std::fmt::Debug for QuicSession {
     }
 }
 
+fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
+    let any = connection.peer_identity();
+    let chain = any.and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+    chain.map(|chain| *chain).unwrap_or_default()
+}
+
 impl QuicSession {
     pub(super) fn start(
         connection: Connection,
         settings: &SessionSettings,
         identify: Identify,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
-        let chain = connection
-            .peer_identity()
-            .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
-        let leaf = chain.as_deref().and_then(|chain| chain.first());
-        let peer = identify(leaf.ok_or(IdentityError::NoCertificate)?)?;
+        let chain = chain_of(&connection);
+        let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
         let windows = connection.clone();
         let free = connection_window(settings.stream_window, 0);
         let flow = settings.pool.session(settings.stream_window, move |bytes| {
@@ -204,6 +207,10 @@ impl Session for QuicSession {
 
     fn peer(&self) -> &PeerIdentity {
         &self.peer
+    }
+
+    fn peer_chain(&self) -> Vec<CertificateDer<'static>> {
+        chain_of(&self.connection)
     }
 
     fn transport(&self) -> TransportKind {
