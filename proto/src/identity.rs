@@ -1,6 +1,7 @@
 //! Who a peer is: the role and name in its certificate, never what it claims.
 //!
-//! Certificates of our CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`.
+//! Certificates of our CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`. A kubelet's client certificate
+//! of the cluster's CA is the agent of its node.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,10 +10,21 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 use crate::wire::name::NodeName;
 
+mod kubelet;
+
 const SCHEME: &str = "culvert://";
 
 /// Certificates of our CA begin this long before they are issued: clocks of edges may be behind by as much.
 pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
+
+/// Whose CA vouches for a peer. Each has its own form of certificate, so a certificate belongs to one of them at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Domain {
+    /// Ours, or what the operator brings in its place: a SAN URI with a role of ours.
+    Tunnel,
+    /// The cluster's for its clients: kubelets' certificates, without a role of ours.
+    Cluster,
+}
 
 /// What a certificate of our CA entitles to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +60,8 @@ impl Role {
 /// A verified peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerIdentity {
+    /// Who vouches for it.
+    pub domain: Domain,
     /// Its role.
     pub role: Role,
     /// When its certificate begins; one of our CA was issued [`BACKDATED`] later.
@@ -99,26 +113,34 @@ impl PeerIdentity {
     pub fn from_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
-        let names = certificate
-            .subject_alternative_name()
-            .map_err(|_twice| IdentityError::Malformed)?;
-        let mut ours = names
-            .iter()
-            .flat_map(|names| &names.value.general_names)
-            .filter_map(|name| match name {
-                GeneralName::URI(uri) if uri.starts_with(SCHEME) => Some(*uri),
-                _ => None,
-            });
-        let (Some(uri), None) = (ours.next(), ours.next()) else {
-            return Err(IdentityError::NoRole);
-        };
-        let role = Role::from_uri(uri).ok_or(IdentityError::NoRole)?;
-        let (not_before, not_after) = times(&certificate);
-        Ok(Self {
+        let role = role_of(&certificate)?.ok_or(IdentityError::NoRole)?;
+        Ok(Self::new(Domain::Tunnel, role, &certificate))
+    }
+
+    /// The identity that an agent's certificate claims: of the tunnel's domain when it has a role of ours, whatever else
+    /// it says, and otherwise of the cluster's when it is a kubelet's. Whoever verifies the chain holds it to the roots
+    /// of that domain, as [`crate::tls::AgentTrust`] does; behind that, this is who the agent is.
+    ///
+    /// # Errors
+    /// [`IdentityError`] when it is neither.
+    pub fn of_agent(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+        let (_, certificate) =
+            X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+        if let Some(role) = role_of(&certificate)? {
+            return Ok(Self::new(Domain::Tunnel, role, &certificate));
+        }
+        let node = kubelet::node(&certificate).ok_or(IdentityError::NoRole)?;
+        Ok(Self::new(Domain::Cluster, Role::Agent(node), &certificate))
+    }
+
+    fn new(domain: Domain, role: Role, certificate: &X509Certificate<'_>) -> Self {
+        let (not_before, not_after) = times(certificate);
+        Self {
+            domain,
             role,
             not_before,
             not_after,
-        })
+        }
     }
 
     /// A server whose certificate was verified: by its role, or by a name that the operator gave.
@@ -128,6 +150,7 @@ impl PeerIdentity {
     pub fn of_server(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (not_before, not_after) = validity(der)?;
         Ok(Self {
+            domain: Domain::Tunnel,
             role: Role::Server,
             not_before,
             not_after,
@@ -141,6 +164,25 @@ impl PeerIdentity {
             Role::Agent(name) => Some(name),
             Role::Server => None,
         }
+    }
+}
+
+/// The single role of ours in a certificate; `None` when there is no URI of ours at all.
+fn role_of(certificate: &X509Certificate<'_>) -> Result<Option<Role>, IdentityError> {
+    let names = certificate
+        .subject_alternative_name()
+        .map_err(|_twice| IdentityError::Malformed)?;
+    let mut ours = names
+        .iter()
+        .flat_map(|names| &names.value.general_names)
+        .filter_map(|name| match name {
+            GeneralName::URI(uri) if uri.starts_with(SCHEME) => Some(*uri),
+            _ => None,
+        });
+    match (ours.next(), ours.next()) {
+        (None, _) => Ok(None),
+        (Some(uri), None) => Role::from_uri(uri).map(Some).ok_or(IdentityError::NoRole),
+        (Some(_), Some(_)) => Err(IdentityError::NoRole),
     }
 }
 

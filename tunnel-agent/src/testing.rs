@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKe
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::identity::{PeerIdentity, Role};
+use tunnel_proto::identity::{Domain, PeerIdentity, Role};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{Session, memory};
@@ -89,6 +89,7 @@ impl Drop for Scratch {
 /// A session in memory: the server's end and the agent's.
 pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
+        domain: Domain::Tunnel,
         role,
         not_before: SystemTime::UNIX_EPOCH,
         not_after: SystemTime::now() + Duration::from_secs(3600),

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use rustls::{CertificateError, Error};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use tracing::warn;
-use tunnel_proto::identity::{PeerIdentity, spki_sha256, validity};
+use tunnel_proto::identity::{Domain, PeerIdentity, spki_sha256, validity};
 use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, RENEW_EXPORT_BYTES, RenewalProof};
@@ -57,6 +57,10 @@ impl Renewals {
         let Some(node) = peer.node() else {
             return Err((EnrollCode::WrongNode, "not an agent".to_owned()));
         };
+        if peer.domain != Domain::Tunnel {
+            let detail = "the certificate is the cluster's to renew".to_owned();
+            return Err((EnrollCode::NotOffered, detail));
+        }
         // Read once: what the certificate is judged by is also what the next one is dated after.
         let revoked = self.revocations.of_node(node);
         if self.revocations.covers(revoked, peer) {
@@ -104,6 +108,9 @@ impl Renewals {
             }
             Err(error) => return Err(bad(&format!("the certificate is not accepted: {error}"))),
         };
+        if peer.domain != Domain::Tunnel {
+            return Err(bad("the certificate is not of the CA of this server"));
+        }
         if now > not_after + GRACE {
             let detail = format!(
                 "the certificate ended at {}, more than {} days ago by this server's clock ({})",

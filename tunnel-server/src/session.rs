@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
+use tunnel_proto::identity::Domain;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
@@ -230,6 +231,8 @@ impl Sessions {
             capabilities: self
                 .renewals
                 .iter()
+                // What another CA issued is not ours to renew.
+                .filter(|_| session.peer().domain == Domain::Tunnel)
                 .map(|_| CAPABILITY_RENEW.to_owned())
                 .collect(),
             streams_per_agent: self.limits.streams,

@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::identity::{PeerIdentity, Role};
+use tunnel_proto::identity::{Domain, PeerIdentity, Role};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
@@ -51,6 +51,7 @@ pub(crate) fn header() -> StreamHeader {
 /// The server's end of a session in memory, and the agent's.
 pub(crate) fn session() -> (Arc<Fake>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
+        domain: Domain::Tunnel,
         role,
         not_before: SystemTime::UNIX_EPOCH,
         not_after: SystemTime::now() + Duration::from_secs(30 * 86400),

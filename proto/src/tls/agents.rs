@@ -1,11 +1,11 @@
-//! What a server makes of agents' certificates: roots that may be replaced while it runs, and a judge that knows who is
-//! no longer accepted.
+//! What a server makes of agents' certificates: roots of each trust domain that may be replaced while it runs, and a judge
+//! that knows who is no longer accepted.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
@@ -17,7 +17,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 use tokio::sync::watch;
 
 use super::provider;
-use crate::identity::{PeerIdentity, Role, validity};
+use crate::identity::{Domain, IdentityError, PeerIdentity, Role, validity};
 
 /// Says whether a certificate whose chain and role are right is still accepted. Asked in handshakes, so it must be quick.
 pub type Judge = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Send + Sync>;
@@ -29,7 +29,9 @@ pub struct Revoked;
 
 /// Whom a server takes for an agent.
 pub struct AgentTrust {
-    chain: ArcSwap<Chain>,
+    tunnel: ArcSwap<Chain>,
+    /// Absent where no kubelet is an agent.
+    cluster: ArcSwapOption<Chain>,
     judge: Judge,
     /// Counts replacements of the roots.
     replaced: watch::Sender<u64>,
@@ -45,18 +47,30 @@ impl AgentTrust {
     /// When the roots cannot be used.
     pub fn new(roots: Arc<RootCertStore>, judge: Judge) -> Result<Arc<Self>, Error> {
         Ok(Arc::new(Self {
-            chain: ArcSwap::from_pointee(Chain::to(roots)?),
+            tunnel: ArcSwap::from_pointee(Chain::to(roots)?),
+            cluster: ArcSwapOption::empty(),
             judge,
             replaced: watch::Sender::new(0),
         }))
     }
 
-    /// Takes other roots from the next handshake on.
+    /// Takes other roots of the tunnel's domain from the next handshake on.
     ///
     /// # Errors
     /// When they cannot be used; the old ones stay.
     pub fn replace(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
-        self.chain.store(Arc::new(Chain::to(roots)?));
+        self.tunnel.store(Arc::new(Chain::to(roots)?));
+        self.replaced.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Takes other roots of the cluster's domain from the next handshake on: kubelets whose client certificates chain to
+    /// them are the agents of their nodes.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub fn replace_cluster(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
+        self.cluster.store(Some(Arc::new(Chain::to(roots)?)));
         self.replaced.send_modify(|count| *count += 1);
         Ok(())
     }
@@ -84,12 +98,9 @@ impl AgentTrust {
         let at = at
             .duration_since(SystemTime::UNIX_EPOCH)
             .unwrap_or_default();
-        let verifier = self.chain.load();
-        let verified =
-            verifier
-                .0
-                .verify_client_cert(leaf, intermediates, UnixTime::since_unix_epoch(at));
-        verified.is_ok()
+        let at = UnixTime::since_unix_epoch(at);
+        let verifier = self.chain_for(PeerIdentity::of_agent(leaf).as_ref());
+        verifier.is_some_and(|chain| chain.0.verify_client_cert(leaf, intermediates, at).is_ok())
     }
 
     /// Judges a chain (leaf first) outside of a handshake, as of the time `at`; revocation is judged as of now.
@@ -102,18 +113,33 @@ impl AgentTrust {
         at: UnixTime,
     ) -> Result<PeerIdentity, Error> {
         let (leaf, intermediates) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
-        self.chain
-            .load()
-            .0
-            .verify_client_cert(leaf, intermediates, at)?;
-        self.judge(leaf)
+        self.judge(leaf, intermediates, at)
+            .map(|(identity, _)| identity)
     }
 
-    fn judge(&self, leaf: &CertificateDer<'_>) -> Result<PeerIdentity, Error> {
-        let identity = require_role(leaf, |role| matches!(role, Role::Agent(_)))?;
+    /// The form of a certificate decides whose roots it is held to, so no CA vouches in another one's name.
+    fn chain_for(&self, claimed: Result<&PeerIdentity, &IdentityError>) -> Option<Arc<Chain>> {
+        match claimed.map_or(Domain::Tunnel, |claimed| claimed.domain) {
+            Domain::Tunnel => Some(self.tunnel.load_full()),
+            Domain::Cluster => self.cluster.load_full(),
+        }
+    }
+
+    fn judge(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        at: UnixTime,
+    ) -> Result<(PeerIdentity, ClientCertVerified), Error> {
+        let claimed = PeerIdentity::of_agent(leaf);
+        let chain = self
+            .chain_for(claimed.as_ref())
+            .ok_or(Error::InvalidCertificate(CertificateError::UnknownIssuer))?;
+        let verified = chain.0.verify_client_cert(leaf, intermediates, at)?;
+        let identity = with_role(claimed, |role| matches!(role, Role::Agent(_)))?;
         (self.judge)(&identity)
             .map_err(|Revoked| Error::InvalidCertificate(CertificateError::Revoked))?;
-        Ok(identity)
+        Ok((identity, verified))
     }
 }
 
@@ -144,10 +170,8 @@ impl ClientCertVerifier for AgentTrust {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let chain = self.chain.load();
-        let verified = chain.0.verify_client_cert(end_entity, intermediates, now)?;
-        self.judge(end_entity)?;
-        Ok(verified)
+        self.judge(end_entity, intermediates, now)
+            .map(|(_, verified)| verified)
     }
 
     fn verify_tls12_signature(
@@ -156,7 +180,7 @@ impl ClientCertVerifier for AgentTrust {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let chain = self.chain.load();
+        let chain = self.tunnel.load();
         chain.0.verify_tls12_signature(message, cert, dss)
     }
 
@@ -166,12 +190,12 @@ impl ClientCertVerifier for AgentTrust {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let chain = self.chain.load();
+        let chain = self.tunnel.load();
         chain.0.verify_tls13_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.chain.load().0.supported_verify_schemes()
+        self.tunnel.load().0.supported_verify_schemes()
     }
 }
 
@@ -179,7 +203,14 @@ pub(super) fn require_role(
     end_entity: &CertificateDer<'_>,
     is_right: impl FnOnce(&Role) -> bool,
 ) -> Result<PeerIdentity, Error> {
-    match PeerIdentity::from_certificate(end_entity) {
+    with_role(PeerIdentity::from_certificate(end_entity), is_right)
+}
+
+fn with_role(
+    claimed: Result<PeerIdentity, IdentityError>,
+    is_right: impl FnOnce(&Role) -> bool,
+) -> Result<PeerIdentity, Error> {
+    match claimed {
         Ok(identity) if is_right(&identity.role) => Ok(identity),
         Ok(_) | Err(_) => Err(Error::InvalidCertificate(
             CertificateError::ApplicationVerificationFailure,

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use rcgen::string::Ia5String;
 use rcgen::{
-    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    SanType,
 };
 use rustls::RootCertStore;
 use rustls::server::ResolvesServerCert;
@@ -51,6 +52,20 @@ impl TestCa {
         let mut params = CertificateParams::default();
         params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(uri).unwrap())];
         params.extended_key_usages = vec![usage];
+        self.sign(&params)
+    }
+
+    /// A kubelet's client certificate.
+    pub(crate) fn kubelet(&self, node: &str) -> Arc<CertifiedKey> {
+        let mut params = CertificateParams::default();
+        let subject = &mut params.distinguished_name;
+        subject.push(DnType::OrganizationName, "system:nodes");
+        subject.push(DnType::CommonName, format!("system:node:{node}"));
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        self.sign(&params)
+    }
+
+    fn sign(&self, params: &CertificateParams) -> Arc<CertifiedKey> {
         let key = KeyPair::generate().unwrap();
         let leaf = params.signed_by(&key, &self.issuer).unwrap();
         let chain = vec![leaf.der().clone(), self.root()];

@@ -1,11 +1,12 @@
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::{ClientConnection, ServerConnection};
+use rustls_pki_types::UnixTime;
 
 use super::test_ca::TestCa;
 use rustls::sign::SingleCertAndKey;
 
 use super::*;
-use crate::identity::{Role, spki_sha256};
+use crate::identity::{Domain, Role, spki_sha256};
 use crate::wire::ALPN_SESSION;
 
 /// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.
@@ -45,6 +46,40 @@ fn handshake(
 
 fn agent() -> Role {
     Role::Agent("worker-1".parse().unwrap())
+}
+
+#[test]
+fn each_ca_vouches_in_its_own_domain_only() {
+    let (ours, cluster, foreign) = (TestCa::new(), TestCa::new(), TestCa::new());
+    let everyone: Judge = Arc::new(|_peer| Ok(()));
+    let trust = AgentTrust::new(ours.roots(), everyone).unwrap();
+    let now = UnixTime::now();
+    let kubelet = cluster.kubelet("worker-1");
+    assert!(
+        trust.verify(&kubelet.cert, now).is_err(),
+        "no cluster is trusted yet"
+    );
+    trust.replace_cluster(cluster.roots()).unwrap();
+    let peer = trust.verify(&kubelet.cert, now).unwrap();
+    assert_eq!((peer.domain, peer.role), (Domain::Cluster, agent()));
+    let peer = trust.verify(&ours.key(&agent()).cert, now).unwrap();
+    assert_eq!((peer.domain, peer.role), (Domain::Tunnel, agent()));
+    for (what, wrong) in [
+        ("cluster's CA, our role", cluster.key(&agent())),
+        ("our CA, a kubelet's subject", ours.kubelet("worker-1")),
+        (
+            "foreign CA, a kubelet's subject",
+            foreign.kubelet("worker-1"),
+        ),
+        ("foreign CA, our role", foreign.key(&agent())),
+    ] {
+        assert!(trust.verify(&wrong.cert, now).is_err(), "{what}");
+    }
+    trust.replace_cluster(foreign.roots()).unwrap();
+    assert!(
+        trust.verify(&kubelet.cert, now).is_err(),
+        "its CA was taken away"
+    );
 }
 
 #[test]

@@ -90,7 +90,7 @@ mod tests {
     use tokio::time::{Instant, timeout};
 
     use super::*;
-    use crate::identity::{PeerIdentity, Role};
+    use crate::identity::{Domain, PeerIdentity, Role};
     use crate::transport::memory;
     use crate::wire::header::{StreamHeader, StreamKind};
 
@@ -103,6 +103,7 @@ mod tests {
         impl Sized,
     ) {
         let server = PeerIdentity {
+            domain: Domain::Tunnel,
             role: Role::Server,
             not_before: SystemTime::UNIX_EPOCH,
             not_after: SystemTime::now(),

@@ -66,7 +66,7 @@ pub async fn accept(
     settings: &SessionSettings,
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
-    let peer = PeerIdentity::from_certificate(leaf(tls.peer_certificates())?)?;
+    let peer = PeerIdentity::of_agent(leaf(tls.peer_certificates())?)?;
     let chain = tls.peer_certificates().unwrap_or_default().to_vec();
     let remote = address(socket)?;
     let (io, line) = Io::new(stream);

@@ -141,7 +141,7 @@ impl Acceptor for QuicAcceptor {
         let handshake = async move {
             let connection = incoming.await.map_err(handshake_error)?;
             drop(half_open);
-            QuicSession::start(connection, &settings, PeerIdentity::from_certificate)
+            QuicSession::start(connection, &settings, PeerIdentity::of_agent)
         };
         Some((remote, Box::pin(handshake)))
     }

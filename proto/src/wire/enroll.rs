@@ -27,7 +27,7 @@ pub const RENEW_EXPORT_BYTES: usize = 32;
 /// What an agent sends to get its first certificate, or another one when the last has ended.
 #[derive(Clone, PartialEq, Eq)]
 pub struct EnrollRequest {
-    /// The join token as given to the agent; empty with a proof.
+    /// The join token or ServiceAccount token as given to the agent; empty with a proof.
     pub token: String,
     /// PKCS#10 in DER; its names are ignored.
     pub csr: Vec<u8>,
@@ -158,6 +158,13 @@ impl EnrollReply {
     pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
         Ok(Self::from_message(pb::EnrollReply::decode(frame)?))
     }
+}
+
+/// Whether a token is meant as a ServiceAccount token, a JSON web token: those begin with `{"` in base64url (RFC 7515,
+/// section 3.1), join tokens with an id that has no capital letters.
+#[must_use]
+pub fn is_account_token(text: &str) -> bool {
+    text.trim_start().starts_with("eyJ")
 }
 
 /// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enrol, the hash

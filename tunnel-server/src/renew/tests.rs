@@ -188,3 +188,34 @@ fn revocation_right_after_the_signature_holds_for_what_was_signed() {
     let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
     assert!(renewals.revocations.holds_for(&peer));
 }
+
+/// The cluster's CA vouches for kubelets, and nothing of that turns into a certificate of ours.
+#[test]
+fn kubelets_certificate_is_not_ours_to_renew_and_no_proof() {
+    let scratch = Scratch::new();
+    let renewals = Renewals::of(&scratch.0);
+    let now = SystemTime::now();
+    let mut params = CertificateParams::default();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let issuer = KeyPair::generate().unwrap();
+    let cluster = rcgen::CertifiedIssuer::self_signed(params, issuer).unwrap();
+    let roots = tls::roots([cluster.der().clone()]).unwrap();
+    renewals.trust.replace_cluster(roots).unwrap();
+    let mut params = CertificateParams::default();
+    let subject = &mut params.distinguished_name;
+    subject.push(rcgen::DnType::OrganizationName, "system:nodes");
+    subject.push(rcgen::DnType::CommonName, "system:node:worker-1");
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    let pair = KeyPair::generate().unwrap();
+    let leaf = params.signed_by(&pair, &cluster).unwrap();
+    let key = pair.serialize_der().try_into().unwrap();
+    let own = tls::certified_key(vec![leaf.der().clone()], key).unwrap();
+    let holder = Holder { pair, own };
+
+    let peer = PeerIdentity::of_agent(leaf.der()).unwrap();
+    assert_eq!(peer.domain, Domain::Cluster);
+    let refused = renewals.live(&peer, &csr(&holder.pair), now).unwrap_err();
+    assert_eq!(refused.0, EnrollCode::NotOffered);
+    let refused = holder.ask(&renewals, "worker-1", now).unwrap_err();
+    assert_eq!(refused, EnrollCode::BadProof);
+}

@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::{Pair, Windows};
-use crate::identity::{PeerIdentity, Role};
+use crate::identity::{Domain, PeerIdentity, Role};
 use crate::tcp::{Direct, Remote, prepare_tunnel};
 use crate::tls::{self, test_ca::TestCa};
 use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};
@@ -20,6 +20,7 @@ fn agent() -> Role {
 
 pub(super) async fn memory(_windows: Windows) -> Pair {
     let identity = |role| PeerIdentity {
+        domain: Domain::Tunnel,
         role,
         not_before: std::time::SystemTime::UNIX_EPOCH,
         not_after: std::time::SystemTime::UNIX_EPOCH,

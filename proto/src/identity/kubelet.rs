@@ -1,0 +1,126 @@
+//! Kubelets' client certificates (Kubernetes, signer `kubernetes.io/kube-apiserver-client-kubelet`): subject
+//! `CN=system:node:NAME, O=system:nodes`, and client usage.
+
+use x509_parser::prelude::{AttributeTypeAndValue, X509Certificate};
+
+use crate::wire::name::NodeName;
+
+const USER_PREFIX: &str = "system:node:";
+const GROUP: &str = "system:nodes";
+
+/// The node of a kubelet's client certificate. `None` when the subject has another name or group, more than one of
+/// either, or when it is not for clients: TLS alone would also take a certificate without any extended usage.
+pub(super) fn node(certificate: &X509Certificate<'_>) -> Option<NodeName> {
+    let subject = certificate.subject();
+    let user = only(subject.iter_common_name())?;
+    let group = only(subject.iter_organization())?;
+    let name = user.strip_prefix(USER_PREFIX)?;
+    let node: NodeName = name.parse().ok()?;
+    let usage = certificate.extended_key_usage().ok()??;
+    // Only the canonical form counts, so that one certificate has one reading.
+    (node.as_str() == name && group == GROUP && usage.value.client_auth).then_some(node)
+}
+
+fn only<'a>(mut values: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>) -> Option<&'a str> {
+    let (Some(value), None) = (values.next(), values.next()) else {
+        return None;
+    };
+    value.as_str().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::string::Ia5String;
+    use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
+    use rustls_pki_types::CertificateDer;
+
+    use super::super::{Domain, IdentityError, PeerIdentity};
+
+    const CLIENT: &[ExtendedKeyUsagePurpose] = &[ExtendedKeyUsagePurpose::ClientAuth];
+
+    fn certificate(
+        subject: &[(DnType, &str)],
+        usages: &[ExtendedKeyUsagePurpose],
+        uri: Option<&str>,
+    ) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        for (kind, value) in subject {
+            params.distinguished_name.push(kind.clone(), *value);
+        }
+        params.extended_key_usages = usages.to_vec();
+        let uri = uri.map(|uri| SanType::URI(Ia5String::try_from(uri).unwrap()));
+        params.subject_alt_names = uri.into_iter().collect();
+        let key = KeyPair::generate().unwrap();
+        params.self_signed(&key).unwrap().der().clone()
+    }
+
+    fn subject<'a>(user: &'a str, group: &'a str) -> [(DnType, &'a str); 2] {
+        [
+            (DnType::OrganizationName, group),
+            (DnType::CommonName, user),
+        ]
+    }
+
+    #[test]
+    fn kubelets_certificate_names_its_node_in_the_domain_of_the_cluster() {
+        let der = certificate(
+            &subject("system:node:worker-1.site.example", "system:nodes"),
+            CLIENT,
+            None,
+        );
+        let peer = PeerIdentity::of_agent(&der).unwrap();
+        assert_eq!(peer.node().unwrap().as_str(), "worker-1.site.example");
+        assert_eq!(peer.domain, Domain::Cluster);
+        // It is no certificate of ours, whoever signed it.
+        assert_eq!(
+            PeerIdentity::from_certificate(&der),
+            Err(IdentityError::NoRole)
+        );
+    }
+
+    #[test]
+    fn whatever_differs_from_a_kubelets_certificate_names_nobody() {
+        let good = subject("system:node:worker-1", "system:nodes");
+        let server: &[_] = &[ExtendedKeyUsagePurpose::ServerAuth];
+        let any: &[_] = &[ExtendedKeyUsagePurpose::Any];
+        let pod = (DnType::CommonName, "system:node:worker-1");
+        for (subject, usages) in [
+            (subject("worker-1", "system:nodes").to_vec(), CLIENT),
+            (subject("system:node:", "system:nodes").to_vec(), CLIENT),
+            (subject("system:node:A", "system:nodes").to_vec(), CLIENT),
+            (subject("system:node:a.", "system:nodes").to_vec(), CLIENT),
+            (subject("system:node:a_b", "system:nodes").to_vec(), CLIENT),
+            (
+                subject("system:node:10.0.0.1", "system:nodes").to_vec(),
+                CLIENT,
+            ),
+            (subject("system:nodes:a", "system:nodes").to_vec(), CLIENT),
+            (subject("system:node:a", "system:masters").to_vec(), CLIENT),
+            (subject("system:node:a", "system:node").to_vec(), CLIENT),
+            (vec![pod.clone()], CLIENT),
+            (vec![(DnType::OrganizationName, "system:nodes")], CLIENT),
+            (good.to_vec(), server),
+            (good.to_vec(), any),
+            (good.to_vec(), &[]),
+        ] {
+            let der = certificate(&subject, usages, None);
+            assert_eq!(
+                PeerIdentity::of_agent(&der),
+                Err(IdentityError::NoRole),
+                "{subject:?} {usages:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_role_of_ours_decides_the_domain_whatever_the_subject_says() {
+        let good = subject("system:node:worker-1", "system:nodes");
+        let der = certificate(&good, CLIENT, Some("culvert://agent/worker-2"));
+        let peer = PeerIdentity::of_agent(&der).unwrap();
+        assert_eq!(peer.domain, Domain::Tunnel);
+        assert_eq!(peer.node().unwrap().as_str(), "worker-2");
+        let damaged = certificate(&good, CLIENT, Some("culvert://agent/"));
+        assert_eq!(PeerIdentity::of_agent(&damaged), Err(IdentityError::NoRole));
+    }
+}
