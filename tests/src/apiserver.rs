@@ -23,6 +23,7 @@ mod selector;
 mod status;
 mod store;
 mod table;
+mod tokens;
 mod watching;
 
 use std::collections::HashMap;
@@ -40,6 +41,7 @@ pub use access::User;
 pub use faults::{Cut, Fault, Presence};
 pub use record::Seen;
 pub use status::Status;
+pub use tokens::{Reviewing, TokenClaims};
 
 use admission::key;
 use connection::Listening;
@@ -101,6 +103,7 @@ impl StandIn {
             faults: Faults::new(),
             record: Record::default(),
             tokens: users,
+            signer: tokens::Signer::new(),
             families: setup.service_ranges,
         });
         let listening = Listening::start(Arc::clone(&service), &pki)?;
@@ -120,7 +123,31 @@ impl StandIn {
                 json!({ "metadata": { "name": namespace }, "status": { "phase": "Active" } }),
             )?;
         }
+        // As kube-apiserver publishes it (`pkg/controlplane/controller/clusterauthenticationtrust`).
+        let client_ca = stand_in.pki.ca_pem();
+        stand_in.set_client_ca(&client_ca)?;
         Ok(stand_in)
+    }
+
+    /// Publishes another CA of client certificates; who may ask here stays as it was.
+    ///
+    /// # Errors
+    /// It cannot be kept.
+    pub fn set_client_ca(&self, pem: &str) -> Result<()> {
+        let map = json!({
+            "metadata": { "name": "extension-apiserver-authentication" }, "data": { "client-ca-file": pem },
+        });
+        self.put("configmaps", Some("kube-system"), map)
+    }
+
+    /// A token that this server accepts when it is asked about it.
+    pub fn sign(&self, claims: &TokenClaims) -> String {
+        self.service.signer.sign(claims)
+    }
+
+    /// Reviews tokens in another way.
+    pub fn review_as(&self, reviewing: Reviewing) {
+        self.service.signer.set(reviewing);
     }
 
     /// Where it listens.

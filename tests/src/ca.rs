@@ -34,14 +34,23 @@ pub struct Leaf {
     pub uri: Option<String>,
     /// SAN DNS name.
     pub dns: Option<String>,
-    /// Common name of the subject.
-    pub common_name: Option<String>,
+    /// Its subject; empty for that of the library.
+    pub subject: Vec<(Subject, String)>,
     /// For servers; otherwise for clients.
     pub server: bool,
     /// When it begins.
     pub from: SystemTime,
     /// When it ends.
     pub until: SystemTime,
+}
+
+/// A part of a subject.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subject {
+    /// CN.
+    Name,
+    /// O.
+    Organization,
 }
 
 /// A certificate with its key, PEM and ready for use.
@@ -62,7 +71,7 @@ impl Leaf {
         Self {
             uri: Some(format!("culvert://agent/{node}")),
             dns: None,
-            common_name: None,
+            subject: Vec::new(),
             server: false,
             from: SystemTime::now() - Duration::from_secs(60),
             until: SystemTime::now() + Duration::from_secs(86400),
@@ -82,11 +91,7 @@ impl Leaf {
     /// A caller's of this common name, valid for a day.
     #[must_use]
     pub fn caller(name: &str) -> Self {
-        Self {
-            uri: None,
-            common_name: Some(name.to_owned()),
-            ..Self::agent("")
-        }
+        Self::subject(&[(Subject::Name, name)])
     }
 
     /// A kubelet's, or another https target's, for this node, valid for a day.
@@ -96,6 +101,28 @@ impl Leaf {
             uri: None,
             dns: Some(node.to_owned()),
             server: true,
+            ..Self::agent("")
+        }
+    }
+
+    /// A kubelet's client certificate, valid for a day.
+    #[must_use]
+    pub fn kubelet(node: &str) -> Self {
+        Self::subject(&[
+            (Subject::Organization, "system:nodes"),
+            (Subject::Name, &format!("system:node:{node}")),
+        ])
+    }
+
+    /// A client certificate with this subject and no other name.
+    #[must_use]
+    pub fn subject(parts: &[(Subject, &str)]) -> Self {
+        let subject = parts
+            .iter()
+            .map(|(part, value)| (*part, (*value).to_owned()));
+        Self {
+            uri: None,
+            subject: subject.collect(),
             ..Self::agent("")
         }
     }
@@ -146,9 +173,8 @@ impl TestCa {
             let dns = Ia5String::try_from(dns.as_str())?;
             params.subject_alt_names.push(SanType::DnsName(dns));
         }
-        if let Some(name) = &leaf.common_name {
-            params.distinguished_name = DistinguishedName::new();
-            params.distinguished_name.push(DnType::CommonName, name);
+        if !leaf.subject.is_empty() {
+            params.distinguished_name = subject(&leaf.subject);
         }
         params.extended_key_usages = vec![if leaf.server {
             ExtendedKeyUsagePurpose::ServerAuth
@@ -197,6 +223,25 @@ impl Issued {
         replace(&certificate, self.certificate.as_bytes())?;
         Ok((certificate, key))
     }
+}
+
+/// The library keeps one value of a kind; a second one needs the same kind by its number (RFC 5280, appendix A.1).
+fn subject(parts: &[(Subject, String)]) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    for (part, value) in parts {
+        let (kind, number) = match part {
+            Subject::Name => (DnType::CommonName, 3),
+            Subject::Organization => (DnType::OrganizationName, 10),
+        };
+        let is_taken = name.get(&kind).is_some();
+        let kind = if is_taken {
+            DnType::CustomDnType(vec![2, 5, 4, number])
+        } else {
+            kind
+        };
+        name.push(kind, value.as_str());
+    }
+    name
 }
 
 /// Replaces a file as a whole.

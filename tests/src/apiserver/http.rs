@@ -24,6 +24,7 @@ use super::request::{Answer, Query, Request};
 use super::status::Status;
 use super::store::Store;
 use super::table::table;
+use super::tokens::Signer;
 use super::watching::{Signals, Watch};
 
 /// Everything that connections share.
@@ -33,6 +34,7 @@ pub(super) struct Service {
     pub(super) faults: Faults,
     pub(super) record: Record,
     pub(super) tokens: HashMap<String, User>,
+    pub(super) signer: Signer,
     /// The first addresses of the ranges of Services, the main one first.
     pub(super) families: Vec<IpAddr>,
 }
@@ -182,14 +184,20 @@ impl Service {
             .map_err(|error| Status::bad_request(error.to_string()))?;
         if request.address.kind.kind == "TokenReview" {
             let mut answer = asked.clone();
-            let user = asked["spec"]["token"]
-                .as_str()
-                .and_then(|token| self.tokens.get(token));
-            answer["status"] = match user {
-                Some(user) => {
+            let token = asked["spec"]["token"].as_str().unwrap_or_default();
+            let audiences = asked["spec"]["audiences"].as_array();
+            let audiences: Vec<&str> = audiences
+                .into_iter()
+                .flatten()
+                .filter_map(Value::as_str)
+                .collect();
+            answer["status"] = match self.tokens.get(token) {
+                Some(user) if audiences.is_empty() => {
                     json!({ "authenticated": true, "user": { "username": user.name, "groups": user.groups } })
                 }
-                None => json!({ "authenticated": false }),
+                Some(_) | None => self
+                    .store
+                    .read(|content| self.signer.review(content, token, &audiences)),
             };
             return Ok(json_body(201, &answer));
         }

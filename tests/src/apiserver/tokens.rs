@@ -1,0 +1,207 @@
+//! ServiceAccount tokens as the API server signs them, and its answers when it is asked about one.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use aws_lc_rs::hmac;
+use serde_json::{Map, Value, json};
+
+use super::access::User;
+use super::admission::key;
+use super::kinds::Kind;
+use super::store::Content;
+use crate::targets::base64;
+
+/// What a token says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenClaims {
+    /// Namespace and name of the ServiceAccount.
+    pub account: (String, String),
+    /// Whom it is for; empty for a token of a Secret, as clusters made them before 1.24.
+    pub audiences: Vec<String>,
+    /// Name and uid of the Pod that it is bound to.
+    pub pod: Option<(String, String)>,
+    /// When it was issued.
+    pub issued: SystemTime,
+    /// When it ends; a token of a Secret never does.
+    pub ends: Option<SystemTime>,
+}
+
+/// How tokens are reviewed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reviewing {
+    /// As from 1.30 on: the Pod must be there, and its node is told.
+    TellingNodes,
+    /// As before: the Pod must be there.
+    TellingPods,
+    /// As if the answer came from a cache: the Pod is not looked at.
+    Cached,
+    /// As before 1.12 or by an authenticator of its own: nobody looks at audiences, and none are returned.
+    WithoutAudiences,
+}
+
+/// Signs and reviews.
+#[derive(Debug)]
+pub(super) struct Signer {
+    key: hmac::Key,
+    reviewing: Mutex<Reviewing>,
+}
+
+impl Signer {
+    pub(super) fn new() -> Self {
+        let secret: [u8; 32] = rand::random();
+        Self {
+            key: hmac::Key::new(hmac::HMAC_SHA256, &secret),
+            reviewing: Mutex::new(Reviewing::TellingNodes),
+        }
+    }
+
+    pub(super) fn set(&self, reviewing: Reviewing) {
+        *self
+            .reviewing
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = reviewing;
+    }
+
+    /// A signed token.
+    pub(super) fn sign(&self, claims: &TokenClaims) -> String {
+        let (namespace, account) = &claims.account;
+        let mut kubernetes =
+            json!({ "namespace": namespace, "serviceaccount": { "name": account, "uid": "sa" } });
+        if let Some((name, uid)) = &claims.pod {
+            kubernetes["pod"] = json!({ "name": name, "uid": uid });
+        }
+        let mut payload = json!({
+            "iss": ISSUER, "sub": format!("system:serviceaccount:{namespace}:{account}"),
+            "kubernetes.io": kubernetes,
+        });
+        // Tokens of Secrets have neither times nor audiences.
+        if !claims.audiences.is_empty() {
+            payload["aud"] = json!(claims.audiences);
+            payload["iat"] = seconds(claims.issued).into();
+            payload["nbf"] = payload["iat"].clone();
+        }
+        if let Some(ends) = claims.ends {
+            payload["exp"] = seconds(ends).into();
+        }
+        let head = json!({ "alg": "HS256", "kid": "stand-in" });
+        let signed = format!("{}.{}", part(&head), part(&payload));
+        let signature = hmac::sign(&self.key, signed.as_bytes());
+        format!("{signed}.{}", url(signature.as_ref()))
+    }
+
+    /// The status of a review of `token` for `asked` audiences.
+    pub(super) fn review(&self, content: &Content, token: &str, asked: &[&str]) -> Value {
+        match self.judge(content, token, asked) {
+            Ok(status) => status,
+            Err(error) => {
+                json!({ "user": {}, "error": format!("[invalid bearer token, {error}]") })
+            }
+        }
+    }
+
+    fn judge(&self, content: &Content, token: &str, asked: &[&str]) -> Result<Value, String> {
+        let (signed, signature) = token.rsplit_once('.').ok_or("not a JWS")?;
+        let own = hmac::sign(&self.key, signed.as_bytes());
+        if url(own.as_ref()) != signature {
+            return Err("square/go-jose: error in cryptographic primitive".into());
+        }
+        let (_, payload) = signed.split_once('.').ok_or("not a JWS")?;
+        let claims: Value = unpart(payload).ok_or("no claims")?;
+        let reviewing = *self
+            .reviewing
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let now = seconds(SystemTime::now());
+        if claims["exp"].as_u64().is_some_and(|end| end <= now) {
+            return Err("service account token has expired".into());
+        }
+        let own = claims["aud"].as_array();
+        let own: Vec<&str> = own
+            .map(|own| own.iter().filter_map(Value::as_str).collect())
+            .unwrap_or_else(|| vec![ISSUER]);
+        let asked = if asked.is_empty() {
+            &[ISSUER][..]
+        } else {
+            asked
+        };
+        let common: Vec<_> = asked.iter().filter(|asked| own.contains(asked)).collect();
+        if common.is_empty() && reviewing != Reviewing::WithoutAudiences {
+            return Err(format!(
+                "token audiences {own:?} is invalid for the target audiences {asked:?}"
+            ));
+        }
+        let namespace = claims["kubernetes.io"]["namespace"]
+            .as_str()
+            .unwrap_or_default();
+        let account = claims["kubernetes.io"]["serviceaccount"]["name"]
+            .as_str()
+            .unwrap_or_default();
+        let user = User::service_account(namespace, account);
+        let mut extra = Map::new();
+        let pod = &claims["kubernetes.io"]["pod"];
+        if let (Some(name), Some(uid)) = (pod["name"].as_str(), pod["uid"].as_str()) {
+            let kind = Kind::find("", "pods").ok_or("no pods here")?;
+            let found = content.get(&key(kind, Some(namespace), name));
+            let is_it = found.is_some_and(|found| found["metadata"]["uid"] == uid);
+            if !is_it && reviewing != Reviewing::Cached {
+                return Err("service account token has been invalidated".into());
+            }
+            extra.insert(format!("{EXTRA}pod-name"), json!([name]));
+            extra.insert(format!("{EXTRA}pod-uid"), json!([uid]));
+            let node = found.and_then(|found| found["spec"]["nodeName"].as_str());
+            if let (Some(node), Reviewing::TellingNodes) = (node, reviewing) {
+                extra.insert(format!("{EXTRA}node-name"), json!([node]));
+            }
+        }
+        let mut status = json!({
+            "authenticated": true, "audiences": common,
+            "user": { "username": user.name, "uid": "sa", "groups": user.groups, "extra": extra },
+        });
+        if reviewing == Reviewing::WithoutAudiences {
+            status["audiences"] = Value::Null;
+        }
+        Ok(status)
+    }
+}
+
+fn seconds(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
+    since.unwrap_or(Duration::ZERO).as_secs()
+}
+
+fn part(value: &Value) -> String {
+    url(value.to_string().as_bytes())
+}
+
+/// base64url without padding (RFC 7515, section 2).
+fn url(bytes: &[u8]) -> String {
+    let text = base64(bytes);
+    let text = text.trim_end_matches('=');
+    text.replace('+', "-").replace('/', "_")
+}
+
+fn unpart(text: &str) -> Option<Value> {
+    let value = |byte: u8| match byte {
+        b'A'..=b'Z' => Some(byte - b'A'),
+        b'a'..=b'z' => Some(byte - b'a' + 26),
+        b'0'..=b'9' => Some(byte - b'0' + 52),
+        b'-' => Some(62),
+        b'_' => Some(63),
+        _ => None,
+    };
+    let mut bytes = Vec::new();
+    let (mut bits, mut count) = (0_u32, 0);
+    for byte in text.bytes() {
+        bits = (bits << 6) | u32::from(value(byte)?);
+        count += 6;
+        if count >= 8 {
+            count -= 8;
+            bytes.extend(u8::try_from((bits >> count) & 0xff));
+        }
+    }
+    serde_json::from_slice(&bytes).ok()
+}
+
+const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
+const EXTRA: &str = "authentication.kubernetes.io/";
