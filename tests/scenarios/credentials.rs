@@ -1,7 +1,7 @@
 //! Credentials from the first to the last: renewal, grace, revocation, certificates that the operator brings, and who does
 //! not get in.
 
-mod attacks;
+pub(crate) mod attacks;
 mod borrowed;
 mod disk;
 mod distrusted;

@@ -3,7 +3,7 @@
 mod bodies;
 mod connections;
 mod hostile;
-mod kubelet;
+pub(crate) mod kubelet;
 mod limits;
 mod selectors;
 mod smuggling;

@@ -166,7 +166,11 @@ async fn kubelet_requests(world: &World) -> Result<f64> {
 }
 
 /// A session's TLS over TCP as far as the server's first byte, which comes after its verdict.
-async fn over_tcp(world: &World, key: Option<Arc<CertifiedKey>>, trust: Trust) -> Result<()> {
+pub(crate) async fn over_tcp(
+    world: &World,
+    key: Option<Arc<CertifiedKey>>,
+    trust: Trust,
+) -> Result<()> {
     let config = match key {
         Some(key) => tls::session_client(key, trust, ALPN_SESSION_TCP)?,
         None => {
@@ -186,7 +190,8 @@ async fn connect(world: &World, config: Arc<rustls::ClientConfig>) -> Result<()>
     Ok(())
 }
 
-async fn over_quic(world: &World, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
+/// A session over QUIC as far as its first stream.
+pub(crate) async fn over_quic(world: &World, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
     use tunnel_proto::transport::Dialer as _;
     let settings = super::super::scripted::settings();
     let tls = tls::session_client(key, trust, ALPN_SESSION)?;

@@ -178,10 +178,7 @@ async fn table(transport: TransportChoice, verifies: bool) -> Result<()> {
     let site = Site::start(transport, verifies).await?;
     let (apiserver, other) = (site.caller(APISERVER)?, site.caller("prometheus")?);
     let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
-    let agents = Leaf {
-        common_name: Some(APISERVER.to_owned()),
-        ..Leaf::caller("")
-    };
+    let agents = Leaf::caller(APISERVER);
     // The kubelets' own client CA is not the callers'.
     let lent = site.authorities.clients.issue(&agents)?;
     for (who, certificate, token, expected) in [

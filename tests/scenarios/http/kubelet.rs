@@ -14,7 +14,7 @@ use tunnel_tests::targets::{RecordingTarget, StandInKubelet, deterministic_bytes
 use tunnel_tests::websocket::{Message, WebSocket};
 use tunnel_tests::world::{Agent, PATIENCE, World};
 
-mod heads;
+pub(crate) mod heads;
 
 const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice::H2];
 
@@ -39,8 +39,28 @@ impl Site {
         })
     }
 
+    fn caller(&self) -> Caller<'_> {
+        Caller {
+            world: &self.world,
+            kubelet: &self.kubelet,
+            node: "worker-1",
+            host: self.host.clone(),
+        }
+    }
+}
+
+/// How kube-apiserver reaches a kubelet.
+pub(crate) struct Caller<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) kubelet: &'a StandInKubelet,
+    /// The node that the certificate of the door is to be for.
+    pub(crate) node: &'a str,
+    pub(crate) host: String,
+}
+
+impl Caller<'_> {
     fn door(&self) -> Result<Door> {
-        self.world.https("worker-1")
+        self.world.https(self.node)
     }
 
     async fn spdy(&self, head: RawRequest, protocol: &str) -> Result<Spdy<ByteStream>> {
@@ -124,33 +144,38 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_of_the_kubelet_are_read() -> Result<()> {
     for transport in TRANSPORTS {
-        let site = Site::start(transport).await?;
-        for (head, expected) in [
-            (
-                heads::logs(&site.host, "?tailLines=3"),
-                "worker-1: log of web-0/app\n".repeat(3),
-            ),
-            (
-                heads::node_proxy(&site.host, "GET", "/stats/summary"),
-                "{\"node\":{\"nodeName\":\"worker-1\"},\"pods\":[]}\n".into(),
-            ),
-            (
-                heads::node_proxy(&site.host, "GET", "/pods"),
-                "{\"kind\":\"PodList\",\"node\":\"worker-1\",\"items\":[]}\n".into(),
-            ),
-            (
-                heads::node_proxy(&site.host, "POST", "/checkpoint/default/web-0/app"),
-                "{\"items\":[\"worker-1/checkpoint-web-0-app.tar\"]}\n".into(),
-            ),
-            (
-                heads::scrape(&site.host, "/metrics/cadvisor"),
-                "# /metrics/cadvisor\ncontainer_scrape_error{node=\"worker-1\"} 0\n".into(),
-            ),
-        ] {
-            let reply = request(site.door()?, &head).await?;
-            assert_eq!((reply.status, reply.text()), (200, expected), "{head:?}");
-            assert_eq!(reply.ended, BodyEnd::CleanLength);
-        }
+        pages(&Site::start(transport).await?.caller()).await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
+    let node = site.node;
+    for (head, expected) in [
+        (
+            heads::logs(&site.host, "?tailLines=3"),
+            format!("{node}: log of web-0/app\n").repeat(3),
+        ),
+        (
+            heads::node_proxy(&site.host, "GET", "/stats/summary"),
+            format!("{{\"node\":{{\"nodeName\":\"{node}\"}},\"pods\":[]}}\n"),
+        ),
+        (
+            heads::node_proxy(&site.host, "GET", "/pods"),
+            format!("{{\"kind\":\"PodList\",\"node\":\"{node}\",\"items\":[]}}\n"),
+        ),
+        (
+            heads::node_proxy(&site.host, "POST", "/checkpoint/default/web-0/app"),
+            format!("{{\"items\":[\"{node}/checkpoint-web-0-app.tar\"]}}\n"),
+        ),
+        (
+            heads::scrape(&site.host, "/metrics/cadvisor"),
+            format!("# /metrics/cadvisor\ncontainer_scrape_error{{node=\"{node}\"}} 0\n"),
+        ),
+    ] {
+        let reply = request(site.door()?, &head).await?;
+        assert_eq!((reply.status, reply.text()), (200, expected), "{head:?}");
+        assert_eq!(reply.ended, BodyEnd::CleanLength);
     }
     Ok(())
 }
@@ -158,33 +183,35 @@ async fn pages_of_the_kubelet_are_read() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn followed_logs_flush_each_line_and_hold_one_connection_each() -> Result<()> {
     for transport in TRANSPORTS {
-        let site = Site::start(transport).await?;
-        let head = heads::logs(&site.host, "?follow=true&tailLines=1");
-        let mut followed = Vec::new();
-        for index in 1..=5 {
-            let mut follow = Exchange::start(site.door()?, &head).await?;
-            assert_eq!(
-                follow.line().await.as_deref(),
-                Some("worker-1: log of web-0/app")
-            );
-            followed.push(follow);
-            site.has_connections(index).await;
-        }
-        for line in ["one", "two", "three"] {
-            // The next line is written after this one has arrived everywhere.
-            assert_eq!(site.kubelet.emit(line), 5);
-            for follow in &mut followed {
-                assert_eq!(follow.line().await.as_deref(), Some(line));
-            }
-        }
-        // Ctrl-C: that one's connection closes, and no other.
-        drop(followed.pop());
-        site.has_connections(4).await;
-        assert_eq!(site.kubelet.end_follows(), 4);
+        followed_logs(&Site::start(transport).await?.caller()).await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
+    let head = heads::logs(&site.host, "?follow=true&tailLines=1");
+    let mut followed = Vec::new();
+    for index in 1..=5 {
+        let mut follow = Exchange::start(site.door()?, &head).await?;
+        let first = format!("{}: log of web-0/app", site.node);
+        assert_eq!(follow.line().await, Some(first));
+        followed.push(follow);
+        site.has_connections(index).await;
+    }
+    for line in ["one", "two", "three"] {
+        // The next line is written after this one has arrived everywhere.
+        assert_eq!(site.kubelet.emit(line), 5);
         for follow in &mut followed {
-            assert_eq!(follow.line().await, None);
-            assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
+            assert_eq!(follow.line().await.as_deref(), Some(line));
         }
+    }
+    // Ctrl-C: that one's connection closes, and no other.
+    drop(followed.pop());
+    site.has_connections(4).await;
+    assert_eq!(site.kubelet.end_follows(), 4);
+    for follow in &mut followed {
+        assert_eq!(follow.line().await, None);
+        assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
     }
     Ok(())
 }
@@ -213,34 +240,38 @@ fn data(id: u32, bytes: &[u8], fin: bool) -> Option<Frame> {
 #[tokio::test(flavor = "multi_thread")]
 async fn exec_over_spdy_has_all_its_streams() -> Result<()> {
     for transport in TRANSPORTS {
-        let site = Site::start(transport).await?;
-        let query = "command=cat&error=1&input=1&output=1";
-        for verb in ["exec", "attach"] {
-            let head = heads::command_over_spdy(&site.host, verb, query);
-            let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
-            let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "stderr"]).await?;
-            let [error, stdin, stdout, stderr] = *ids else {
-                anyhow::bail!("{ids:?}");
-            };
-            site.has_connections(1).await;
-            let input = deterministic_bytes(1, 256 << 10);
-            for piece in input.chunks(32 << 10) {
-                spdy.data(stdin, piece, false).await?;
-                assert_eq!(spdy.next().await?, data(stdout, piece, false));
-            }
-            spdy.ping(1).await?;
-            assert_eq!(spdy.next().await?, Some(Frame::Ping(1)));
-            spdy.data(stdin, b"", true).await?;
-            assert_eq!(spdy.next().await?, data(stderr, b"262144 bytes\n", true));
-            assert_eq!(spdy.next().await?, data(stdout, b"", true));
-            let success = b"{\"metadata\":{},\"status\":\"Success\"}";
-            assert_eq!(spdy.next().await?, data(error, success, true));
-            assert_eq!(spdy.next().await?, Some(Frame::GoAway));
-            assert_eq!(spdy.next().await?, None, "the kubelet's FIN arrives as one");
-            let mut stream = spdy.into_inner();
-            stream.finish().await?;
-            site.has_connections(0).await;
+        commands_over_spdy(&Site::start(transport).await?.caller()).await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
+    let query = "command=cat&error=1&input=1&output=1";
+    for verb in ["exec", "attach"] {
+        let head = heads::command_over_spdy(&site.host, verb, query);
+        let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+        let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "stderr"]).await?;
+        let [error, stdin, stdout, stderr] = *ids else {
+            anyhow::bail!("{ids:?}");
+        };
+        site.has_connections(1).await;
+        let input = deterministic_bytes(1, 256 << 10);
+        for piece in input.chunks(32 << 10) {
+            spdy.data(stdin, piece, false).await?;
+            assert_eq!(spdy.next().await?, data(stdout, piece, false));
         }
+        spdy.ping(1).await?;
+        assert_eq!(spdy.next().await?, Some(Frame::Ping(1)));
+        spdy.data(stdin, b"", true).await?;
+        assert_eq!(spdy.next().await?, data(stderr, b"262144 bytes\n", true));
+        assert_eq!(spdy.next().await?, data(stdout, b"", true));
+        let success = b"{\"metadata\":{},\"status\":\"Success\"}";
+        assert_eq!(spdy.next().await?, data(error, success, true));
+        assert_eq!(spdy.next().await?, Some(Frame::GoAway));
+        assert_eq!(spdy.next().await?, None, "the kubelet's FIN arrives as one");
+        let mut stream = spdy.into_inner();
+        stream.finish().await?;
+        site.has_connections(0).await;
     }
     Ok(())
 }
@@ -248,68 +279,75 @@ async fn exec_over_spdy_has_all_its_streams() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn terminal_over_spdy_is_resized() -> Result<()> {
     for transport in TRANSPORTS {
-        let site = Site::start(transport).await?;
-        let head =
-            heads::command_over_spdy(&site.host, "exec", "command=sh&input=1&output=1&tty=1");
-        let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
-        let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "resize"]).await?;
-        let [_error, stdin, stdout, resize] = *ids else {
-            anyhow::bail!("{ids:?}");
-        };
-        spdy.data(resize, b"{\"Width\":80,\"Height\":24}\n", false)
-            .await?;
-        let told = b"resized to {\"Width\":80,\"Height\":24}\r\n";
-        assert_eq!(spdy.next().await?, data(stdout, told, false));
-        // Keystrokes, each on its own.
-        for key in b"ls -l\r" {
-            spdy.data(stdin, &[*key], false).await?;
-            assert_eq!(spdy.next().await?, data(stdout, &[*key], false));
-        }
-        // The terminal is closed by the user: the kubelet's connection goes with it.
-        drop(spdy);
-        site.has_connections(0).await;
+        terminal_over_spdy(&Site::start(transport).await?.caller()).await?;
     }
+    Ok(())
+}
+
+pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
+    let head = heads::command_over_spdy(&site.host, "exec", "command=sh&input=1&output=1&tty=1");
+    let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+    let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "resize"]).await?;
+    let [_error, stdin, stdout, resize] = *ids else {
+        anyhow::bail!("{ids:?}");
+    };
+    spdy.data(resize, b"{\"Width\":80,\"Height\":24}\n", false)
+        .await?;
+    let told = b"resized to {\"Width\":80,\"Height\":24}\r\n";
+    assert_eq!(spdy.next().await?, data(stdout, told, false));
+    // Keystrokes, each on its own.
+    for key in b"ls -l\r" {
+        spdy.data(stdin, &[*key], false).await?;
+        assert_eq!(spdy.next().await?, data(stdout, &[*key], false));
+    }
+    // The terminal is closed by the user: the kubelet's connection goes with it.
+    drop(spdy);
+    site.has_connections(0).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn port_forward_carries_many_connections_in_one() -> Result<()> {
     for transport in TRANSPORTS {
-        let site = Site::start(transport).await?;
-        let mut spdy = site
-            .spdy(heads::port_forward(&site.host), "portforward.k8s.io")
-            .await?;
-        let mut pairs = Vec::new();
-        for request_id in ["0", "1", "2"] {
-            // portforward.go `handleConnection`: the error stream first, which the client ends at once.
-            let fields = |kind| {
-                [
-                    ("streamType", kind),
-                    ("port", "8080"),
-                    ("requestID", request_id),
-                ]
-            };
-            let error = spdy.open(&fields("error")).await?;
-            spdy.data(error, b"", true).await?;
-            assert_eq!(spdy.next().await?, Some(Frame::Reply(error)));
-            let data = spdy.open(&fields("data")).await?;
-            assert_eq!(spdy.next().await?, Some(Frame::Reply(data)));
-            pairs.push((error, data));
-        }
-        site.has_connections(1).await;
-        for (index, (error, id)) in pairs.into_iter().enumerate() {
-            let bytes = deterministic_bytes(index as u64, 100_000);
-            spdy.data(id, &bytes, false).await?;
-            assert_eq!(spdy.next().await?, data(id, &bytes, false));
-            spdy.data(id, b"", true).await?;
-            assert_eq!(spdy.next().await?, data(id, b"", true));
-            assert_eq!(spdy.next().await?, data(error, b"", true));
-        }
-        spdy.go_away().await?;
-        assert_eq!(spdy.next().await?, None);
-        drop(spdy);
-        site.has_connections(0).await;
+        port_forward_over_spdy(&Site::start(transport).await?.caller()).await?;
     }
+    Ok(())
+}
+
+pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
+    let mut spdy = site
+        .spdy(heads::port_forward(&site.host), "portforward.k8s.io")
+        .await?;
+    let mut pairs = Vec::new();
+    for request_id in ["0", "1", "2"] {
+        // portforward.go `handleConnection`: the error stream first, which the client ends at once.
+        let fields = |kind| {
+            [
+                ("streamType", kind),
+                ("port", "8080"),
+                ("requestID", request_id),
+            ]
+        };
+        let error = spdy.open(&fields("error")).await?;
+        spdy.data(error, b"", true).await?;
+        assert_eq!(spdy.next().await?, Some(Frame::Reply(error)));
+        let data = spdy.open(&fields("data")).await?;
+        assert_eq!(spdy.next().await?, Some(Frame::Reply(data)));
+        pairs.push((error, data));
+    }
+    site.has_connections(1).await;
+    for (index, (error, id)) in pairs.into_iter().enumerate() {
+        let bytes = deterministic_bytes(index as u64, 100_000);
+        spdy.data(id, &bytes, false).await?;
+        assert_eq!(spdy.next().await?, data(id, &bytes, false));
+        spdy.data(id, b"", true).await?;
+        assert_eq!(spdy.next().await?, data(id, b"", true));
+        assert_eq!(spdy.next().await?, data(error, b"", true));
+    }
+    spdy.go_away().await?;
+    assert_eq!(spdy.next().await?, None);
+    drop(spdy);
+    site.has_connections(0).await;
     Ok(())
 }
 
@@ -319,11 +357,16 @@ async fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() -> Result<()> 
         Site::start(TransportChoice::Quic).await?,
         Site::start(TransportChoice::H2).await?,
     );
-    let both = tokio::join!(websocket_session(&sites.0), websocket_session(&sites.1));
+    let callers = (sites.0.caller(), sites.1.caller());
+    let both = tokio::join!(
+        terminal_over_websocket(&callers.0, 3),
+        terminal_over_websocket(&callers.1, 3)
+    );
     both.0.and(both.1)
 }
 
-async fn websocket_session(site: &Site) -> Result<()> {
+/// With so many pings, 5 s apart.
+pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> Result<()> {
     let query = "command=sh&error=1&input=1&output=1&tty=1";
     let head = heads::command_over_websocket(&site.host, "exec", query);
     let stream = UpgradeClient::asking_for_websocket(head)
@@ -340,7 +383,7 @@ async fn websocket_session(site: &Site) -> Result<()> {
     ensure!(socket.next().await? == Some(told), "no resize");
     // websocket.go `pingPeriod`: nothing but pings for a while, each answered.
     let mut period = tokio::time::interval(Duration::from_secs(5));
-    for _ in 0..3 {
+    for _ in 0..pings {
         period.tick().await;
         socket.send(&Message::Ping(Vec::new())).await?;
         ensure!(

@@ -18,7 +18,7 @@ fn head(host: &str, lines: &[&str]) -> RawRequest {
 /// `kubectl logs`: `pkg/registry/core/pod/strategy.go` `LogLocation`, sent by
 /// `staging/src/k8s.io/apiserver/pkg/registry/generic/rest/streamer.go` `LocationStreamer.InputStream`. Go's transport asks
 /// for gzip by itself.
-pub(super) fn logs(host: &str, query: &str) -> RawRequest {
+pub(crate) fn logs(host: &str, query: &str) -> RawRequest {
     let request_line = format!("GET /containerLogs/default/web-0/app{query} HTTP/1.1");
     let agent = "User-Agent: Go-http-client/1.1";
     head(
@@ -31,7 +31,7 @@ pub(super) fn logs(host: &str, query: &str) -> RawRequest {
 /// (`url.Values.Encode` sorts), proxied by `staging/src/k8s.io/apimachinery/pkg/util/proxy/upgradeaware.go` `tryUpgrade` and
 /// `dial`, which keep kubectl's fields (`staging/src/k8s.io/client-go/transport/spdy/spdy.go` `Negotiate`,
 /// `staging/src/k8s.io/apimachinery/pkg/util/httpstream/spdy/roundtripper.go` `RoundTrip`) and add X-Forwarded-For.
-pub(super) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawRequest {
+pub(crate) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawRequest {
     let request_line = format!("POST /{verb}/default/web-0/app?{query} HTTP/1.1");
     head(
         host,
@@ -57,7 +57,7 @@ pub(super) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawReque
 /// `kubectl exec` and `attach` where the WebSocket reaches the kubelet (KEP 4006):
 /// `staging/src/k8s.io/client-go/tools/remotecommand/websocket.go` `NewWebSocketExecutor` and
 /// `staging/src/k8s.io/client-go/transport/websocket/roundtripper.go` `Negotiate`, through `tryUpgrade` as above.
-pub(super) fn command_over_websocket(host: &str, verb: &str, query: &str) -> RawRequest {
+pub(crate) fn command_over_websocket(host: &str, verb: &str, query: &str) -> RawRequest {
     let request_line = format!("GET /{verb}/default/web-0/app?{query} HTTP/1.1");
     let key = format!("Sec-Websocket-Key: {WEBSOCKET_KEY}");
     head(
@@ -79,7 +79,7 @@ pub(super) fn command_over_websocket(host: &str, verb: &str, query: &str) -> Raw
 
 /// `kubectl port-forward`: `pkg/registry/core/pod/strategy.go` `PortForwardLocation`;
 /// `staging/src/k8s.io/client-go/tools/portforward/portforward.go` `PortForwardProtocolV1Name`.
-pub(super) fn port_forward(host: &str) -> RawRequest {
+pub(crate) fn port_forward(host: &str) -> RawRequest {
     head(
         host,
         &[
@@ -99,7 +99,7 @@ pub(super) fn port_forward(host: &str) -> RawRequest {
 /// `kubectl get --raw /api/v1/nodes/NODE/proxy/PATH`: `pkg/registry/core/node/rest/proxy.go` `ProxyREST.Connect`, then
 /// `upgradeaware.go` `ServeHTTP` (Go's `httputil.ReverseProxy` adds X-Forwarded-For) and
 /// `staging/src/k8s.io/apimachinery/pkg/util/proxy/transport.go` `RoundTrip` (X-Forwarded-Uri).
-pub(super) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
+pub(crate) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
     let request_line = format!("{method} {path} HTTP/1.1");
     let uri = format!("X-Forwarded-Uri: /api/v1/nodes/worker-1/proxy{path}");
     let mut lines = vec![
@@ -121,7 +121,7 @@ pub(super) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
 
 /// A scrape of the kubelet: `prometheus/prometheus` `scrape/scrape.go` `targetScraper.scrape` (and metrics-server's
 /// `pkg/scraper/client/resource/client.go` for `/metrics/resource`), with a ServiceAccount's token.
-pub(super) fn scrape(host: &str, path: &str) -> RawRequest {
+pub(crate) fn scrape(host: &str, path: &str) -> RawRequest {
     let request_line = format!("GET {path} HTTP/1.1");
     head(
         host,
@@ -138,7 +138,7 @@ pub(super) fn scrape(host: &str, path: &str) -> RawRequest {
 }
 
 /// All heads with their names, for checks that hold for each.
-pub(super) fn all(host: &str) -> Vec<(&'static str, RawRequest)> {
+pub(crate) fn all(host: &str) -> Vec<(&'static str, RawRequest)> {
     vec![
         ("logs", logs(host, "")),
         ("logs -f", logs(host, "?follow=true&tailLines=10")),
