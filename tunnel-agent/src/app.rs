@@ -298,9 +298,9 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             let token = config
                 .token
                 .as_ref()
-                .and_then(|source| read_token(source).ok());
+                .and_then(|source| read_token(source, config.ca.is_some()).ok());
             let by_token =
-                token.map(|token| Box::new(enrolment(config, Claim::Token(token), &store)));
+                token.map(|token| Box::new(enrolment(config, Claim::by(token, None), &store)));
             return Ok(Beginning::Late(late, by_token));
         }
         Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
@@ -312,7 +312,7 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             if let Some(ended) = ended {
                 warn!(agent = %node, %ended, "stored certificate has ended; enrolling again");
             }
-            read_token(source)?
+            read_token(source, config.ca.is_some())?
         }
         (None, Some(ended)) => {
             return Err(CredentialError::Expired {
@@ -327,7 +327,7 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             return Err(CredentialError::NoToken { dir, node }.into());
         }
     };
-    let claim = Claim::Token(token);
+    let claim = Claim::by(token, None);
     Ok(Beginning::Enrol(Box::new(enrolment(config, claim, &store))))
 }
 

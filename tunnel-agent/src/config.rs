@@ -11,7 +11,7 @@ mod checked;
 mod limits;
 
 pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_address};
-pub(crate) use checked::{NO_PIN, parse_token};
+pub(crate) use checked::{NO_CA, NO_PIN, parse_token};
 pub use limits::{LIMITS, Limits, RawLimits};
 
 pub use crate::credentials::Given;
@@ -83,7 +83,10 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_TOKEN", value_name = "TOKEN", hide_env_values = true, help_heading = "Identity")]
         pub token: Option<Secret>,
 
-        /// File that holds the join token
+        /// File that holds the join token, or the ServiceAccount token of a projected volume
+        ///
+        /// A ServiceAccount token is for servers in a cluster: its audience is the server's --agent-token-audience, and it
+        /// needs --ca-file. The file is read each time that the token is needed, since the kubelet replaces it.
         #[arg(long, env = "TUNNEL_AGENT_TOKEN_FILE", value_name = "FILE", help_heading = "Identity")]
         pub token_file: Option<PathBuf>,
 
@@ -94,7 +97,7 @@ tunnel_proto::layered! {
         /// Own certificate chain (PEM, leaf first), in place of enrolment
         ///
         /// For certificates that the operator brings: with the SAN URI culvert://agent/NAME, of the CA in the server's
-        /// --agent-ca. Needs --ca-file. All three files are read again every few seconds (limits.reloadEvery) and on
+        /// --agent-ca; or the kubelet's, kubelet-client-current.pem, for servers in a cluster. Needs --ca-file. All three files are read again every few seconds (limits.reloadEvery) and on
         /// SIGHUP; links are followed, and a file that others may write is refused. New sessions use what is new, and
         /// the old session ends with its last stream.
         #[arg(long, env = "TUNNEL_AGENT_CERT_FILE", value_name = "FILE", help_heading = "Identity")]

@@ -324,6 +324,9 @@ impl Connector {
         if is_old_news {
             return self.report.lost(current.rung, &held, None);
         }
+        if held.reason.code == CloseCode::CredentialRevoked {
+            self.shared.keeper.revoke();
+        }
         let event = Event::Lost {
             ready_for: held.ready_for,
             code: held.reason.code,

@@ -13,10 +13,10 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, Trust};
-use tunnel_proto::wire::enroll::JoinToken;
+use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
 use tunnel_proto::wire::name::NodeName;
 
-use crate::config::{TokenSource, parse_token};
+use crate::config::{NO_CA, Secret, TokenSource, parse_token};
 
 mod error;
 mod given;
@@ -271,23 +271,59 @@ impl Store {
     }
 }
 
-/// The join token, read from its file when that is where it is.
-pub(crate) fn read_token(source: &TokenSource) -> Result<JoinToken, CredentialError> {
-    match source {
-        TokenSource::Given(token) => Ok(token.clone()),
-        TokenSource::File(path) => {
-            let content = files::read_given(path).map_err(|source| CredentialError::TokenFile {
-                path: path.clone(),
-                source,
-            })?;
-            parse_token(&String::from_utf8_lossy(&content)).map_err(|problem| {
-                CredentialError::BadToken {
-                    path: path.clone(),
-                    problem,
-                }
-            })
+/// What an agent enrols with.
+#[derive(Debug, Clone)]
+pub(crate) enum Token {
+    /// A join token.
+    Join(JoinToken),
+    /// A ServiceAccount token, in the file that the kubelet keeps fresh.
+    Account(AccountFile),
+}
+
+/// The file of a ServiceAccount token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AccountFile(PathBuf);
+
+impl AccountFile {
+    /// The token of this moment. Blocks the thread.
+    pub(crate) fn read(&self) -> Result<Secret, CredentialError> {
+        let text = read_text(&self.0)?;
+        if !is_account_token(&text) {
+            return Err(CredentialError::BadToken {
+                path: self.0.clone(),
+                problem: "is no ServiceAccount token any more".to_owned(),
+            });
         }
+        Ok(Secret(text.trim().to_owned()))
     }
+}
+
+/// The token, read from its file when that is where it is. A ServiceAccount token needs the CA of --ca-file.
+pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, CredentialError> {
+    let path = match source {
+        TokenSource::Given(token) => return Ok(Token::Join(token.clone())),
+        TokenSource::File(path) => path,
+    };
+    let text = read_text(path)?;
+    let bad = |problem| CredentialError::BadToken {
+        path: path.clone(),
+        problem,
+    };
+    if !is_account_token(&text) {
+        return parse_token(&text).map(Token::Join).map_err(bad);
+    }
+    if !has_ca {
+        return Err(bad(NO_CA.to_owned()));
+    }
+    Ok(Token::Account(AccountFile(path.clone())))
+}
+
+fn read_text(path: &Path) -> Result<String, CredentialError> {
+    let content = files::read_given(path).map_err(|source| CredentialError::TokenFile {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(String::from_utf8_lossy(&content).into_owned())
 }
 
 const KEY: &str = "agent.key";

@@ -1,4 +1,4 @@
-//! The first certificate: a join token and a certificate request over TCP, to a server that proved to be the right one.
+//! The first certificate: a token and a certificate request over TCP, to a server that proved to be the right one.
 //! In the same way a certificate that has ended is renewed, with a proof by its key in place of the token.
 
 use std::fs::File;
@@ -20,17 +20,18 @@ use tunnel_proto::tcp::Connect;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::ALPN_ENROLL;
+use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, JoinToken, RENEW_EXPORT_BYTES, RENEW_LABEL, RenewalProof,
 };
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::config::NO_PIN;
 use crate::config::ServerAddress;
+use crate::config::{NO_CA, NO_PIN};
 use crate::connector::causes;
 use crate::connector::endpoint::{Endpoints, ResolveError};
-use crate::credentials::{Credentials, Issued, Store, Stored};
+use crate::credentials::{AccountFile, Credentials, Issued, Store, Stored, Token};
 use crate::proxy::ProxyChoice;
 
 mod error;
@@ -61,8 +62,20 @@ pub(crate) struct Enrolment {
 pub(crate) enum Claim {
     /// A join token.
     Token(JoinToken),
+    /// A ServiceAccount token of this moment, in place of a certificate that ends so, if there is one.
+    Account(AccountFile, Option<SystemTime>),
     /// A certificate that has ended, and its key.
     Ended(Box<Credentials>),
+}
+
+impl Claim {
+    /// By a token; a ServiceAccount token may be used in place of a certificate that ends at `replaced`.
+    pub(crate) fn by(token: Token, replaced: Option<SystemTime>) -> Self {
+        match token {
+            Token::Join(token) => Self::Token(token),
+            Token::Account(file) => Self::Account(file, replaced),
+        }
+    }
 }
 
 /// A certificate as it came, and as it is used.
@@ -119,7 +132,7 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
         return Ok(Enrolled::kept(*credentials));
     }
     let key = match &enrolment.claim {
-        Claim::Token(_) => Arc::new(store.key()?),
+        Claim::Token(_) | Claim::Account(..) => Arc::new(store.key()?),
         Claim::Ended(ended) => ended
             .signer
             .clone()
@@ -128,13 +141,7 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
     let place = turns.next(enrolment).await?;
     let (chain, roots) = match request(enrolment, &key, &place).await? {
         EnrollReply::Issued { chain, roots } => (chain, roots),
-        EnrollReply::Refused(code, detail) => {
-            return Err(EnrollError::Refused {
-                node: node.clone(),
-                code,
-                detail,
-            });
-        }
+        EnrollReply::Refused(code, detail) => return Err(refused(enrolment, code, detail)),
     };
     if let Err(problem) = check(enrolment, &key, &chain, &roots) {
         return Err(EnrollError::Answer { place, problem });
@@ -152,7 +159,7 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
         );
         return Err(EnrollError::Unusable { place, problem });
     }
-    if let Claim::Ended(_) = &enrolment.claim {
+    if let Claim::Ended(_) | Claim::Account(_, Some(_)) = &enrolment.claim {
         // Kept by whoever asked, who can go on without.
         return Ok(Enrolled {
             credentials,
@@ -165,35 +172,53 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
     Ok(Enrolled::kept(credentials))
 }
 
+fn refused(enrolment: &Enrolment, code: EnrollCode, detail: String) -> EnrollError {
+    let has_account = matches!(enrolment.claim, Claim::Account(..));
+    if has_account && code == EnrollCode::TokenExpired {
+        return EnrollError::Stale(detail);
+    }
+    EnrollError::Refused {
+        node: enrolment.node.clone(),
+        code,
+        detail,
+        has_account,
+    }
+}
+
 /// Keeps other processes from enrolling with the same directory. Whoever renews needs the directory for nothing else, so
 /// one that cannot be written does not stop it.
 fn lock(enrolment: &Enrolment) -> Result<Option<File>, EnrollError> {
     match (&enrolment.claim, enrolment.store.lock()) {
         (_, Ok(Some(held))) => Ok(Some(held)),
         (_, Ok(None)) => Err(EnrollError::Busy),
-        (Claim::Token(_), Err(error)) => Err(error.into()),
-        (Claim::Ended(_), Err(error)) => {
+        (Claim::Token(_) | Claim::Account(_, None), Err(error)) => Err(error.into()),
+        (Claim::Ended(_) | Claim::Account(_, Some(_)), Err(error)) => {
             warn!(agent = %enrolment.node, error = causes(&error), "renewing without the lock of the data directory");
             Ok(None)
         }
     }
 }
 
-/// What another process got while this one waited for its turn. In place of a certificate that has ended only one that
-/// ends later will do: by a clock that is behind, the ended one itself is still valid.
+/// What another process got while this one waited for its turn. In place of a certificate that has ended or is revoked only
+/// one that ends later will do: by a clock that is behind, the ended one itself is still valid.
 fn from_another(enrolment: &Enrolment) -> Result<Option<Box<Credentials>>, EnrollError> {
     let Enrolment {
         node, store, ca, ..
     } = enrolment;
     let stored = store.load(node, ca.as_deref(), SystemTime::now());
-    match (&enrolment.claim, stored) {
-        (Claim::Token(_), Ok(Stored::Valid(stored))) => Ok(Some(stored)),
-        (Claim::Ended(ended), Ok(Stored::Valid(stored))) => {
-            Ok(Some(stored).filter(|stored| stored.not_after > ended.not_after))
+    let replaced = match &enrolment.claim {
+        Claim::Token(_) => None,
+        Claim::Account(_, replaced) => *replaced,
+        Claim::Ended(ended) => Some(ended.not_after),
+    };
+    match (replaced, stored) {
+        (None, Ok(Stored::Valid(stored))) => Ok(Some(stored)),
+        (Some(replaced), Ok(Stored::Valid(stored))) => {
+            Ok(Some(stored).filter(|stored| stored.not_after > replaced))
         }
         (_, Ok(Stored::Expired(..) | Stored::Nothing)) => Ok(None),
-        (Claim::Token(_), Err(error)) => Err(error.into()),
-        (Claim::Ended(_), Err(error)) => {
+        (None, Err(error)) => Err(error.into()),
+        (Some(_), Err(error)) => {
             warn!(agent = %node, error = causes(&error), "renewing without what the data directory holds");
             Ok(None)
         }
@@ -220,6 +245,7 @@ async fn request(
                 Some(hash) => Trust::Pin(*hash),
                 None => return Err(prepare(format!("the token {NO_PIN}"))),
             },
+            Claim::Account(..) => return Err(prepare(format!("the token {NO_CA}"))),
         },
     };
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
@@ -238,12 +264,13 @@ async fn request(
             source,
         })?;
     let proof = match &enrolment.claim {
-        Claim::Token(_) => None,
+        Claim::Token(_) | Claim::Account(..) => None,
         Claim::Ended(ended) => Some(prove(ended, &tls).map_err(prepare)?),
     };
     let message = EnrollRequest {
         token: match &enrolment.claim {
             Claim::Token(token) => token.reveal(),
+            Claim::Account(file, _) => file.read()?.0,
             Claim::Ended(_) => String::new(),
         },
         csr: csr.der().to_vec(),

@@ -1,5 +1,6 @@
 //! What keeps the credentials of a running agent alive beside its sessions: the operator's files are followed, and a
-//! certificate that ended while no session could renew it is renewed by its key.
+//! certificate that ended while no session could renew it is renewed by its key. A ServiceAccount token buys another one when
+//! the key does not, and in place of one that was revoked.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -12,8 +13,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 use super::enrolment;
 use crate::config::{Config, Given};
 use crate::connector::causes;
-use crate::credentials::{CredentialError, Credentials, Keeper, Store};
-use crate::enroll::{Claim, enroll};
+use crate::credentials::{CredentialError, Credentials, Keeper, Store, Token, read_token};
+use crate::enroll::{Claim, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 
 /// The wall clock may be set, so the end of a certificate is looked at this often.
@@ -33,9 +34,11 @@ pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown
     let drain = shutdown.drain().clone();
     shutdown.spawn_service(async move {
         while !drain.is_cancelled() {
+            let mut is_revoked = false;
             tokio::select! {
                 () = drain.cancelled() => return,
                 () = keeper.rejected() => {}
+                () = keeper.revoked() => is_revoked = true,
                 () = sleep(until_end(keeper.not_after())) => {
                     keeper.save().await;
                     if keeper.not_after() > SystemTime::now() {
@@ -43,15 +46,29 @@ pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown
                     }
                 }
             }
-            let claim = Claim::Ended(Box::new(keeper.current()));
-            let wanted = enrolment(&config, claim, &store);
+            let current = keeper.current();
+            let by_token = account(&config).map(|token| {
+                let claim = Claim::by(token, Some(current.not_after));
+                enrolment(&config, claim, &store)
+            });
+            // Nothing but a token helps against a revocation, and a join token is for people to give.
+            if is_revoked && by_token.is_none() {
+                continue;
+            }
+            let late = enrolment(&config, Claim::Ended(Box::new(current)), &store);
             let mut schedule = keeper.schedule();
             schedule.mark_unchanged();
             let enrolled = tokio::select! {
                 () = drain.cancelled() => return,
                 // A session was faster.
                 _ = schedule.changed() => continue,
-                enrolled = enroll(&wanted) => enrolled,
+                enrolled = async {
+                    match &by_token {
+                        Some(by_token) if is_revoked => enroll(by_token).await,
+                        Some(by_token) => renew_or_enroll(&late, by_token).await,
+                        None => enroll(&late).await,
+                    }
+                } => enrolled,
             };
             match enrolled {
                 Ok(enrolled) => {
@@ -60,12 +77,20 @@ pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown
                 }
                 Err(refused) => {
                     let error = causes(&refused);
-                    error!(agent = %wanted.node, error, "certificate cannot be renewed; somebody has to act");
+                    error!(agent = %late.node, error, "certificate cannot be renewed; somebody has to act");
                     sleep(REFUSED_PAUSE).await;
                 }
             }
         }
     });
+}
+
+/// The ServiceAccount token, where the agent has one.
+fn account(config: &Config) -> Option<Token> {
+    let token = read_token(config.token.as_ref()?, config.ca.is_some());
+    token
+        .ok()
+        .filter(|token| matches!(token, Token::Account(_)))
 }
 
 /// How long to wait before the end of a certificate is looked at again.

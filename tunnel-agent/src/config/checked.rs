@@ -13,7 +13,7 @@ use tunnel_proto::process::settings::{ConfigError, Mistakes};
 use tunnel_proto::process::telemetry::LogFormat;
 use tunnel_proto::tls::files::{PairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
-use tunnel_proto::wire::enroll::JoinToken;
+use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::limits::Limits;
@@ -343,11 +343,10 @@ fn token(
 /// # Errors
 /// A line for people that never repeats the token.
 pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
-    // The three parts of a JSON web token begin with `{"` in base64url.
-    if text.trim().starts_with("eyJ") {
+    if is_account_token(text) {
         return Err(
-            "is a ServiceAccount token; this build takes join tokens only (ID.SECRET.CAHASH), as printed by \
-             'tunnel-server token create'"
+            "is a ServiceAccount token; give the file of its projected volume instead (--token-file), since the kubelet \
+             replaces it"
                 .to_owned(),
         );
     }
@@ -450,6 +449,9 @@ impl FromStr for TransportChoice {
 const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
+/// What is wrong with a ServiceAccount token when no CA is given.
+pub(crate) const NO_CA: &str = "is a ServiceAccount token, which pins no CA, so the CA must be given: --ca-file with the output of \
+                                'tunnel-server ca'";
 /// What is wrong with a token that pins no CA when no CA is given.
 pub(crate) const NO_PIN: &str = "pins no CA (it has no third part), so the CA must be given: --ca-file with the output of \
                                  'tunnel-server ca'";

@@ -99,8 +99,10 @@ impl Connector {
         now: Instant,
     ) {
         self.count(rung, &error);
-        if error.code() == Some(CloseCode::CredentialExpired) {
-            self.shared.keeper.reject();
+        match error.code() {
+            Some(CloseCode::CredentialExpired) => self.shared.keeper.reject(),
+            Some(CloseCode::CredentialRevoked) => self.shared.keeper.revoke(),
+            Some(_) | None => {}
         }
         let Some(attempt) = &mut self.attempt else {
             return;

@@ -38,8 +38,8 @@ impl Given {
             .cert
             .first()
             .ok_or_else(|| unusable(rustls::Error::NoCertificatesPresented))?;
-        // A certificate without a name of ours is the server's to judge.
-        if let Ok(identity) = PeerIdentity::from_certificate(leaf)
+        // A certificate without a name that is understood here is the server's to judge.
+        if let Ok(identity) = PeerIdentity::of_agent(leaf)
             && let Some(named) = identity.node()
             && named != node
         {

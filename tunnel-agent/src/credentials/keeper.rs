@@ -39,6 +39,8 @@ pub(crate) struct Keeper {
     fresh: watch::Sender<u64>,
     /// The server says that the certificate has ended.
     rejected: Notify,
+    /// The server says that the certificate is revoked.
+    revoked: Notify,
     metrics: Metrics,
 }
 
@@ -65,6 +67,7 @@ impl Keeper {
             next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
             fresh: watch::Sender::new(0),
             rejected: Notify::new(),
+            revoked: Notify::new(),
             metrics,
         })
     }
@@ -92,6 +95,16 @@ impl Keeper {
     /// Changes with everything that is asked for or comes.
     pub(crate) fn schedule(&self) -> watch::Receiver<Option<Instant>> {
         self.next.subscribe()
+    }
+
+    /// The server says that the certificate is revoked.
+    pub(crate) fn revoke(&self) {
+        self.revoked.notify_one();
+    }
+
+    /// Waits until the server says that the certificate is revoked. Cancel-safe.
+    pub(crate) async fn revoked(&self) {
+        self.revoked.notified().await;
     }
 
     /// The server refused the certificate for its time.

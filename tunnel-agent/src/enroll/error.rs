@@ -51,12 +51,20 @@ pub(crate) enum EnrollError {
     #[error("{place}: certificate is not usable: {problem}")]
     Unusable { place: Place, problem: String },
     /// The server said no.
-    #[error("server refuses to enrol {node} ({code}): {detail}{}", advice(*.code, .node))]
+    #[error(
+        "server refuses to enrol {node} ({code}): {detail}{}",
+        if *.has_account { account_advice(*.code).to_owned() } else { advice(*.code, .node) }
+    )]
     Refused {
         node: NodeName,
         code: EnrollCode,
         detail: String,
+        /// Asked with a ServiceAccount token.
+        has_account: bool,
     },
+    /// The ServiceAccount token is over, and the kubelet has not replaced it yet.
+    #[error("{0}; trying again with what the kubelet writes to --token-file")]
+    Stale(String),
     /// Another process is at it.
     #[error("another tunnel-agent enrols with the same data directory")]
     Busy,
@@ -104,10 +112,34 @@ impl EnrollError {
             | Self::Exchange { .. }
             | Self::Answer { .. }
             | Self::Unusable { .. }
+            | Self::Stale(_)
             | Self::Busy => true,
             Self::Refused { code, .. } => code.is_retryable(),
             Self::Credentials(_) | Self::Prepare(_) => false,
         }
+    }
+}
+
+/// What a person does about the refusal of a ServiceAccount token.
+fn account_advice(code: EnrollCode) -> &'static str {
+    match code {
+        EnrollCode::BadToken => {
+            "; the server's --agent-token-audience and --agent-service-account say which tokens it takes"
+        }
+        EnrollCode::WrongNode => {
+            "; let --node-name (NODE_NAME) be the Pod's spec.nodeName, as by the downward API"
+        }
+        EnrollCode::NotOffered => "; enrol with a join token, or give --cert-file and --ca-file",
+        EnrollCode::BadRequest => "; agent and server may be of different versions",
+        EnrollCode::TokenExpired
+        | EnrollCode::TokenUsed
+        | EnrollCode::Revoked
+        | EnrollCode::CertificateEnded
+        | EnrollCode::ClockWrong
+        | EnrollCode::BadProof
+        | EnrollCode::RateLimited
+        | EnrollCode::Unavailable
+        | EnrollCode::Unknown(_) => "",
     }
 }
 

@@ -74,6 +74,7 @@ impl<'a> Rounds<'a> {
         let node = &self.enrolment.node;
         match &self.enrolment.claim {
             Claim::Token(token) => info!(agent = %node, token = token.id(), "enrolling"),
+            Claim::Account(..) => info!(agent = %node, "enrolling with the ServiceAccount token"),
             Claim::Ended(ended) => {
                 let ended = humantime::format_rfc3339_seconds(ended.not_after);
                 info!(agent = %node, %ended, "certificate has ended; renewing it with its key");
