@@ -237,6 +237,13 @@ impl App {
 
     /// Keeps the credentials alive beside the sessions: follows the operator's files, or renews what has ended.
     fn tend(&self, keeper: &Arc<Keeper>) {
+        if !matches!(self.beginning, Beginning::Given(..)) {
+            tend::follow_ca(
+                keeper.clone(),
+                &self.config,
+                (&self.metrics, &self.shutdown),
+            );
+        }
         match (&self.beginning, &self.config.given) {
             (Beginning::Given(_, digest), Some(given)) => tend::follow(
                 keeper.clone(),

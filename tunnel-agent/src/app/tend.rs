@@ -5,10 +5,13 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use rustls_pki_types::CertificateDer;
 use tokio::time::sleep;
 use tracing::{error, warn};
-use tunnel_proto::process::reload::{Follow, Reload};
+use tunnel_proto::identity::sha256;
+use tunnel_proto::process::reload::{Follow, Fresh, Reload};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::files::{FileError, load_roots};
 
 use super::enrolment;
 use crate::config::{Config, Given};
@@ -30,7 +33,7 @@ const WARN_EVERY: Duration = Duration::from_secs(6 * 3600);
 
 /// Renews what has ended, or what a server takes for that.
 pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown: &Shutdown) {
-    let config = config.clone();
+    let mut config = config.clone();
     let drain = shutdown.drain().clone();
     shutdown.spawn_service(async move {
         while !drain.is_cancelled() {
@@ -47,6 +50,8 @@ pub(super) fn renew(keeper: Arc<Keeper>, store: Store, config: &Config, shutdown
                 }
             }
             let current = keeper.current();
+            // --ca-file may have been replaced since the start.
+            config.ca = keeper.ca();
             let by_token = account(&config).map(|token| {
                 let claim = Claim::by(token, Some(current.not_after));
                 enrolment(&config, claim, &store)
@@ -100,6 +105,43 @@ fn until_end(not_after: SystemTime) -> Duration {
         .unwrap_or_default();
     // Whole seconds in the certificate, and a moment beyond.
     (left + Duration::from_millis(100)).min(LOOK_EVERY)
+}
+
+/// Follows --ca-file beside certificates that the server issues: it may be a mounted ConfigMap that is replaced with the CA.
+pub(super) fn follow_ca(
+    keeper: Arc<Keeper>,
+    config: &Config,
+    (metrics, shutdown): (&Metrics, &Shutdown),
+) {
+    let (Some(path), Some(first)) = (config.ca_file.clone(), &config.ca) else {
+        return;
+    };
+    let follow = Follow {
+        what: "--ca-file",
+        every: config.limits.reload_every,
+        asked: shutdown.reloads(),
+        digest: digest_of(first),
+    };
+    let load = {
+        let path = path.clone();
+        move || {
+            let value = load_roots(&path)?;
+            let digest = digest_of(&value);
+            Ok::<_, FileError>(Fresh { digest, value })
+        }
+    };
+    let apply = move |roots| {
+        let trusted = keeper.trust(roots);
+        trusted.map_err(|error| FileError::Root(path.clone(), error))
+    };
+    let counted = metrics.clone();
+    let told = move |reload| counted.files_unusable(reload == Reload::Failed);
+    shutdown.spawn_service(async move { follow.run(load, apply, told).await });
+}
+
+fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
+    let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
+    sha256(&bytes)
 }
 
 /// Follows the operator's files, and warns when what they hold is about to end.

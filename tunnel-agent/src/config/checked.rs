@@ -39,7 +39,9 @@ pub struct Config {
     pub node_ip: Option<IpAddr>,
     /// What to enrol with.
     pub token: Option<TokenSource>,
-    /// The CA certificates of `--ca-file`.
+    /// `--ca-file`.
+    pub ca_file: Option<PathBuf>,
+    /// The CA certificates of `--ca-file`, as they were at start.
     pub ca: Option<Vec<CertificateDer<'static>>>,
     /// What the operator brings in place of enrolment.
     pub given: Option<Given>,
@@ -135,9 +137,10 @@ impl Config {
             note,
         );
         let given = server_name(settings.server_name.as_deref(), given, note);
-        let ca = settings
-            .ca_file
-            .and_then(|path| ca_certificates(&path, note));
+        let ca_file = settings.ca_file;
+        let ca = ca_file
+            .as_ref()
+            .and_then(|path| ca_certificates(path, note));
         if let Some(TokenSource::Given(token)) = &token
             && token.ca_hash().is_none()
             && ca.is_none()
@@ -182,6 +185,7 @@ impl Config {
             node_name,
             node_ip,
             token,
+            ca_file,
             ca,
             given,
             data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use tunnel_proto::identity::BACKDATED;
-use tunnel_proto::tls::HeldIdentity;
+use tunnel_proto::tls::{self, HeldIdentity};
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::NodeName;
 
@@ -27,7 +27,7 @@ pub(crate) struct Keeper {
     /// Where they are kept; none when the operator brings them.
     store: Option<Store>,
     /// The roots of --ca-file, which stand in for the server's.
-    ca: Option<Vec<CertificateDer<'static>>>,
+    ca: Mutex<Option<Vec<CertificateDer<'static>>>>,
     current: Mutex<Credentials>,
     /// What was issued and is not on disk yet.
     unsaved: Mutex<Option<Issued>>,
@@ -60,7 +60,7 @@ impl Keeper {
             node,
             identity,
             store,
-            ca,
+            ca: Mutex::new(ca),
             current: Mutex::new(credentials),
             unsaved: Mutex::default(),
             saving: tokio::sync::Mutex::default(),
@@ -70,6 +70,27 @@ impl Keeper {
             revoked: Notify::new(),
             metrics,
         })
+    }
+
+    /// The roots of --ca-file at this moment.
+    pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
+        self.ca
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Takes other roots of --ca-file from the next handshake on.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
+        let store = tls::roots(roots.iter().cloned())?;
+        *self.ca.lock().unwrap_or_else(PoisonError::into_inner) = Some(roots);
+        let mut current = self.lock();
+        current.roots = store;
+        self.identity.replace(current.own.clone(), current.trust());
+        Ok(())
     }
 
     /// What handshakes take.
@@ -171,7 +192,7 @@ impl Keeper {
             .ok_or_else(|| "nobody asked".to_owned());
         let taken = taken.and_then(|signer| {
             check_issued(&self.node, &signer, &chain)?;
-            Credentials::issued(signer, &chain, &roots, self.ca.as_deref())
+            Credentials::issued(signer, &chain, &roots, self.ca().as_deref())
         });
         match taken {
             Ok(credentials) => {
