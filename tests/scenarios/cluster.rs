@@ -25,6 +25,7 @@ macro_rules! on_both {
     };
 }
 
+mod agents;
 mod hosts_file;
 mod kubectl;
 mod leader;

@@ -44,7 +44,7 @@ mod sockets;
 mod targets;
 
 use cluster::{FollowedCluster, Following, follow_cluster};
-use identity::{Followed, agent_side};
+use identity::{Followed, agent_side, follow_kubelets};
 #[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::Bound;
@@ -115,6 +115,7 @@ impl App {
         };
         let agents = agent_side(&config, &ca, &revocations, &followed)?;
         distrusted::enforce(&agents.trust, &registry, &shutdown);
+        follow_kubelets(&config, &agents, &followed)?;
         let session_tls =
             |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
@@ -162,6 +163,7 @@ impl App {
                 readiness: &readiness,
                 data: &data,
                 bound: &bound,
+                agents: &agents,
                 shutdown: &shutdown,
             },
             &mut metrics_registry,
@@ -199,6 +201,7 @@ impl App {
                     renewals: agents.renewals.clone(),
                     tokens: tokens.clone(),
                     nodes: nodes.clone(),
+                    attestor: cluster.attestor.clone(),
                 },
             },
             sessions: Sessions {

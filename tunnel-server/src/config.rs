@@ -29,7 +29,9 @@ use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
     https_certificate, loopback, parsed, port_list, proxy_port_listen,
 };
-pub use kubernetes::{EDGE_LABEL, KubernetesSettings, ObjectNames, Surroundings};
+pub use kubernetes::{
+    AgentTokens, EDGE_LABEL, KubeletCa, KubernetesSettings, ObjectNames, Surroundings,
+};
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
 pub use targets::{APISERVER_NAME, TargetSettings};
@@ -68,6 +70,8 @@ pub struct Config {
     pub https_certificate: Option<PairFiles>,
     /// What the operator brings for port 10262 in place of the local CA.
     pub agent_files: Option<AgentFiles>,
+    /// CA of kubelets, whose client certificates make them agents of their nodes.
+    pub kubelet_ca: KubeletCa,
     /// CA of callers and whether a certificate is required.
     pub client_auth: Option<(PathBuf, bool)>,
     /// TLS towards https targets.
@@ -233,6 +237,7 @@ impl Config {
             https_certificate: https_certificate(bad, raw),
             agent_files: agent_files(bad, raw),
             targets: targets::targets(bad, raw, client_auth.is_some()),
+            kubelet_ca: kubernetes::kubelet_ca(raw, kubernetes.is_some()),
             client_auth,
             dns: dns::check(bad, raw),
             drain_timeout: duration(

@@ -23,6 +23,7 @@ use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::KubernetesSettings;
@@ -39,6 +40,7 @@ mod events;
 mod failure;
 mod hosts;
 mod keep;
+mod kubelets;
 mod lease;
 mod metrics;
 mod nodes;
@@ -46,6 +48,7 @@ pub mod objects;
 mod pods;
 mod ports;
 mod problems;
+mod reviews;
 mod service;
 #[cfg(test)]
 mod testing;
@@ -93,6 +96,10 @@ pub struct Parts {
     pub doors: DoorPorts,
     /// Questions of the doors about pods.
     pub questions: Option<mpsc::Receiver<Question>>,
+    /// Questions of enrolments about tokens.
+    pub attestations: Option<mpsc::Receiver<crate::attest::Question>>,
+    /// Gets the CA of kubelets' client certificates.
+    pub kubelets: Option<Arc<AgentTrust>>,
 }
 
 /// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
@@ -151,6 +158,26 @@ fn run(
     if let Some(questions) = parts.questions {
         let answering = pods::answer(connection.client.clone(), questions, world.subscribe());
         parts.shutdown.spawn_service(answering);
+    }
+    if let Some(questions) = parts.attestations {
+        let tokens = settings.agent_tokens.clone();
+        let answering = reviews::answer(connection.client.clone(), questions, tokens);
+        parts.shutdown.spawn_service(answering);
+    }
+    if let Some(trust) = parts.kubelets {
+        let context = Context {
+            object: Object::KubeletCa,
+            metrics: metrics.clone(),
+            problems: problems.clone(),
+            throttle: connection.throttle.clone(),
+        };
+        kubelets::start(
+            &connection.client,
+            trust,
+            parts.data.kubelet_ca(),
+            (context, problems.clone()),
+            &parts.shutdown,
+        );
     }
     let publisher = Publisher {
         own: Own {

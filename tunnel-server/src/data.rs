@@ -79,6 +79,12 @@ impl DataDir {
         self.0.join("cluster.json")
     }
 
+    /// The CA of kubelets' client certificates, as the cluster last said.
+    #[must_use]
+    pub fn kubelet_ca(&self) -> PathBuf {
+        self.0.join("kubelet-client-ca.crt")
+    }
+
     /// Known nodes.
     #[must_use]
     pub fn nodes(&self) -> PathBuf {

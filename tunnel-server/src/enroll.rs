@@ -1,5 +1,5 @@
-//! Enrolment: one framed request over TLS without a client certificate; a join token, or the proof by the key of a
-//! certificate that has ended, buys a certificate.
+//! Enrolment: one framed request over TLS without a client certificate; a join token, in a cluster a ServiceAccount token,
+//! or the proof by the key of a certificate that has ended, buys a certificate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,9 +9,13 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES};
+use tunnel_proto::wire::enroll::{
+    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_account_token,
+};
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 
+use crate::attest::{AccountToken, Attested, Attestor};
+use crate::data::rfc3339;
 use crate::issuer::AgentRequest;
 use crate::nodes::KnownNodes;
 use crate::renew::{Refusal, Renewals, refusal};
@@ -26,6 +30,8 @@ pub struct Enrollment {
     pub tokens: Arc<TokenStore>,
     /// Learns the names.
     pub nodes: Arc<KnownNodes>,
+    /// Asks a cluster about ServiceAccount tokens.
+    pub attestor: Option<Attestor>,
 }
 
 impl Enrollment {
@@ -69,20 +75,20 @@ impl Enrollment {
         exported: Exported,
     ) -> Result<EnrollReply, Refusal> {
         let agent = request.node_name.clone();
-        let this = self.clone();
-        // Signatures and files: nothing for the runtime's own threads.
-        let work =
-            tokio::task::spawn_blocking(move || this.issue(&request, &exported, SystemTime::now()));
-        let issued = work.await.unwrap_or_else(|panic| {
-            warn!(error = %panic, "enrolment broke");
-            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
-        });
+        let issued = match self.attested(&request).await {
+            Ok(vouched) => self.issued(request, vouched, exported).await,
+            Err(refusal) => Err(refusal),
+        };
         match issued {
-            Ok((Some(token), reply)) => {
+            Ok((By::Token(token), reply)) => {
                 info!(%agent, %peer, token, "agent enrolled");
                 Ok(reply)
             }
-            Ok((None, reply)) => {
+            Ok((By::Account(account), reply)) => {
+                info!(%agent, %peer, account, "agent enrolled with a ServiceAccount token");
+                Ok(reply)
+            }
+            Ok((By::Proof, reply)) => {
                 info!(%agent, %peer, "certificate that had ended was renewed");
                 Ok(reply)
             }
@@ -93,25 +99,84 @@ impl Enrollment {
         }
     }
 
-    /// The id of the token, if it was one, and the reply that it bought. Blocks the thread.
+    /// What the cluster says of a ServiceAccount token; `None` for everything else.
+    async fn attested(&self, request: &EnrollRequest) -> Result<Option<Vouched>, Refusal> {
+        if request.proof.is_some() || !is_account_token(&request.token) {
+            return Ok(None);
+        }
+        let Some(renewals) = &self.renewals else {
+            return Err(not_offered());
+        };
+        let Some(attestor) = &self.attestor else {
+            let detail = "this server follows no cluster, so it takes join tokens and no ServiceAccount tokens";
+            return Err((EnrollCode::NotOffered, detail.to_owned()));
+        };
+        // Before the token is judged, so that a revocation meanwhile refuses the certificate.
+        let revoked = renewals.revocations.of_node(&request.node_name);
+        let token = AccountToken::new(&request.token);
+        let attested = attestor
+            .node_of(token, SystemTime::now())
+            .await
+            .map_err(|error| (error.code(), error.to_string()))?;
+        if attested.node != request.node_name {
+            let detail = format!(
+                "the ServiceAccount token is that of a Pod on {}, not {}",
+                attested.node, request.node_name
+            );
+            return Err((EnrollCode::WrongNode, detail));
+        }
+        if let Some(at) = revoked.filter(|at| attested.issued <= *at) {
+            let detail = format!(
+                "the node was revoked at {}; a ServiceAccount token that is issued later is accepted",
+                rfc3339(at)
+            );
+            return Err((EnrollCode::Revoked, detail));
+        }
+        Ok(Some(Vouched { attested, revoked }))
+    }
+
+    async fn issued(
+        &self,
+        request: EnrollRequest,
+        vouched: Option<Vouched>,
+        exported: Exported,
+    ) -> Result<(By, EnrollReply), Refusal> {
+        let this = self.clone();
+        // Signatures and files: nothing for the runtime's own threads.
+        let work = tokio::task::spawn_blocking(move || {
+            this.issue(&request, vouched, &exported, SystemTime::now())
+        });
+        work.await.unwrap_or_else(|panic| {
+            warn!(error = %panic, "enrolment broke");
+            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
+        })
+    }
+
+    /// What bought the reply. Blocks the thread.
     fn issue(
         &self,
         request: &EnrollRequest,
+        vouched: Option<Vouched>,
         exported: &Exported,
         now: SystemTime,
-    ) -> Result<(Option<String>, EnrollReply), Refusal> {
+    ) -> Result<(By, EnrollReply), Refusal> {
         let Some(renewals) = &self.renewals else {
-            let detail = "this server takes certificates of --agent-ca only; give the agent --cert-file and --key-file";
-            return Err((EnrollCode::NotOffered, detail.to_owned()));
+            return Err(not_offered());
         };
         if let Some(proof) = &request.proof {
             let wish = (&request.csr[..], exported);
             let renewed = renewals.late(&request.node_name, proof, wish, now)?;
             self.nodes.record(&request.node_name, &[]);
-            return Ok((None, renewed.reply));
+            return Ok((By::Proof, renewed.reply));
         }
         // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
         let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
+        if let Some(Vouched { attested, revoked }) = vouched {
+            let node = &attested.node;
+            let issued = renewals.issue(&certificate_request, node, revoked, now)?;
+            self.nodes.record(node, &[]);
+            return Ok((By::Account(attested.account), issued.reply));
+        }
         // Before the token is judged: revoking a node takes its tokens back first and its certificates after that.
         let revoked = renewals.revocations.of_node(&request.node_name);
         let grant = self.tokens.redeem(
@@ -122,8 +187,29 @@ impl Enrollment {
         )?;
         let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
         self.nodes.record(&grant.node, &[]);
-        Ok((Some(grant.id), issued.reply))
+        Ok((By::Token(grant.id), issued.reply))
     }
+}
+
+/// What the cluster vouches for, and the node's revocation as it was before.
+struct Vouched {
+    attested: Attested,
+    revoked: Option<SystemTime>,
+}
+
+/// What bought a certificate.
+enum By {
+    /// The join token of this id.
+    Token(String),
+    /// A token of this ServiceAccount.
+    Account(String),
+    /// The key of a certificate that has ended.
+    Proof,
+}
+
+fn not_offered() -> Refusal {
+    let detail = "this server takes certificates of --agent-ca only; give the agent --cert-file and --key-file";
+    (EnrollCode::NotOffered, detail.to_owned())
 }
 
 /// A value that only the two ends of a TLS connection can compute.
@@ -202,6 +288,7 @@ mod tests {
                 renewals: Some(Renewals::of(&scratch.0)),
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                attestor: None,
             };
             let token = enrollment
                 .tokens

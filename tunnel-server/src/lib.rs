@@ -4,13 +4,14 @@
 //! [`policy`] (which node, which port) → [`registry`] (the node's session opens a stream) → the agent.
 //! The way of an agent: [`acceptor`] (handshake, or [`enroll`]) → [`session`] (admission, control stream) → [`registry`].
 //! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]), revocations
-//! ([`revoked`]). In a cluster, [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
+//! ([`revoked`]). In a cluster, [`attest`] asks whose node a ServiceAccount token proves, and [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
 //! Operators speak to a running server through [`admin`], with the verbs in [`verbs`].
 
 pub mod acceptor;
 pub mod admin;
 pub mod app;
 pub mod callers;
+pub mod attest;
 pub mod cli;
 pub mod config;
 #[cfg(feature = "kubernetes")]

@@ -399,19 +399,15 @@ impl Stored {
 
 /// Failures in the current minute.
 #[derive(Debug, Default)]
-struct Window {
+pub(crate) struct Window {
     since: Option<SystemTime>,
     count: u32,
 }
 
 impl Window {
     /// Counts one and says whether it is still within the limit.
-    fn count(&mut self, now: SystemTime, limit: u32) -> bool {
-        let is_current = self
-            .since
-            .and_then(|since| now.duration_since(since).ok())
-            .is_some_and(|age| age < MINUTE);
-        if !is_current {
+    pub(crate) fn count(&mut self, now: SystemTime, limit: u32) -> bool {
+        if !self.is_current(now) {
             *self = Self {
                 since: Some(now),
                 count: 0,
@@ -419,6 +415,18 @@ impl Window {
         }
         self.count = self.count.saturating_add(1);
         self.count <= limit
+    }
+
+    /// Whether as many as the limit were counted in this minute.
+    pub(crate) fn is_full(&self, now: SystemTime, limit: u32) -> bool {
+        self.is_current(now) && self.count >= limit
+    }
+
+    /// Whether its minute goes on.
+    pub(crate) fn is_current(&self, now: SystemTime) -> bool {
+        self.since
+            .and_then(|since| now.duration_since(since).ok())
+            .is_some_and(|age| age < MINUTE)
     }
 }
 
@@ -439,7 +447,7 @@ const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// How long an ended token stays in the list, so that "expired" can be told from "unknown".
 const KEPT_AFTER_END: Duration = DAY;
 /// Wrong secrets a minute that are answered in detail, per token.
-const FAILURES_PER_MINUTE: u32 = 5;
+pub(crate) const FAILURES_PER_MINUTE: u32 = 5;
 /// Unknown tokens a minute that are answered in detail, all senders together: a whole site is behind one address.
 const UNKNOWN_PER_MINUTE: u32 = 60;
 

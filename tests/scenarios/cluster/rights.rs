@@ -3,12 +3,15 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::json;
 use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
+use tunnel_tests::apiserver::Reviewing;
 use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind, Objects};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::Listener;
+use tunnel_tests::process::{AgentSetup, Listener};
 
+use super::agents::claims;
 use super::{FIRST, GUIDE_RECORDS, Lab};
 
 #[test]
@@ -38,6 +41,8 @@ fn row(right: &Right) -> Vec<String> {
         Scope::Cluster => "all of the cluster".to_owned(),
         Scope::Namespace => "any in the namespace".to_owned(),
         Scope::Named(flag) => format!("the one of `{flag}`"),
+        Scope::AgentNamespaces => "any in the namespaces of `--agent-service-account`".to_owned(),
+        Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
     };
     vec![
         group.to_owned(),
@@ -85,6 +90,24 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
         &RawRequest::get("203.0.113.1:10250", "/containerLogs/default/pod/main"),
     )
     .await?;
+
+    // An older API server tells no node: then the Pod is asked for, too.
+    let stand_in = lab.cluster.stand_in()?;
+    stand_in.review_as(Reviewing::TellingPods);
+    let pod = json!({ "metadata": { "name": "agent" }, "spec": { "nodeName": "worker-1", "containers": [] } });
+    stand_in.put("pods", Some("kube-system"), pod)?;
+    let pod = stand_in.get("pods", Some("kube-system"), "agent");
+    let uid = pod.context("the Pod")?["metadata"]["uid"].clone();
+    let token = stand_in.sign(&claims("agent", uid.as_str().context("its uid")?));
+    let token = lab.scratch.file("token", token)?;
+    let ca = lab.scratch.path().join("a/ca.crt");
+    let folder = lab.scratch.path().join("agent");
+    let agents = server.address(Listener::Agents);
+    let _agent = AgentSetup::on_loopback("worker-1", agents, &folder)
+        .args(&["--token-file", &token.to_string_lossy()])
+        .args(&["--ca-file", &ca.to_string_lossy()])
+        .start()?;
+    server.wait_until_connected(&["worker-1"]).await;
 
     let user = Cluster::server_user();
     let asked = eventually("every right to be asked for", FIRST, async || {

@@ -56,6 +56,13 @@ impl Node {
         self
     }
 
+    /// With another port of its kubelet.
+    #[must_use]
+    pub fn with_kubelet_port(mut self, port: u16) -> Self {
+        self.0["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = port.into();
+        self
+    }
+
     /// As the API has it.
     #[must_use]
     pub fn object(&self) -> &Value {
@@ -271,8 +278,11 @@ pub(super) fn roles() -> [Value; 2] {
 fn rule(right: &Right) -> Value {
     let mut rule =
         json!({ "apiGroups": [right.group], "resources": [right.resource], "verbs": right.verbs });
-    if let Scope::Named(flag) = right.scope {
-        rule["resourceNames"] = json!([named_by(flag)]);
+    match right.scope {
+        Scope::Named(flag) => rule["resourceNames"] = json!([named_by(flag)]),
+        // Of the namespace of all roles here, as is that of agents by default.
+        Scope::Exactly(_, name) => rule["resourceNames"] = json!([name]),
+        Scope::Cluster | Scope::Namespace | Scope::AgentNamespaces => {}
     }
     rule
 }

@@ -7,6 +7,8 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::Bound;
+use super::identity::AgentSide;
+use crate::attest::Attestor;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::Records;
@@ -30,6 +32,7 @@ pub(super) struct Following<'a> {
     pub(super) readiness: &'a Readiness,
     pub(super) data: &'a DataDir,
     pub(super) bound: &'a Bound,
+    pub(super) agents: &'a AgentSide,
     pub(super) shutdown: &'a Shutdown,
 }
 
@@ -38,6 +41,8 @@ pub(super) struct Following<'a> {
 pub(super) struct FollowedCluster {
     /// Whom doors may ask for pods.
     pub(super) pods: Option<PodFinder>,
+    /// Whom enrolments may ask about tokens.
+    pub(super) attestor: Option<Attestor>,
     #[cfg(feature = "kubernetes")]
     writing: Option<crate::controllers::Writing>,
 }
@@ -63,6 +68,7 @@ pub(super) async fn follow_cluster(
 ) -> anyhow::Result<FollowedCluster> {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
+    use crate::config::KubeletCa;
     use crate::controllers::{self, DoorPorts, Parts};
 
     let Some(settings) = &config.kubernetes else {
@@ -70,6 +76,9 @@ pub(super) async fn follow_cluster(
     };
     let pods = settings.pod_lookup.then(PodFinder::new);
     let (finder, questions) = pods.unzip();
+    // Tokens buy certificates of the local CA; without it there is nothing to be had for them.
+    let reviews = parts.agents.renewals.is_some().then(Attestor::new);
+    let (attestor, attestations) = reviews.unzip();
     let parts = Parts {
         routes: parts.routes.clone(),
         records: parts.records.clone(),
@@ -84,10 +93,13 @@ pub(super) async fn follow_cluster(
             https: parts.bound.https.map_or(PORT_HTTPS, |door| door.port()),
         },
         questions,
+        attestations,
+        kubelets: (config.kubelet_ca == KubeletCa::Cluster).then(|| parts.agents.trust.clone()),
     };
     let writing = controllers::start(settings, parts, registry).await?;
     Ok(FollowedCluster {
         pods: finder,
+        attestor,
         writing: Some(writing),
     })
 }

@@ -17,7 +17,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::files::{FileError, PairFiles, load_roots};
 use tunnel_proto::tls::{self, AgentTrust, HeldKey};
 
-use crate::config::Config;
+use crate::config::{Config, KubeletCa};
 use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
 use crate::renew::Renewals;
@@ -80,6 +80,23 @@ pub(super) fn agent_side(
         trust,
         renewals: None,
     })
+}
+
+/// Kubelets as agents by a CA of the operator's file, followed; without one the cluster says it.
+pub(super) fn follow_kubelets(
+    config: &Config,
+    agents: &AgentSide,
+    followed: &Followed<'_>,
+) -> anyhow::Result<()> {
+    let KubeletCa::File(path) = &config.kubelet_ca else {
+        return Ok(());
+    };
+    let first = fresh_roots(path).context("--kubelet-client-ca")?;
+    agents.trust.replace_cluster(first.value)?;
+    let trust = agents.trust.clone();
+    let replace = move |roots| trust.replace_cluster(roots);
+    followed.follow_roots("kubelet_client_ca", path, first.digest, replace);
+    Ok(())
 }
 
 /// A chain and key from files, followed; `note` hears when each certificate ends.

@@ -44,7 +44,30 @@ pub struct KubernetesSettings {
     pub edge_by_agent: bool,
     /// `--pod-lookup`.
     pub pod_lookup: bool,
+    /// Which ServiceAccount tokens agents enrol with.
+    pub agent_tokens: AgentTokens,
 }
+
+/// Which ServiceAccount tokens agents enrol with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentTokens {
+    /// `--agent-token-audience`.
+    pub audience: String,
+    /// `--agent-service-account`: user names.
+    pub accounts: Vec<String>,
+}
+
+impl Default for AgentTokens {
+    fn default() -> Self {
+        Self {
+            audience: "tunnel-server".into(),
+            accounts: vec![format!("{ACCOUNT_PREFIX}kube-system:tunnel-agent")],
+        }
+    }
+}
+
+/// User names of ServiceAccounts begin so; namespace and name follow.
+const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 
 /// Names of the objects in the namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,6 +195,54 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
         edge_by_agent,
         pod_lookup: parsed(bad, "--pod-lookup", raw.pod_lookup.as_deref(), true),
+        agent_tokens: agent_tokens(bad, raw),
+    }
+}
+
+fn agent_tokens(bad: &mut Mistakes, raw: &RawConfig) -> AgentTokens {
+    let defaults = AgentTokens::default();
+    let audience = raw.agent_token_audience.clone();
+    let audience = audience.unwrap_or(defaults.audience);
+    if audience.trim().is_empty() {
+        bad.add(
+            "--agent-token-audience",
+            "is empty: any token of the cluster would do",
+        );
+    }
+    for account in &raw.agent_service_account {
+        let parts = account.strip_prefix(ACCOUNT_PREFIX);
+        let parts = parts.and_then(|account| account.split_once(':'));
+        if !parts.is_some_and(|(namespace, name)| is_object_name(namespace) && is_object_name(name))
+        {
+            let problem = format!("{account:?} is not {ACCOUNT_PREFIX}NAMESPACE:NAME");
+            bad.add("--agent-service-account", problem);
+        }
+    }
+    let accounts = match &*raw.agent_service_account {
+        [] => defaults.accounts,
+        given => given.to_vec(),
+    };
+    AgentTokens { audience, accounts }
+}
+
+/// Where the CA of kubelets' client certificates comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KubeletCa {
+    /// No kubelet is an agent.
+    Off,
+    /// The cluster says it.
+    Cluster,
+    /// This file has it.
+    File(PathBuf),
+}
+
+/// `--kubelet-client-ca`.
+pub(super) fn kubelet_ca(raw: &RawConfig, has_cluster: bool) -> KubeletCa {
+    match raw.kubelet_client_ca.as_deref() {
+        Some("off") => KubeletCa::Off,
+        Some(path) => KubeletCa::File(path.into()),
+        None if has_cluster => KubeletCa::Cluster,
+        None => KubeletCa::Off,
     }
 }
 

@@ -72,6 +72,18 @@ tunnel_proto::layered! {
         /// Its private key, PEM [default: the file of --agent-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_KEY_FILE")]
         pub agent_key_file: Option<String>,
+        /// CA of kubelets' client certificates, PEM: an agent that shows its kubelet's (CN system:node:NAME, O
+        /// system:nodes) is that of the node. "off" takes none [default: in a cluster client-ca-file of the ConfigMap
+        /// kube-system/extension-apiserver-authentication, else off]
+        #[arg(long, value_name = "FILE|off", env = "TUNNEL_SERVER_KUBELET_CLIENT_CA")]
+        pub kubelet_client_ca: Option<String>,
+        /// In a cluster, the audience that agents' ServiceAccount tokens must be for [default: tunnel-server]
+        #[arg(long, value_name = "AUDIENCE", env = "TUNNEL_SERVER_AGENT_TOKEN_AUDIENCE")]
+        pub agent_token_audience: Option<String>,
+        /// User name of agents' ServiceAccount, whose Pods prove their nodes; repeatable
+        /// [default: system:serviceaccount:kube-system:tunnel-agent]
+        #[arg(long, value_name = "USER", env = "TUNNEL_SERVER_AGENT_SERVICE_ACCOUNT", value_delimiter = ',')]
+        pub agent_service_account: Vec<String>,
         /// Certificates of callers on the TLS door: none, request or require [default: request]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
         pub https_client_auth: Option<String>,

@@ -46,7 +46,11 @@ impl EventLog {
         let reason = match part {
             Part::PortLists => "BadPorts",
             Part::RecordsSize => "RecordsTooLarge",
-            Part::NodeNames | Part::Service | Part::Watching(_) | Part::Writing(_) => {
+            Part::NodeNames
+            | Part::Service
+            | Part::KubeletCa
+            | Part::Watching(_)
+            | Part::Writing(_) => {
                 return Ok(());
             }
         };

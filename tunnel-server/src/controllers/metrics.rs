@@ -27,6 +27,8 @@ pub(super) enum Object {
     Lease,
     /// Events.
     Events,
+    /// The CA of kubelets' client certificates.
+    KubeletCa,
 }
 
 impl Object {
@@ -39,6 +41,7 @@ impl Object {
             Self::Service => "service",
             Self::Lease => "lease",
             Self::Events => "events",
+            Self::KubeletCa => "kubelet_client_ca",
         }
     }
 }

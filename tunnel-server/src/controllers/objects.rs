@@ -14,6 +14,11 @@ pub const PORT_PAIRS_KEY: &str = "dnat-ports-pair";
 pub const EDGE_VALUE: &str = "true";
 /// Names of the Service's ports that the server adds and removes begin so; the port follows.
 pub const EXTRA_PORT_PREFIX: &str = "dnat-";
+/// Namespace and name of the ConfigMap in which the API server publishes the CAs of its clients
+/// (Kubernetes `pkg/controlplane/controller/clusterauthenticationtrust`).
+pub const CLIENT_CA: (&str, &str) = ("kube-system", "extension-apiserver-authentication");
+/// Its key with the CA of client certificates.
+pub const CLIENT_CA_KEY: &str = "client-ca-file";
 /// Most bytes of all values of a ConfigMap (Kubernetes `pkg/apis/core/validation`, `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
@@ -26,6 +31,10 @@ pub enum Scope {
     Namespace,
     /// In the namespace, only the object of this flag.
     Named(&'static str),
+    /// In the namespaces of the ServiceAccounts of `--agent-service-account`, any name.
+    AgentNamespaces,
+    /// Only the object of this namespace and name.
+    Exactly(&'static str, &'static str),
 }
 
 /// One right that the server needs.
@@ -58,6 +67,27 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Cluster,
         verbs: &["get"],
         purpose: "the node of a pod, with --pod-lookup",
+    },
+    Right {
+        group: "authentication.k8s.io",
+        resource: "tokenreviews",
+        scope: Scope::Cluster,
+        verbs: &["create"],
+        purpose: "agents' ServiceAccount tokens",
+    },
+    Right {
+        group: "",
+        resource: "pods",
+        scope: Scope::AgentNamespaces,
+        verbs: &["get"],
+        purpose: "the node of an agent's Pod, where the API server's answer about the token does not name it",
+    },
+    Right {
+        group: "",
+        resource: "configmaps",
+        scope: Scope::Exactly(CLIENT_CA.0, CLIENT_CA.1),
+        verbs: &["list", "watch"],
+        purpose: "the CA of kubelets' client certificates, unless --kubelet-client-ca is given",
     },
     Right {
         group: "",
@@ -125,6 +155,10 @@ pub fn rights_table() -> String {
             Scope::Cluster => "all of the cluster".to_owned(),
             Scope::Namespace => "any in the namespace".to_owned(),
             Scope::Named(flag) => format!("the one of `{flag}`"),
+            Scope::AgentNamespaces => {
+                "any in the namespaces of `--agent-service-account`".to_owned()
+            }
+            Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
         };
         let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);
         let row = format!("| {group} | {resource} | {objects} | {verbs} | {purpose} |\n");

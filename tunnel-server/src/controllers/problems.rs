@@ -74,6 +74,8 @@ pub(super) enum Part {
     Service,
     /// Size of the records.
     RecordsSize,
+    /// The CA of kubelets' client certificates.
+    KubeletCa,
     /// Following objects.
     Watching(Object),
     /// Writing an object.
@@ -87,10 +89,12 @@ impl Part {
             Self::PortLists => "port lists",
             Self::Service => "service",
             Self::RecordsSize => "records size",
+            Self::KubeletCa => "kubelet client CA",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",
             Self::Watching(Object::Ports) => "watching ports",
             Self::Watching(Object::Service) => "watching service",
+            Self::Watching(Object::KubeletCa) => "watching kubelet client CA",
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",

@@ -60,6 +60,7 @@ impl Door {
                 renewals: None,
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                attestor: None,
             },
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -1,0 +1,131 @@
+//! Agents that prove their nodes by what they have as nodes of a cluster: the kubelet's certificate, or a Pod's token.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::json;
+use tunnel_agent::config::Settings;
+use tunnel_server::config::RawConfig;
+use tunnel_tests::apiserver::StandIn;
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::cluster::{Cluster, Kind};
+use tunnel_tests::world::{Agent, World};
+
+mod accounts;
+mod kubelets;
+mod streams;
+
+pub(super) use accounts::claims;
+
+/// A cluster with a CA of its clients, and a server in this process that follows it with the rights of the table.
+struct Site {
+    cluster: Cluster,
+    client_ca: TestCa,
+    world: World,
+}
+
+impl Site {
+    async fn start() -> Result<Self> {
+        Self::start_with(|_| {}).await
+    }
+
+    async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        let cluster = Cluster::start(Kind::StandIn).await?.context("a stand-in")?;
+        let client_ca = TestCa::new("kubernetes")?;
+        cluster.stand_in()?.set_client_ca(client_ca.pem())?;
+        let kubeconfig = cluster.server_kubeconfig()?;
+        let world = World::start_with(|settings| {
+            settings.kubernetes = Some("on".into());
+            settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
+            settings.namespace = Some("kube-system".into());
+            settings.limits = World::limits("reloadEvery: 50ms");
+            change(settings);
+        })
+        .await?;
+        Ok(Self {
+            cluster,
+            client_ca,
+            world,
+        })
+    }
+
+    fn api(&self) -> Result<&StandIn> {
+        self.cluster.stand_in()
+    }
+
+    /// What an agent trusts its server by, as the ConfigMap with the CA bundle is mounted.
+    fn tunnel_ca(&self) -> PathBuf {
+        self.world.path().join("server/ca.crt")
+    }
+
+    /// The kubelet of a node with a first certificate.
+    fn kubelet(&self, node: &str) -> Result<KubeletPki> {
+        let pki = KubeletPki {
+            folder: self.world.path().join(format!("{node}-pki")),
+        };
+        fs::create_dir(&pki.folder)?;
+        pki.rotate("1", &self.client_ca.issue(&Leaf::kubelet(node))?)?;
+        Ok(pki)
+    }
+
+    /// Starts an agent with nothing but its kubelet's certificate, and waits for its session.
+    async fn agent_of_kubelet(
+        &self,
+        node: &str,
+        pki: &KubeletPki,
+        change: impl FnOnce(&mut Settings),
+    ) -> Result<Agent> {
+        let config = self.world.agent_config_with(node, |settings| {
+            settings.cert_file = Some(pki.current());
+            settings.ca_file = Some(self.tunnel_ca());
+            settings.limits = World::agent_limits("reloadEvery: 50ms");
+            change(settings);
+        })?;
+        let agent = Agent::start(config).await?;
+        self.world.connected(node).await;
+        Ok(agent)
+    }
+
+    /// A Pod of the agents' ServiceAccount that runs on a node; its uid.
+    fn pod(&self, name: &str, node: &str) -> Result<String> {
+        let pod = json!({
+            "metadata": { "name": name },
+            "spec": { "nodeName": node, "serviceAccountName": "tunnel-agent", "containers": [] },
+        });
+        self.api()?.put("pods", Some("kube-system"), pod)?;
+        let pod = self.api()?.get("pods", Some("kube-system"), name);
+        let uid = pod.as_ref().and_then(|pod| pod["metadata"]["uid"].as_str());
+        uid.map(str::to_owned).context("a Pod without uid")
+    }
+}
+
+/// `/var/lib/kubelet/pki` of a node.
+struct KubeletPki {
+    folder: PathBuf,
+}
+
+impl KubeletPki {
+    fn current(&self) -> PathBuf {
+        self.folder.join("kubelet-client-current.pem")
+    }
+
+    /// As `client-go/util/certificate` `fileStore.Update`: a new file with certificate and key, and a link that is moved over
+    /// the old one.
+    fn rotate(&self, stamp: &str, issued: &Issued) -> Result<()> {
+        let file = self.folder.join(format!("kubelet-client-{stamp}.pem"));
+        fs::write(&file, format!("{}{}", issued.certificate, issued.key))?;
+        only_the_owner(&file)?;
+        let fresh = self.folder.join("kubelet-client-updated.pem");
+        symlink(&file, &fresh)?;
+        fs::rename(fresh, self.current())?;
+        Ok(())
+    }
+}
+
+fn only_the_owner(file: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    fs::set_permissions(file, fs::Permissions::from_mode(0o600))?;
+    Ok(())
+}

@@ -1,0 +1,377 @@
+//! ServiceAccount tokens: which buy a certificate, what is said of the others, and when the token is needed again.
+
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use tunnel_agent::config::{Config as AgentConfig, TokenSource};
+use tunnel_proto::identity::Domain;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
+use tunnel_tests::ca::replace;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::cluster::Cluster;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use super::Site;
+
+/// A token as a projected volume has it: for the server, of the agents' ServiceAccount, bound to a Pod.
+pub(in crate::cluster) fn claims(pod: &str, uid: &str) -> TokenClaims {
+    let now = SystemTime::now();
+    TokenClaims {
+        account: ("kube-system".into(), "tunnel-agent".into()),
+        audiences: vec!["tunnel-server".into()],
+        pod: Some((pod.into(), uid.into())),
+        issued: now - Duration::from_secs(60),
+        ends: Some(now + Duration::from_secs(3540)),
+    }
+}
+
+impl Site {
+    fn write_token(&self, node: &str, token: &str) -> Result<PathBuf> {
+        let file = self.world.path().join(format!("{node}-token"));
+        replace(&file, token.as_bytes())?;
+        Ok(file)
+    }
+
+    /// An agent that has nothing but a token in a file, and the CA.
+    pub(super) fn agent_with_token(&self, node: &str, token: &str) -> Result<AgentConfig> {
+        let file = self.write_token(node, token)?;
+        let mut config = self.world.agent_config_with(node, |settings| {
+            settings.ca_file = Some(self.tunnel_ca());
+        })?;
+        config.token = Some(TokenSource::File(file));
+        Ok(config)
+    }
+
+    async fn enrolled(&self, word: &str) -> Result<f64> {
+        let meta = RawRequest::get("meta", "/metrics");
+        let text = request(self.world.bound().meta, &meta).await?.text();
+        let name = format!("tunnel_server_enrollments_total{{result=\"{word}\"}}");
+        let line = text.lines().find_map(|line| line.strip_prefix(&name));
+        Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
+    }
+
+    async fn is_told(&self, word: &str) {
+        eventually(
+            &format!("an enrolment ends as {word}"),
+            PATIENCE,
+            async || {
+                let count = self.enrolled(word).await?;
+                ensure!(count > 0.0, "{word}: {count}");
+                anyhow::Ok(())
+            },
+        )
+        .await;
+    }
+}
+
+/// What the agent of `node` ends with.
+async fn refusal(site: &Site, node: &str, token: &str) -> Result<String> {
+    let agent = Agent::start(site.agent_with_token(node, token)?).await?;
+    let ended = tokio::time::timeout(scaled(PATIENCE), agent.ended()).await;
+    let error = ended.context("the agent goes on")?;
+    Ok(format!("{:#}", error.err().context("no error")?))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn token_of_the_nodes_own_pod_buys_a_certificate_from_servers_old_and_new() -> Result<()> {
+    let site = Site::start().await?;
+    for (node, reviewing) in [
+        ("worker-1", Reviewing::TellingNodes),
+        ("worker-2", Reviewing::TellingPods),
+    ] {
+        site.api()?.review_as(reviewing);
+        let pod = format!("tunnel-agent-{node}");
+        let uid = site.pod(&pod, node)?;
+        let token = site.api()?.sign(&claims(&pod, &uid));
+        let agent = Agent::start(site.agent_with_token(node, &token)?).await?;
+        site.world.connected(node).await;
+        let sessions = site.world.registry().of_node(&node.parse()?);
+        let peer = sessions[0].session.peer();
+        ensure!(peer.domain == Domain::Tunnel, "{peer:?}");
+        agent.stop().await?;
+        // The certificate is kept: without the API server it is enough.
+        site.api()?.be(Presence::Refusing).await?;
+        let agent = Agent::start(site.agent_with_token(node, "eyJ.gone.x")?).await?;
+        site.world.connected(node).await;
+        agent.stop().await?;
+        site.api()?.be(Presence::Here).await?;
+    }
+    let asked = site.api()?.requests();
+    let own = asked
+        .iter()
+        .filter(|seen| seen.user == Cluster::server_user());
+    let pods: Vec<_> = own.filter(|seen| seen.resource == "pods").collect();
+    ensure!(
+        pods.len() == 1,
+        "only the older one needs the Pod: {pods:?}"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let other_uid = site.pod("agent-2", "worker-2")?;
+    let good = || claims("agent-1", &uid);
+    let sign = |claims: &TokenClaims| -> Result<String> { Ok(site.api()?.sign(claims)) };
+    let mut damaged = sign(&good())?;
+    damaged.pop();
+    let of_others = |namespace: &str, name: &str| TokenClaims {
+        account: (namespace.into(), name.into()),
+        ..good()
+    };
+    let current = Reviewing::TellingNodes;
+    let table = [
+        (
+            "another audience",
+            current,
+            sign(&TokenClaims {
+                audiences: vec!["vault".into()],
+                ..good()
+            })?,
+            "bad_token",
+        ),
+        (
+            "the API server's audience",
+            current,
+            sign(&TokenClaims {
+                audiences: vec!["https://kubernetes.default.svc.cluster.local".into()],
+                ..good()
+            })?,
+            "bad_token",
+        ),
+        (
+            "another ServiceAccount",
+            Reviewing::Cached,
+            sign(&of_others("kube-system", "default"))?,
+            "which is none of --agent-service-account",
+        ),
+        (
+            "another namespace",
+            Reviewing::Cached,
+            sign(&of_others("default", "tunnel-agent"))?,
+            "which is none of --agent-service-account",
+        ),
+        (
+            "another node's Pod",
+            current,
+            sign(&claims("agent-2", &other_uid))?,
+            "wrong_node",
+        ),
+        (
+            "another node's Pod, told by an older server",
+            Reviewing::TellingPods,
+            sign(&claims("agent-2", &other_uid))?,
+            "wrong_node",
+        ),
+        (
+            "a Pod that was made anew",
+            current,
+            sign(&claims("agent-1", "other-uid"))?,
+            "bad_token",
+        ),
+        (
+            "a Pod that was made anew, as a cached answer has it",
+            Reviewing::Cached,
+            sign(&claims("agent-1", "other-uid"))?,
+            "is gone",
+        ),
+        (
+            "a Pod that is not there, as a cached answer has it",
+            Reviewing::Cached,
+            sign(&claims("agent-9", &uid))?,
+            "is gone",
+        ),
+        (
+            "no Pod",
+            current,
+            sign(&TokenClaims {
+                pod: None,
+                ..good()
+            })?,
+            "bound to no Pod",
+        ),
+        (
+            "a Secret's token",
+            current,
+            sign(&TokenClaims {
+                audiences: Vec::new(),
+                ends: None,
+                ..good()
+            })?,
+            "bad_token",
+        ),
+        (
+            "a server that knows no audiences",
+            Reviewing::WithoutAudiences,
+            sign(&good())?,
+            "bad_token",
+        ),
+        ("a damaged signature", current, damaged, "bad_token"),
+        (
+            "nonsense",
+            current,
+            "eyJub25zZW5zZQ.e30.x".into(),
+            "bad_token",
+        ),
+    ];
+    for (what, reviewing, token, words) in &table {
+        site.api()?.review_as(*reviewing);
+        let told = refusal(&site, "worker-1", token).await?;
+        ensure!(told.contains(words), "{what}: {told}");
+        let secret = token.rsplit('.').next().unwrap_or_default();
+        ensure!(
+            secret.len() < 8 || !told.contains(secret),
+            "{what}: the token is shown"
+        );
+    }
+    ensure!(site.world.registry().all().is_empty());
+    ensure!(site.enrolled("issued").await? == 0.0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ended_token_is_waited_for_as_the_kubelet_replaces_it() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let ended = TokenClaims {
+        ends: Some(SystemTime::now() - Duration::from_secs(1)),
+        ..claims("agent-1", &uid)
+    };
+    let config = site.agent_with_token("worker-1", &site.api()?.sign(&ended))?;
+    let _agent = Agent::start(config).await?;
+    site.is_told("token_expired").await;
+    let fresh = site.api()?.sign(&claims("agent-1", &uid));
+    site.write_token("worker-1", &fresh)?;
+    site.world.connected("worker-1").await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let token = site.api()?.sign(&claims("agent-1", &uid));
+    site.api()?.be(Presence::Refusing).await?;
+    let _agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
+    site.is_told("unavailable").await;
+    site.api()?.be(Presence::Here).await?;
+    site.world.connected("worker-1").await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let first = claims("agent-1", &uid);
+    let token = site.api()?.sign(&first);
+    let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
+    site.world.connected("worker-1").await;
+    let node = "worker-1".parse()?;
+    let revoked = SystemTime::now();
+    site.world.revocations().revoke(&node, revoked)?;
+    // The token that the Pod still has was issued before.
+    site.is_told("revoked").await;
+    ensure!(site.world.registry().of_node(&node).is_empty());
+    agent.stop().await?;
+    let told = refusal_of_stored(&site).await?;
+    ensure!(told, "connected with the revoked certificate");
+    let later = TokenClaims {
+        issued: revoked + Duration::from_secs(2),
+        ..first
+    };
+    let config = site.agent_with_token("worker-1", &site.api()?.sign(&later))?;
+    let _agent = Agent::start(config).await?;
+    site.world.connected("worker-1").await;
+    Ok(())
+}
+
+/// Whether an agent with the stored certificate, and a token from before the revocation, gets nothing.
+async fn refusal_of_stored(site: &Site) -> Result<bool> {
+    let before = site.enrolled("revoked").await?;
+    let file = site.world.path().join("worker-1-token");
+    let token = std::fs::read_to_string(file)?;
+    let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
+    eventually("it is refused again", PATIENCE, async || {
+        let now = site.enrolled("revoked").await?;
+        ensure!(now > before, "{now}");
+        anyhow::Ok(())
+    })
+    .await;
+    drop(agent);
+    Ok(site.world.registry().all().is_empty())
+}
+
+/// The bundle of the servers' CA is a mounted ConfigMap that changes with the CA.
+#[tokio::test(flavor = "multi_thread")]
+async fn ca_file_of_an_enrolled_agent_is_followed() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let token = site.write_token("worker-1", &site.api()?.sign(&claims("agent-1", &uid)))?;
+    let bundle = site.world.path().join("bundle.crt");
+    let ours = std::fs::read(site.tunnel_ca())?;
+    replace(&bundle, &ours)?;
+    let mut config = site.world.agent_config_with("worker-1", |settings| {
+        settings.ca_file = Some(bundle.clone());
+        settings.transport = Some("h2".into());
+        settings.limits = World::agent_limits("reloadEvery: 50ms");
+    })?;
+    config.token = Some(TokenSource::File(token));
+    let _agent = Agent::start(config).await?;
+    site.world.connected("worker-1").await;
+    replace(&bundle, site.client_ca.pem().as_bytes())?;
+    let node = "worker-1".parse()?;
+    eventually("the server is a stranger", PATIENCE, async || {
+        for session in site.world.registry().of_node(&node) {
+            session.close(CloseCode::Normal, "dial again").await;
+        }
+        let meta = RawRequest::get("meta", "/metrics");
+        let text = request(site.world.bound().meta, &meta).await?.text();
+        let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
+        ensure!(text.contains(failed), "every handshake succeeds");
+        anyhow::Ok(())
+    })
+    .await;
+    replace(&bundle, &ours)?;
+    site.world.connected("worker-1").await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_outside_a_cluster_says_that_it_takes_no_such_tokens() -> Result<()> {
+    let site = Site::start_with(|settings| {
+        settings.kubernetes = Some("off".into());
+        settings.kubeconfig = None;
+    })
+    .await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let token = site.api()?.sign(&claims("agent-1", &uid));
+    let told = refusal(&site, "worker-1", &token).await?;
+    ensure!(
+        told.contains("not_offered") && told.contains("join token"),
+        "{told}"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn token_without_a_ca_is_a_usage_error() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let token = site.api()?.sign(&claims("agent-1", &uid));
+    let mut config = site.agent_with_token("worker-1", &token)?;
+    config.ca = None;
+    let error = Agent::start(config).await.err().context("it started")?;
+    ensure!(tunnel_agent::app::exit_code(&error) == 64);
+    let text = format!("{error:#}");
+    ensure!(
+        text.contains("--ca-file") && !text.contains("eyJ"),
+        "{text}"
+    );
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! Kubelets' client certificates: which make an agent, their rotation, their CA and their revocation.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tunnel_proto::identity::{Domain, validity};
+use tunnel_proto::tls::{self, Trust};
+use tunnel_tests::apiserver::Presence;
+use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
+use tunnel_tests::client::{RawRequest, UpgradeClient, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{StandInKubelet, deterministic_bytes};
+use tunnel_tests::websocket::{Message, WebSocket};
+use tunnel_tests::world::{PATIENCE, World};
+
+use super::Site;
+use crate::credentials::attacks::{over_quic, over_tcp};
+use crate::http::kubelet::heads;
+
+const NAME: (Subject, &str) = (Subject::Name, "system:node:worker-1");
+const GROUP: (Subject, &str) = (Subject::Organization, "system:nodes");
+
+/// Waits until a kubelet of the site's CA gets a session: the CA was heard.
+async fn ca_is_heard(site: &Site, ca: &TestCa) {
+    eventually("the CA of kubelets is in use", PATIENCE, async || {
+        let good = ca.issue(&Leaf::kubelet("probe"))?.own;
+        over_tcp(&site.world, Some(good), trust(&site.world)?).await
+    })
+    .await;
+}
+
+fn trust(world: &World) -> Result<Trust> {
+    Ok(Trust::Roots(tls::roots([world.ca().root().clone()])?))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() -> Result<()> {
+    let site = Site::start().await?;
+    ca_is_heard(&site, &site.client_ca).await;
+    let kubelet = || Leaf::kubelet("worker-1");
+    let ours = |uri: &str| Leaf {
+        uri: Some(uri.to_owned()),
+        ..kubelet()
+    };
+    let foreign = TestCa::new("kubernetes")?;
+    let past = std::time::SystemTime::now() - Duration::from_secs(3600);
+    let of_cluster = [
+        ("our role beside it", ours("culvert://agent/worker-1")),
+        (
+            "our role for another node",
+            ours("culvert://agent/worker-2"),
+        ),
+        ("a server's role", ours("culvert://server")),
+        ("a damaged role", ours("culvert://agent/")),
+        ("our role alone", Leaf::agent("worker-1")),
+        ("no group", Leaf::subject(&[NAME])),
+        ("no name", Leaf::subject(&[GROUP])),
+        (
+            "another group",
+            Leaf::subject(&[(Subject::Organization, "system:masters"), NAME]),
+        ),
+        (
+            "a second group",
+            Leaf::subject(&[GROUP, (Subject::Organization, "system:masters"), NAME]),
+        ),
+        (
+            "a second name",
+            Leaf::subject(&[GROUP, NAME, (Subject::Name, "system:node:worker-2")]),
+        ),
+        (
+            "a name that is no node's",
+            Leaf::subject(&[GROUP, (Subject::Name, "worker-1")]),
+        ),
+        ("an address", Leaf::kubelet("192.0.2.1")),
+        ("capital letters", Leaf::kubelet("Worker-1")),
+        (
+            "the usage of servers",
+            Leaf {
+                server: true,
+                ..kubelet()
+            },
+        ),
+        (
+            "its time over",
+            Leaf {
+                until: past,
+                from: past - Duration::from_secs(60),
+                ..kubelet()
+            },
+        ),
+    ];
+    let mut intruders = vec![("a foreign CA", foreign.issue(&kubelet())?.own)];
+    for (what, leaf) in of_cluster {
+        intruders.push((what, site.client_ca.issue(&leaf)?.own));
+    }
+    for (what, key) in intruders {
+        let world = &site.world;
+        let tcp = over_tcp(world, Some(key.clone()), trust(world)?).await;
+        ensure!(tcp.is_err(), "{what} was let in over TCP");
+        let quic = over_quic(world, key, trust(world)?).await;
+        ensure!(quic.is_err(), "{what} was let in over QUIC");
+    }
+    let good = site.client_ca.issue(&kubelet())?.own;
+    over_tcp(&site.world, Some(good.clone()), trust(&site.world)?).await?;
+    over_quic(&site.world, good, trust(&site.world)?).await
+}
+
+/// The certificate is swapped as a kubelet does it, under an exec that neither end of it notices.
+async fn rotations_under_an_exec(transport: &str) -> Result<()> {
+    let site = Site::start().await?;
+    let target = StandInKubelet::start("worker-1").await?;
+    let pki = site.kubelet("worker-1")?;
+    let transport = |settings: &mut tunnel_agent::config::Settings| {
+        settings.transport = Some(transport.into());
+    };
+    let agent = site.agent_of_kubelet("worker-1", &pki, transport).await?;
+    let node = "worker-1".parse()?;
+    let newest = || {
+        let sessions = site.world.registry().of_node(&node);
+        sessions.first().map(|one| one.session.peer().clone())
+    };
+    ensure!(newest().is_some_and(|peer| peer.domain == Domain::Cluster));
+    let host = format!("worker-1:{}", target.addr().port());
+    let query = "command=sh&error=1&input=1&output=1&tty=1";
+    let head = heads::command_over_websocket(&host, "exec", query);
+    let stream = UpgradeClient::asking_for_websocket(head)
+        .connect(site.world.https("worker-1")?)
+        .await?
+        .switched()?;
+    let mut exec = WebSocket::client(stream);
+    let mut echo = async |seed| -> Result<()> {
+        let bytes = deterministic_bytes(seed, 10_000);
+        exec.send(&Message::Binary([&[0], &bytes[..]].concat()))
+            .await?;
+        let expected = Message::Binary([&[1], &bytes[..]].concat());
+        ensure!(exec.next().await? == Some(expected), "no echo");
+        Ok(())
+    };
+    echo(0).await?;
+    for round in 2..=5_u64 {
+        let mut leaf = Leaf::kubelet("worker-1");
+        leaf.until += Duration::from_secs(round);
+        let issued = site.client_ca.issue(&leaf)?;
+        let (_, expected) = validity(&issued.own.cert[0])?;
+        pki.rotate(&round.to_string(), &issued)?;
+        eventually("the new certificate is in use", PATIENCE, async || {
+            let used = newest().map(|peer| peer.not_after);
+            ensure!(used == Some(expected), "{used:?}");
+            anyhow::Ok(())
+        })
+        .await;
+        echo(round).await?;
+    }
+    // One connection from the first byte on.
+    ensure!(target.traffic().open() == 1);
+    drop(exec);
+    agent.stop().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kubelets_certificate_is_rotated_under_an_exec_over_quic() -> Result<()> {
+    rotations_under_an_exec("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kubelets_certificate_is_rotated_under_an_exec_over_h2() -> Result<()> {
+    rotations_under_an_exec("h2").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cas_are_followed_kept_and_replaced_while_the_rest_goes_on() -> Result<()> {
+    let mut site = Site::start().await?;
+    ca_is_heard(&site, &site.client_ca).await;
+    let pki = site.kubelet("worker-1")?;
+    let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
+    // Nonsense changes nothing and is told.
+    site.api()?.set_client_ca("nothing")?;
+    eventually("the problem is told", PATIENCE, async || {
+        let ready = RawRequest::get("meta", "/readyz?verbose");
+        let told = request(site.world.bound().meta, &ready).await?.text();
+        ensure!(told.contains("[!] kubelet client CA"), "{told}");
+        anyhow::Ok(())
+    })
+    .await;
+    ca_is_heard(&site, &site.client_ca).await;
+    // Another CA: kubelets of the old one are strangers from the next handshake on.
+    let next = TestCa::new("kubernetes")?;
+    site.api()?.set_client_ca(next.pem())?;
+    ca_is_heard(&site, &next).await;
+    let old = site.client_ca.issue(&Leaf::kubelet("worker-2"))?.own;
+    let refused = over_tcp(&site.world, Some(old), trust(&site.world)?).await;
+    ensure!(refused.is_err(), "the old CA still vouches");
+    // A start without the API server has the last one from disk.
+    eventually("the CA is on disk", PATIENCE, async || {
+        let kept = site.world.path().join("server/kubelet-client-ca.crt");
+        ensure!(std::fs::read_to_string(kept)? == next.pem());
+        anyhow::Ok(())
+    })
+    .await;
+    agent.stop().await?;
+    site.api()?.be(Presence::Refusing).await?;
+    site.world.restart_server().await?;
+    let good = next.issue(&Leaf::kubelet("worker-1"))?.own;
+    over_tcp(&site.world, Some(good), trust(&site.world)?).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_off() -> Result<()> {
+    let ca = TestCa::new("kubernetes")?;
+    let other = TestCa::new("kubernetes")?;
+    let folder = tunnel_tests::process::ScratchDir::new()?;
+    let file = folder.path().join("client-ca.crt");
+    replace(&file, ca.pem().as_bytes())?;
+    let world = World::start_with(|settings| {
+        settings.kubelet_client_ca = Some(file.to_string_lossy().into_owned());
+        settings.limits = World::limits("reloadEvery: 50ms");
+    })
+    .await?;
+    let dial = async |world: &World, ca: &TestCa| {
+        let key = ca.issue(&Leaf::kubelet("worker-1"))?.own;
+        over_tcp(world, Some(key), trust(world)?).await
+    };
+    dial(&world, &ca).await?;
+    ensure!(dial(&world, &other).await.is_err());
+    replace(&file, other.pem().as_bytes())?;
+    eventually("the other CA is in use", PATIENCE, async || {
+        dial(&world, &other).await
+    })
+    .await;
+    ensure!(dial(&world, &ca).await.is_err());
+
+    let site = Site::start_with(|settings| settings.kubelet_client_ca = Some("off".into())).await?;
+    let nobody = dial(&site.world, &site.client_ca).await;
+    ensure!(nobody.is_err(), "let in though it is off");
+    let asked = site.api()?.requests();
+    let ca = "extension-apiserver-authentication";
+    ensure!(!asked.iter().any(|seen| seen.path.contains(ca)));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate() -> Result<()> {
+    let site = Site::start().await?;
+    ca_is_heard(&site, &site.client_ca).await;
+    let pki = site.kubelet("worker-1")?;
+    let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
+    let node = "worker-1".parse()?;
+    let now = std::time::SystemTime::now();
+    site.world.revocations().revoke(&node, now)?;
+    eventually("the session ends", PATIENCE, async || {
+        ensure!(site.world.registry().of_node(&node).is_empty());
+        anyhow::Ok(())
+    })
+    .await;
+    let dial = async |leaf: &Leaf| {
+        let key = site.client_ca.issue(leaf)?.own;
+        over_tcp(&site.world, Some(key), trust(&site.world)?).await
+    };
+    // Issued before, as far as its beginning tells.
+    ensure!(dial(&Leaf::kubelet("worker-1")).await.is_err());
+    dial(&Leaf::kubelet("worker-2")).await?;
+    let later = Leaf {
+        from: now + Duration::from_secs(1),
+        ..Leaf::kubelet("worker-1")
+    };
+    eventually("a later certificate is accepted", PATIENCE, async || {
+        dial(&later).await
+    })
+    .await;
+    drop(agent);
+    Ok(())
+}

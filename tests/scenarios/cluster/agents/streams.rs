@@ -1,0 +1,169 @@
+//! DNS-12, DNS-13: by node name through the doors, with agents of both kinds, as kube-apiserver asks.
+
+use anyhow::{Result, ensure};
+use serde_json::json;
+use tunnel_tests::client::{BodyEnd, Door, RawRequest, request};
+use tunnel_tests::cluster::edge;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{Exporter, StandInKubelet};
+use tunnel_tests::world::{Agent, PATIENCE};
+
+use super::Site;
+use super::accounts::claims;
+use crate::http::kubelet::{self as asked, Caller, heads};
+
+/// A Node of the cluster with an agent, behind which are a kubelet and an exporter.
+struct Edge {
+    node: &'static str,
+    kubelet: StandInKubelet,
+    exporter: Exporter,
+    _agent: Agent,
+}
+
+impl Edge {
+    async fn of_kubelet(site: &Site, node: &'static str, transport: &str) -> Result<Self> {
+        let pki = site.kubelet(node)?;
+        let transport = |settings: &mut tunnel_agent::config::Settings| {
+            settings.transport = Some(transport.into());
+        };
+        let agent = site.agent_of_kubelet(node, &pki, transport).await?;
+        Self::with(site, node, agent).await
+    }
+
+    async fn of_account(site: &Site, node: &'static str, transport: &str) -> Result<Self> {
+        let uid = site.pod(&format!("agent-{node}"), node)?;
+        let token = site.api()?.sign(&claims(&format!("agent-{node}"), &uid));
+        let mut config = site.agent_with_token(node, &token)?;
+        config.transport = transport.parse().map_err(anyhow::Error::msg)?;
+        let agent = Agent::start(config).await?;
+        site.world.connected(node).await;
+        Self::with(site, node, agent).await
+    }
+
+    async fn with(site: &Site, node: &'static str, agent: Agent) -> Result<Self> {
+        let kubelet = StandInKubelet::start(node).await?;
+        let exporter = Exporter::start(node).await?;
+        let port = kubelet.addr().port();
+        let object = edge(node).with_kubelet_port(port);
+        site.cluster.objects().add(&object).await?;
+        Ok(Self {
+            node,
+            kubelet,
+            exporter,
+            _agent: agent,
+        })
+    }
+
+    fn caller<'a>(&'a self, site: &'a Site) -> Caller<'a> {
+        Caller {
+            world: &site.world,
+            kubelet: &self.kubelet,
+            node: self.node,
+            host: format!("{}:{}", self.node, self.kubelet.addr().port()),
+        }
+    }
+
+    /// The exporter's page through the plain door is what a fetch on the node gets, but for its count of fetches.
+    async fn serves_metrics(&self, site: &Site) -> Result<()> {
+        let host = format!("{}:{}", self.node, self.exporter.addr().port());
+        let head = RawRequest::get(&host, "/metrics");
+        let through = request(site.world.http(), &head).await?;
+        let local = request(Door::plain(self.exporter.addr()), &head).await?;
+        ensure!((through.status, local.status) == (200, 200));
+        ensure!(through.ended == BodyEnd::CleanLength || through.ended == BodyEnd::CleanChunked);
+        let page = |text: String| {
+            let counted = |line: &&str| !line.starts_with("culvert_demo_requests_total");
+            text.lines()
+                .filter(counted)
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let (through, local) = (page(through.text()), page(local.text()));
+        ensure!(
+            through == local && !local.is_empty(),
+            "{through:?} is not {local:?}"
+        );
+        Ok(())
+    }
+}
+
+async fn both_kinds(transport: &str) -> Result<()> {
+    let site = Site::start().await?;
+    let edges = [
+        Edge::of_kubelet(&site, "worker-1", transport).await?,
+        Edge::of_account(&site, "worker-2", transport).await?,
+    ];
+    for edge in &edges {
+        edge.serves_metrics(&site).await?;
+        let caller = edge.caller(&site);
+        asked::pages(&caller).await?;
+        asked::followed_logs(&caller).await?;
+        asked::commands_over_spdy(&caller).await?;
+        asked::terminal_over_spdy(&caller).await?;
+        asked::port_forward_over_spdy(&caller).await?;
+        asked::terminal_over_websocket(&caller, 0).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_quic() -> Result<()> {
+    both_kinds("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_h2() -> Result<()> {
+    both_kinds("h2").await
+}
+
+/// Two Nodes with the same address, and an API server that dials addresses: the Pod in the path decides, and the port is the
+/// kubelet's in the Node's status, whatever the Host says.
+#[tokio::test(flavor = "multi_thread")]
+async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status() -> Result<()> {
+    let site = Site::start().await?;
+    let edges = [
+        Edge::of_kubelet(&site, "worker-1", "auto").await?,
+        Edge::of_account(&site, "worker-2", "auto").await?,
+    ];
+    for (name, node) in [("web-0", "worker-1"), ("web-1", "worker-2")] {
+        let pod =
+            json!({ "metadata": { "name": name }, "spec": { "nodeName": node, "containers": [] } });
+        site.api()?.put("pods", Some("default"), pod)?;
+    }
+    let nobody = "192.0.2.9:10250";
+    // Shared by both, and known to nobody.
+    for host in ["192.168.33.221:10250", nobody, "stranger:10250"] {
+        for (edge, pod) in edges.iter().zip(["web-0", "web-1"]) {
+            let path = format!("/containerLogs/default/{pod}/app");
+            let expected = format!("{}: log of {pod}/app\n", edge.node);
+            eventually(&format!("{pod} by {host}"), PATIENCE, async || {
+                let door = site.world.https(edge.node)?;
+                let reply = request(door, &RawRequest::get(host, &path)).await?;
+                ensure!(
+                    (reply.status, reply.text()) == (200, expected.clone()),
+                    "{} {}",
+                    reply.status,
+                    reply.text()
+                );
+                anyhow::Ok(())
+            })
+            .await;
+        }
+    }
+    // An exec finds its way as well.
+    let caller = Caller {
+        host: nobody.into(),
+        ..edges[0].caller(&site)
+    };
+    asked::commands_over_spdy(&caller).await?;
+    // Other paths, and Pods that nobody knows, get the answer of their Host.
+    for head in [
+        RawRequest::get(nobody, "/metrics"),
+        heads::scrape(nobody, "/metrics/cadvisor"),
+        RawRequest::get(nobody, "/containerLogs/default/nobody/app"),
+    ] {
+        let reply = request(site.world.https("worker-1")?, &head).await?;
+        ensure!(reply.status == 400, "{head:?}: {}", reply.text());
+    }
+    Ok(())
+}
