@@ -4,6 +4,7 @@ pub mod accept;
 pub mod files;
 pub mod host;
 pub mod meta;
+pub mod panics;
 pub mod places;
 pub mod reload;
 pub mod settings;

@@ -55,7 +55,10 @@ fn run(source: Source) -> anyhow::Result<()> {
         info!(agent = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
         let app = App::start(config).await?;
         shutdown::on_signals(app.shutdown()).context("cannot listen for signals")?;
-        app.run().await
+        let shutdown = app.shutdown().clone();
+        app.run().await?;
+        anyhow::ensure!(!shutdown.is_broken(), "a listener was lost");
+        Ok(())
     });
     // A name lookup that hangs must not keep the process.
     runtime.shutdown_background();

@@ -7,6 +7,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tunnel_proto::process::panics::Panics;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::code::RefusalCode;
 
@@ -98,6 +99,7 @@ impl Metrics {
             "Certificates that were asked for on sessions, by result",
             metrics.renewals.clone(),
         );
+        registry.register_collector(Box::new(Panics));
         (metrics, registry)
     }
 

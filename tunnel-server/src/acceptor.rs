@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout_at};
-use tracing::{Instrument, debug, info_span, warn};
+use tracing::{Instrument, debug, error, info_span, warn};
 use tunnel_proto::process::accept::Accepting;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
@@ -41,8 +41,8 @@ impl Acceptor {
         let shutdown = self.sessions.shutdown.clone();
         let acceptor = Arc::new(self);
         let quic = acceptor.clone();
-        shutdown.spawn_service(async move { quic.accept_quic().await });
-        shutdown.spawn_service(async move { acceptor.accept_tcp(tcp).await });
+        shutdown.spawn_listener(async move { quic.accept_quic().await });
+        shutdown.spawn_listener(async move { acceptor.accept_tcp(tcp).await });
     }
 
     async fn accept_quic(&self) {
@@ -56,6 +56,11 @@ impl Acceptor {
             let Some((peer, handshake)) = accepted else {
                 return;
             };
+                if !drain.is_cancelled() {
+                    error!(
+                        "the QUIC endpoint has ended; agents go on over TCP until the server is started anew"
+                    );
+                }
             let Some(stranger) = self.stranger(peer) else {
                 continue;
             };

@@ -77,7 +77,7 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
         .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
     let state = Arc::new(state);
     let tasks = shutdown.clone();
-    shutdown.spawn_service(async move {
+    shutdown.spawn_listener(async move {
         let _removed_at_the_end = socket;
         let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
         let mut accepting = Accepting::new(listener, "admin");

@@ -127,7 +127,7 @@ impl Doors {
     pub fn start(self: &Arc<Self>, listener: TcpListener, mode: Mode) {
         let doors = self.clone();
         self.shutdown
-            .spawn_service(async move { doors.accept(listener, mode).await });
+            .spawn_listener(async move { doors.accept(listener, mode).await });
     }
 
     async fn accept(self: Arc<Self>, listener: TcpListener, mode: Mode) {

@@ -112,7 +112,8 @@ fn run(source: Source) -> anyhow::Result<ExitCode> {
     runtime.block_on(async {
         let shutdown = Shutdown::new();
         on_signals(&shutdown)?;
-        App::start(config, shutdown).await?.run().await;
+        App::start(config, shutdown.clone()).await?.run().await;
+        anyhow::ensure!(!shutdown.is_broken(), "a listener was lost");
         Ok(ExitCode::SUCCESS)
     })
 }

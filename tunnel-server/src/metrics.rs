@@ -13,6 +13,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use tunnel_proto::process::panics::Panics;
 use tunnel_proto::process::reload::Reload;
 use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
@@ -150,6 +151,7 @@ impl Metrics {
             "open_duration_seconds",
             "Time to open a stream at the server's end",
             metrics.open_seconds.clone(),
+        registry.register_collector(Box::new(Panics));
         );
         registry.register(
             "certificate_not_after_seconds",

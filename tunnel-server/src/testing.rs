@@ -62,6 +62,7 @@ pub(crate) fn session() -> (Arc<Fake>, Arc<dyn Session>) {
         silent: AtomicBool::new(false),
         full: AtomicBool::new(false),
         slow_to_close: AtomicBool::new(false),
+        panicking: AtomicBool::new(false),
         control: Mutex::default(),
     };
     (Arc::new(fake), agent)
@@ -86,6 +87,7 @@ pub(crate) struct Fake {
     silent: AtomicBool,
     full: AtomicBool,
     slow_to_close: AtomicBool,
+    panicking: AtomicBool,
     /// The server's end of the control stream, when it is not to go through the session.
     control: Mutex<Option<DuplexStream>>,
 }
@@ -101,6 +103,11 @@ impl Fake {
         self.full.store(full, Ordering::Relaxed);
     }
 
+    /// Makes opening a stream panic, as a bug would.
+    pub(crate) fn set_panicking(&self) {
+        self.panicking.store(true, Ordering::Relaxed);
+    }
+
     /// Makes closing wait for a second, as transports may for what was sent last.
     pub(crate) fn set_slow_to_close(&self) {
         self.slow_to_close.store(true, Ordering::Relaxed);
@@ -114,6 +121,7 @@ impl Session for Fake {
         header: &StreamHeader,
         reply_within: Duration,
     ) -> Result<Stream, SessionError> {
+        assert!(!self.panicking.load(Ordering::Relaxed), "as a bug would");
         let control = self.control.lock().unwrap().take();
         let Some(mut pipe) = control else {
             return self.inner.open(header, reply_within).await;

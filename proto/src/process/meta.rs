@@ -77,7 +77,7 @@ impl Meta {
         let meta = Arc::new(self);
         let places = Places::new(CONNECTIONS);
         let state = shutdown.clone();
-        shutdown.spawn_service(async move {
+        shutdown.spawn_listener(async move {
             let mut accepting = Accepting::new(listener, "meta");
             loop {
                 let (socket, peer) = accepting.next().await;

@@ -2,13 +2,15 @@
 
 use std::future::Future;
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 /// What every part of a process needs to end well. Clones share one state.
 #[derive(Debug, Clone, Default)]
@@ -19,6 +21,8 @@ pub struct Shutdown {
     work: TaskTracker,
     /// Everything else; ends by itself soon after `stop`.
     services: TaskTracker,
+    /// Set when a listener was lost to a panic.
+    broken: Arc<AtomicBool>,
     /// Counts how often files are to be read again at once.
     reloads: watch::Sender<u64>,
 }
@@ -77,6 +81,22 @@ impl Shutdown {
         });
     }
 
+    /// Runs what accepts connections, as a service. Without it the process would be deaf at one ear: when it panics, the
+    /// process drains and ends as broken, so that whoever supervises it starts it anew.
+    pub fn spawn_listener(&self, listener: impl Future<Output = ()> + Send + 'static) {
+        let ear = Ear(self.clone());
+        self.spawn_service(async move {
+            let _ear = ear;
+            listener.await;
+        });
+    }
+
+    /// Whether a listener was lost to a panic.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+
     /// How much work is left.
     #[must_use]
     pub fn work_left(&self) -> usize {
@@ -102,6 +122,19 @@ impl Shutdown {
         self.services.close();
         self.work.wait().await;
         self.services.wait().await;
+    }
+}
+
+/// Notices that a listener panics.
+struct Ear(Shutdown);
+
+impl Drop for Ear {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            error!("a listener was lost; draining, to be started anew");
+            self.0.broken.store(true, Ordering::Relaxed);
+            self.0.drain.cancel();
+        }
     }
 }
 
@@ -166,6 +199,37 @@ mod tests {
             shutdown.drain_within(Duration::from_secs(30)).await,
             DrainEnd::Complete
         );
+        shutdown.finish().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn f36_panicking_work_and_services_end_alone() {
+        let shutdown = Shutdown::new();
+        let (done, others) = tokio::sync::oneshot::channel();
+        shutdown.spawn_work(async { panic!("work") });
+        shutdown.spawn_service(async { panic!("service") });
+        shutdown.spawn_work(async move {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            done.send(()).unwrap();
+        });
+        others.await.unwrap();
+        assert!(!shutdown.is_broken());
+        assert!(!shutdown.drain().is_cancelled());
+        let end = shutdown.drain_within(Duration::from_secs(30)).await;
+        assert_eq!(end, DrainEnd::Complete, "nobody waits for what panicked");
+        shutdown.finish().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn f36_listener_that_panics_drains_a_process_that_is_broken() {
+        let shutdown = Shutdown::new();
+        shutdown.spawn_listener(async {});
+        shutdown.spawn_listener(std::future::pending());
+        tokio::task::yield_now().await;
+        assert!(!shutdown.is_broken());
+        shutdown.spawn_listener(async { panic!("listener") });
+        shutdown.drain().cancelled().await;
+        assert!(shutdown.is_broken());
         shutdown.finish().await;
     }
 

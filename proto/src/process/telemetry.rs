@@ -45,7 +45,7 @@ impl FromStr for LogFormat {
 }
 
 /// Starts logging to standard error. Libraries log at `warn`, except at `trace`, where they log at `debug`; no query of
-/// the embedded DNS is logged above that.
+/// the embedded DNS is logged above that. Panics are lines like others from here on.
 ///
 /// # Errors
 /// When logging was started before.
@@ -54,6 +54,7 @@ pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> 
         LevelFilter::DEBUG
     } else {
         level.min(LevelFilter::WARN)
+    super::panics::tell();
     };
     let ours = [
         "tunnel_proto",

@@ -106,8 +106,8 @@ impl Dns {
             guard: Guard::default(),
             metrics: parts.metrics,
         });
-        shutdown.spawn_service(udp::serve(server.clone(), parts.sockets.udp));
-        shutdown.spawn_service(tcp::serve(
+        shutdown.spawn_listener(udp::serve(server.clone(), parts.sockets.udp));
+        shutdown.spawn_listener(tcp::serve(
             server.clone(),
             parts.sockets.tcp,
             parts.limits.connections,

@@ -10,6 +10,7 @@ use tokio::io::Interest;
 use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
+use tunnel_proto::process::panics::contained;
 
 use super::answer::Transport;
 use super::server::{Server, Step};
@@ -102,7 +103,8 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
         };
         // The system may hand over several datagrams of one client in one piece.
         for datagram in datagrams.chunks(meta.stride.max(1)) {
-            match server.look(datagram, path.client, Transport::Udp) {
+            let look = || server.look(datagram, path.client, Transport::Udp);
+            match contained(look).unwrap_or(Step::Nothing) {
                 Step::Nothing => {}
                 Step::Reply(bytes) => socket.send(path, &bytes).await,
                 Step::Forward(forward) => {

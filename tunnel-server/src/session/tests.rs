@@ -71,3 +71,24 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
         Some(0)
     );
 }
+
+/// F36: a panic while one session is greeted or served leaves nothing of it, and others are served.
+#[tokio::test(start_paused = true)]
+async fn f36_panic_in_a_session_costs_that_session_alone() {
+    tunnel_proto::process::panics::tell();
+    let before = tunnel_proto::process::panics::count();
+    let bench = Bench::new();
+    let (near, far) = crate::testing::session();
+    near.set_panicking();
+    let (sessions, serving) = (bench.sessions.clone(), near.clone());
+    let serve = async move { sessions.serve(serving).await };
+    bench.sessions.shutdown.spawn_service(serve);
+    drop(near);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(tunnel_proto::process::panics::count() - before, 1);
+    assert!(bench.sessions.registry.of_node(&node()).is_empty());
+    let _another = bench.agent(1).await;
+    assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);
+    assert!(!bench.sessions.shutdown.drain().is_cancelled());
+    drop(far);
+}

@@ -4,6 +4,7 @@ mod fuzz;
 mod hangup;
 mod moves;
 mod pods;
+mod panics;
 mod reuse;
 mod silence;
 mod trailers;

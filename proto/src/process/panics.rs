@@ -1,0 +1,93 @@
+//! Panics: each is told in one ERROR line and counted, whichever task it ends. It ends that task and nothing else.
+
+use std::any::Any;
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use tracing::error;
+
+/// A process has one hook for panics, so it has one counter.
+static COUNT: AtomicU64 = AtomicU64::new(0);
+static TELLING: Once = Once::new();
+
+/// Counts and logs every panic of this process from here on. The line has the span of the task that panicked: which
+/// connection, session or stream. Before logging is started, panics are told as Rust does.
+pub fn tell() {
+    TELLING.call_once(|| {
+        let before = take_hook();
+        set_hook(Box::new(move |panic| {
+            COUNT.fetch_add(1, Ordering::Relaxed);
+            if !tracing::dispatcher::has_been_set() {
+                return before(panic);
+            }
+            let backtrace = Backtrace::capture();
+            let backtrace =
+                (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
+            error!(
+                location = panic.location().map(tracing::field::display),
+                // With its quotes and escapes: it may hold a peer's text.
+                error = ?text(panic.payload()),
+                backtrace,
+                "a task panicked; it ends, and what else runs goes on"
+            );
+        }));
+    });
+}
+
+/// How many panics there were since [`tell`].
+#[must_use]
+pub fn count() -> u64 {
+    COUNT.load(Ordering::Relaxed)
+}
+
+/// Runs work on a stranger's bytes in a task that must outlive it; `None` when it panicked.
+pub fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(work)).ok()
+}
+
+fn text(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no text")
+}
+
+/// Shows [`count`] as `panics_total`.
+#[derive(Debug)]
+pub struct Panics;
+
+impl Collector for Panics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let counter = ConstCounter::new(count());
+        let help = "Tasks that ended by a panic, each with a line in the log; any of them is a bug";
+        let metric = encoder.encode_descriptor("panics", help, None, counter.metric_type())?;
+        counter.encode(metric)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn f36_panics_are_counted_and_contained() {
+        tell();
+        tell();
+        let before = count();
+        assert_eq!(contained(|| 1), Some(1));
+        assert_eq!(contained(|| panic!("{}", "of a String")), None::<()>);
+        assert_eq!(contained(|| panic!("of a literal")), None::<()>);
+        assert_eq!(count() - before, 2, "once each");
+        let mut registry = prometheus_client::registry::Registry::with_prefix("x");
+        registry.register_collector(Box::new(Panics));
+        let mut shown = String::new();
+        prometheus_client::encoding::text::encode(&mut shown, &registry).unwrap();
+        let line = format!("x_panics_total {}\n", count());
+        assert!(shown.contains(&line), "{shown}");
+    }
+}

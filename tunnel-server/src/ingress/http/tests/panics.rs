@@ -1,0 +1,49 @@
+//! F36: what panics in the task of one caller's connection ends that connection, gives everything back, and is counted.
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_proto::process::panics;
+use tunnel_proto::wire::name::InstanceId;
+
+use super::bench::{Bench, get};
+use crate::registry::AgentSession;
+use crate::testing::{STREAMS, eventually, node, session};
+
+#[tokio::test]
+async fn f36_panic_in_a_request_costs_its_connection_alone() {
+    panics::tell();
+    let bench = Bench::new();
+    let request = format!("{}Connection: close\r\n\r\n", get("/"));
+    let mut waiting = bench.connect();
+    waiting.write_all(b"GET").await.unwrap();
+    let (near, _far) = session();
+    near.set_panicking();
+    let registry = bench.doors.registry.clone();
+    let entry = AgentSession::new(registry.next_id(), node(), InstanceId::new([9; 16]), near);
+    let broken = registry.register(entry, &[]).unwrap();
+    let before = panics::count();
+    // More than there are places, so that places which were lost would be missed.
+    for _ in 0..2 * STREAMS {
+        let mut caller = bench.connect();
+        caller.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = Vec::new();
+        caller.read_to_end(&mut answer).await.unwrap();
+        assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+    }
+    assert_eq!(panics::count() - before, 2 * STREAMS as u64);
+    drop(broken);
+    eventually("nothing is left of them", || {
+        bench.metric("tunnel_server_streams_open") == 0 && bench.doors.shutdown.work_left() == 1
+    })
+    .await;
+    let agent = bench.agent();
+    let rest = request.strip_prefix("GET").unwrap();
+    let others = async {
+        waiting.write_all(rest.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        waiting.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    let (answer, _) = tokio::join!(others, agent.answers());
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(!bench.doors.shutdown.drain().is_cancelled());
+}
