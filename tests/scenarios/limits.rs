@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::dns::{DnsClient, RecordType, query};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::world::{PATIENCE, World};
@@ -65,6 +66,131 @@ async fn handshake_from_crowd(world: &World) -> Result<()> {
     let client = tls::enroll_client(Trust::Pin(world.ca().spki_sha256()))?;
     let name = "tunnel-server.invalid".try_into()?;
     TlsConnector::from(client).connect(name, socket).await?;
+    Ok(())
+}
+
+/// T09 on the meta port: probes from elsewhere are answered, and so is one from the crowd's own address.
+#[tokio::test(flavor = "multi_thread")]
+async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> Result<()> {
+    let world = World::start().await?;
+    let meta = world.bound().meta;
+    let mut crowd = slow_crowd(meta, b'G').await?;
+    let probe = RawRequest::get("meta", "/livez");
+    assert_eq!(request(meta, &probe).await?.status, 200);
+    eventually("the crowd's address is answered", PATIENCE, async || {
+        let mut neighbour = from_crowd(meta).await?;
+        let close = probe.clone().header("Connection", "close");
+        neighbour.write_all(&close.bytes()).await?;
+        let mut answer = Vec::new();
+        neighbour.read_to_end(&mut answer).await?;
+        let answer = String::from_utf8_lossy(&answer);
+        ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        anyhow::Ok(())
+    })
+    .await;
+    disperses(&mut crowd).await
+}
+
+/// T09 on the DNS over TCP: a source has 32 connections at most, for 5 s each, so others are answered at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result<()> {
+    let world = World::start_with(|settings| {
+        settings.dns_listen = Some("127.0.0.1:0".into());
+        settings.dns_answer = vec!["192.0.2.1".into()];
+        settings.dns_upstream = vec!["off".into()];
+    })
+    .await?;
+    let dns = world.bound().dns.context("no DNS")?;
+    let mut crowd = slow_crowd(dns, 0).await?;
+    let asked = query("worker-9", RecordType::A)?;
+    let client = DnsClient::new(dns);
+    let answers = client.over_tcp(std::slice::from_ref(&asked)).await?;
+    assert_eq!(answers.len(), 1);
+    let bytes = asked.to_vec()?;
+    eventually("the crowd's address is answered", PATIENCE, async || {
+        let mut neighbour = from_crowd(dns).await?;
+        neighbour.write_u16(u16::try_from(bytes.len())?).await?;
+        neighbour.write_all(&bytes).await?;
+        ensure!(neighbour.read_u16().await? > 12);
+        anyhow::Ok(())
+    })
+    .await;
+    disperses(&mut crowd).await
+}
+
+/// One below, at and above the places for connections without a credential: of one source, and of all.
+#[tokio::test(flavor = "multi_thread")]
+async fn pre_auth_places_hold_for_one_below_at_and_above() -> Result<()> {
+    for (limits, reached) in [
+        (
+            "{ preAuthPerSource: 3, preAuthTotal: 100 }",
+            "preAuthPerSource",
+        ),
+        ("{ preAuthPerSource: 100, preAuthTotal: 3 }", "preAuthTotal"),
+    ] {
+        let world = World::start_with(|settings| settings.limits = World::limits(limits)).await?;
+        let series = format!("tunnel_server_limits_reached_total{{limit=\"{reached}\"}}");
+        let mut held = Vec::new();
+        for (count, expected) in [(2, 0), (3, 0), (4, 1)] {
+            while held.len() < count {
+                held.push(from_crowd(world.bound().agents).await?);
+            }
+            // Whoever has connected later, and been seen, shows that those before were seen.
+            eventually("all are seen", PATIENCE, async || {
+                let value = metric(&world, &series).await?;
+                ensure!(value == expected, "{reached} is {value} for {count}");
+                anyhow::Ok(())
+            })
+            .await;
+        }
+        // The one that came too many, or the oldest, is gone; three are left.
+        let mut gone = 0;
+        for socket in &mut held {
+            let read = timeout(Duration::from_millis(200), socket.read(&mut [0; 1])).await;
+            gone += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
+        }
+        ensure!(gone == 1, "{gone} of 4 are gone");
+    }
+    Ok(())
+}
+
+/// One below, at and above `dnsConnections`: the one too many waits, and is served when another ends.
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
+    let world = World::start_with(|settings| {
+        settings.dns_listen = Some("127.0.0.1:0".into());
+        settings.dns_answer = vec!["192.0.2.1".into()];
+        settings.dns_upstream = vec!["off".into()];
+        settings.limits = World::limits("{ dnsConnections: 3 }");
+    })
+    .await?;
+    let dns = world.bound().dns.context("no DNS")?;
+    let bytes = query("worker-9", RecordType::A)?.to_vec()?;
+    let ask = async |socket: &mut TcpStream| -> Result<()> {
+        socket.write_u16(u16::try_from(bytes.len())?).await?;
+        socket.write_all(&bytes).await?;
+        let length = socket.read_u16().await?;
+        socket.read_exact(&mut vec![0; length.into()]).await?;
+        Ok(())
+    };
+    let waited = "tunnel_server_dns_connections_waited_total";
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        let mut socket = from_crowd(dns).await?;
+        ask(&mut socket).await?;
+        held.push(socket);
+    }
+    assert_eq!(metric(&world, waited).await?, 0);
+    let mut fourth = from_crowd(dns).await?;
+    let mut waiting = Box::pin(ask(&mut fourth));
+    ensure!(
+        timeout(Duration::from_millis(300), &mut waiting)
+            .await
+            .is_err()
+    );
+    assert_eq!(metric(&world, waited).await?, 1);
+    held.pop();
+    timeout(scaled(PATIENCE), waiting).await??;
     Ok(())
 }
 

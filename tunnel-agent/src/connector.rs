@@ -16,7 +16,7 @@ use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::TransportChoice;
-use crate::metrics::ConnectResult;
+use crate::metrics::{ConnectResult, Limit};
 use crate::session::{Held, News, Shared};
 
 mod attempt;
@@ -155,6 +155,7 @@ impl Connector {
             }
             (Some(attempt), _) => {
                 if let Some(rung) = attempt.race.head_start_over() {
+                    self.shared.metrics.limit(Limit::QuicHeadStart);
                     self.dial(rung, now);
                 }
             }
@@ -356,9 +357,11 @@ impl Connector {
     }
 
     fn count(&self, rung: Rung, error: &ConnectError) {
-        self.shared
-            .metrics
-            .connect_attempt(rung.transport(), error.result());
+        let metrics = &self.shared.metrics;
+        if error.failure() == race::Failure::Silence {
+            metrics.limit(Limit::HandshakeTimeout);
+        }
+        metrics.connect_attempt(rung.transport(), error.result());
     }
 
     fn not_ready(&mut self) {

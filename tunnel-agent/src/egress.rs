@@ -1,5 +1,6 @@
 //! The tunnel feeding a local socket: one task per stream reads the header, asks the ceiling, dials, replies and relays.
 
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
@@ -13,7 +14,7 @@ use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limits;
-use crate::metrics::{Metrics, StreamEnd};
+use crate::metrics::{Limit, Metrics, StreamEnd};
 use crate::policy::Ceiling;
 
 mod dial;
@@ -110,6 +111,9 @@ impl Egress {
                 (describe(&header.kind), header.trace_parent, outcome)
             }
             Err(error) => {
+                if error.kind() == ErrorKind::TimedOut {
+                    self.metrics.limit(Limit::RequestHeadTimeout);
+                }
                 let outcome = Outcome {
                     detail: error.to_string(),
                     ..Outcome::nothing_moved(StreamEnd::NoHeader)
@@ -150,17 +154,23 @@ impl Egress {
                 code: RefusalCode::Draining,
                 detail: "agent is stopping".to_owned(),
             },
-            StreamKind::Target(_) if !has_room => Refusal {
-                code: RefusalCode::TooManyStreams,
-                detail: "targets that do not read hold what agent's limits.bufferPool allows"
-                    .to_owned(),
-            },
+            StreamKind::Target(_) if !has_room => {
+                self.metrics.limit(Limit::BufferPool);
+                Refusal {
+                    code: RefusalCode::TooManyStreams,
+                    detail: "targets that do not read hold what agent's limits.bufferPool allows"
+                        .to_owned(),
+                }
+            }
             StreamKind::Target(target) => match self.permits.try_acquire() {
                 Ok(_until_the_end) => return self.connect(target, stream, terms).await,
-                Err(_none_left) => Refusal {
-                    code: RefusalCode::TooManyStreams,
-                    detail: "agent's limits.streamsPerAgent is reached".to_owned(),
-                },
+                Err(_none_left) => {
+                    self.metrics.limit(Limit::StreamsPerAgent);
+                    Refusal {
+                        code: RefusalCode::TooManyStreams,
+                        detail: "agent's limits.streamsPerAgent is reached".to_owned(),
+                    }
+                }
             },
         };
         stream.refuse(refusal.code, &refusal.detail).await;
@@ -189,6 +199,9 @@ impl Egress {
                 }
             }
             Err(refusal) => {
+                if refusal.code == RefusalCode::TargetTimeout {
+                    self.metrics.limit(Limit::TargetDialTimeout);
+                }
                 stream.refuse(refusal.code, &refusal.detail).await;
                 Outcome::refused(refusal)
             }

@@ -27,6 +27,7 @@ pub(crate) struct Metrics {
     certificate_unsaved: Gauge,
     certificate_files_unusable: Gauge,
     renewals: Family<RenewalLabels, Counter>,
+    limits: Family<LimitLabels, Counter>,
 }
 
 impl Metrics {
@@ -99,8 +100,22 @@ impl Metrics {
             "Certificates that were asked for on sessions, by result",
             metrics.renewals.clone(),
         );
+        registry.register(
+            "limits_reached",
+            "Times that an entry of limits: made the agent wait no longer, refuse a stream or doubt its server",
+            metrics.limits.clone(),
+        );
+        for limit in Limit::ALL {
+            // Shown from the start, so that a first increase is seen.
+            drop(metrics.limits.get_or_create(&LimitLabels { limit }));
+        }
         registry.register_collector(Box::new(Panics));
         (metrics, registry)
+    }
+
+    /// Counts that a limit was reached.
+    pub(crate) fn limit(&self, limit: Limit) {
+        self.limits.get_or_create(&LimitLabels { limit }).inc();
     }
 
     /// Counts a ready session until the guard is dropped.
@@ -163,6 +178,12 @@ impl Metrics {
             .get()
     }
 
+    /// How often a limit was reached.
+    #[cfg(test)]
+    pub(crate) fn reached(&self, limit: Limit) -> u64 {
+        self.limits.get_or_create(&LimitLabels { limit }).get()
+    }
+
     /// How often h2 took over, and how often QUIC did.
     #[cfg(test)]
     pub(crate) fn moves(&self) -> (u64, u64) {
@@ -209,6 +230,59 @@ impl GaugeGuard {
 impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
+    }
+}
+
+/// An entry of `limits:` that was reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Limit {
+    /// A server was not resolved, dialled or ready in time.
+    HandshakeTimeout,
+    /// A target did not take a connection in time.
+    TargetDialTimeout,
+    /// The header of a stream did not come in time.
+    RequestHeadTimeout,
+    /// As many streams as may be were being served.
+    StreamsPerAgent,
+    /// Targets that do not read held as much as they may.
+    BufferPool,
+    /// The server was silent while requests waited.
+    SuspectAfterBusy,
+    /// The server was silent.
+    SuspectAfterIdle,
+    /// The server was silent for so long that the session was closed.
+    DeadAfter,
+    /// One transport gave no answer for so long that the other one was tried beside it.
+    QuicHeadStart,
+}
+
+impl Limit {
+    /// All of them.
+    pub(crate) const ALL: [Self; 9] = [
+        Self::HandshakeTimeout,
+        Self::TargetDialTimeout,
+        Self::RequestHeadTimeout,
+        Self::StreamsPerAgent,
+        Self::BufferPool,
+        Self::SuspectAfterBusy,
+        Self::SuspectAfterIdle,
+        Self::DeadAfter,
+        Self::QuicHeadStart,
+    ];
+
+    /// As in `limits:`.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::HandshakeTimeout => "handshakeTimeout",
+            Self::TargetDialTimeout => "targetDialTimeout",
+            Self::RequestHeadTimeout => "requestHeadTimeout",
+            Self::StreamsPerAgent => "streamsPerAgent",
+            Self::BufferPool => "bufferPool",
+            Self::SuspectAfterBusy => "suspectAfterBusy",
+            Self::SuspectAfterIdle => "suspectAfterIdle",
+            Self::DeadAfter => "deadAfter",
+            Self::QuicHeadStart => "quicHeadStart",
+        }
     }
 }
 
@@ -338,6 +412,7 @@ label_values!(
     DialResult,
     ConnectResult,
     TransportLabel,
+    Limit,
     Word
 );
 
@@ -354,6 +429,11 @@ impl Word {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RenewalLabels {
     result: Word,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LimitLabels {
+    limit: Limit,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

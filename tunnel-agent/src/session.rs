@@ -29,7 +29,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName};
 use crate::config::Limits;
 use crate::credentials::Keeper;
 use crate::egress::{Egress, NodeIp, Terms};
-use crate::metrics::{GaugeGuard, Metrics};
+use crate::metrics::{GaugeGuard, Limit, Metrics};
 
 mod admission;
 mod vigil;
@@ -193,7 +193,11 @@ impl Serving<'_> {
                 () = shared.farewell.cancelled() => return self.farewell(STOPPING).await,
                 request = shared.keeper.due(), if self.may_renew(withdrawn) => self.voice.renew(request),
                 () = sleep_until(self.vigil.next()) => match self.look().await {
-                    Turn::Dead => return self.end(CloseCode::Dead, "nothing was heard for too long").await,
+                    Turn::Dead => {
+                        shared.metrics.limit(Limit::DeadAfter);
+                        let why = "nothing was heard for too long (agent's limits.deadAfter)";
+                        return self.end(CloseCode::Dead, why).await;
+                    }
                     Turn::Done => return self.farewell(REPLACED).await,
                     Turn::Same | Turn::Suspect | Turn::Live => {}
                 },
@@ -273,6 +277,14 @@ impl Serving<'_> {
             Turn::Suspect => {
                 let (silence, own) = (seen.silence, seen.own_doubt);
                 warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
+                if own {
+                    let idle = silence >= self.shared.limits.suspect_after_idle;
+                    self.shared.metrics.limit(if idle {
+                        Limit::SuspectAfterIdle
+                    } else {
+                        Limit::SuspectAfterBusy
+                    });
+                }
                 self.suspect = Some(self.shared.metrics.suspect());
                 self.tether.tell(News::Suspect).await;
             }

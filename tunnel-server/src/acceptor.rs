@@ -12,8 +12,10 @@ use tunnel_proto::process::accept::Accepting;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
+use crate::config::Limit;
+use crate::metrics::TIMEOUT;
 use crate::session::Sessions;
-use tunnel_proto::process::places::{Place, Places};
+use tunnel_proto::process::places::{Place, Places, Reached};
 
 mod tcp;
 
@@ -54,13 +56,13 @@ impl Acceptor {
                 accepted = self.quic.accept() => accepted,
             };
             let Some((peer, handshake)) = accepted else {
-                return;
-            };
                 if !drain.is_cancelled() {
                     error!(
                         "the QUIC endpoint has ended; agents go on over TCP until the server is started anew"
                     );
                 }
+                return;
+            };
             let Some(stranger) = self.stranger(peer) else {
                 continue;
             };
@@ -93,8 +95,19 @@ impl Acceptor {
 
     /// A new connection, with a place of its own. Without one it is dropped, which refuses it.
     fn stranger(&self, peer: SocketAddr) -> Option<Stranger> {
-        let Some(place) = self.pre_auth.enter(peer.ip()) else {
-            self.sessions.metrics.handshake("overloaded");
+        let entered = self.pre_auth.enter(peer.ip());
+        let metrics = &self.sessions.metrics;
+        let reached = match &entered {
+            Ok(place) => place.reached(),
+            Err(reached) => Some(*reached),
+        };
+        match reached {
+            Some(Reached::PerSource) => metrics.limit(Limit::PreAuthPerSource),
+            Some(Reached::Total) => metrics.limit(Limit::PreAuthTotal),
+            None => {}
+        }
+        let Ok(place) = entered else {
+            metrics.handshake("overloaded");
             return None;
         };
         Some(Stranger {
@@ -128,7 +141,7 @@ impl GivenUp {
     /// For metrics.
     fn label(self) -> &'static str {
         match self {
-            Self::Timeout => "timeout",
+            Self::Timeout => TIMEOUT,
             Self::Evicted => "evicted",
         }
     }
@@ -178,7 +191,7 @@ type Shaken = Result<Arc<dyn Session>, HandshakeError>;
 
 fn handshake_label(error: &HandshakeError) -> &'static str {
     match error {
-        HandshakeError::Timeout => "timeout",
+        HandshakeError::Timeout => TIMEOUT,
         HandshakeError::Transport(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
         // The last two are a dialler's.

@@ -23,6 +23,7 @@ mod dns;
 mod kubernetes;
 mod limits;
 mod raw;
+mod reached;
 mod targets;
 
 use check::{
@@ -34,6 +35,7 @@ pub use kubernetes::{
 };
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
+pub use reached::Limit;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Where the server keeps its state unless told otherwise.

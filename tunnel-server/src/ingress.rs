@@ -14,6 +14,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::Port;
 
 use crate::callers::{Borrowers, DoorTls};
+use crate::config::Limit;
 use crate::metrics::Metrics;
 use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
@@ -151,7 +152,15 @@ impl Doors {
     }
 
     async fn serve(self: Arc<Self>, door: Arc<Door>, tcp: TcpStream, peer: SocketAddr) {
-        let Some(place) = self.strangers.enter(peer.ip()) else {
+        let entered = self.strangers.enter(peer.ip());
+        // One source may have all places of callers.
+        if entered
+            .as_ref()
+            .map_or(true, |place| place.reached().is_some())
+        {
+            self.metrics.limit(Limit::PreAuthTotal);
+        }
+        let Ok(place) = entered else {
             return self.metrics.evicted_caller();
         };
         let fate = Arc::new(Fate::default());
@@ -180,7 +189,12 @@ impl Doors {
                 http::serve(self, door, stream, line).await;
             }
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
-            Err(_elapsed) => debug!("TLS handshake of a caller did not finish in time"),
+            Err(_elapsed) => {
+                self.metrics.limit(Limit::HandshakeTimeout);
+                debug!(
+                    "TLS handshake of a caller did not finish in time (limits.handshakeTimeout)"
+                );
+            }
         }
     }
 }

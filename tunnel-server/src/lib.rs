@@ -10,8 +10,8 @@
 pub mod acceptor;
 pub mod admin;
 pub mod app;
-pub mod callers;
 pub mod attest;
+pub mod callers;
 pub mod cli;
 pub mod config;
 #[cfg(feature = "kubernetes")]

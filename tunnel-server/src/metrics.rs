@@ -18,12 +18,16 @@ use tunnel_proto::process::reload::Reload;
 use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 
+use crate::config::Limit;
 use crate::ingress::answer::Outcome;
 
 /// Upper bounds for opening a stream, seconds: from one local round trip to the open timeout.
 const OPEN_SECONDS: [f64; 10] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
 ];
+
+/// The result of a handshake that took too long.
+pub(crate) const TIMEOUT: &str = "timeout";
 
 /// All metrics of the server; clones share them.
 #[derive(Debug, Clone)]
@@ -41,6 +45,7 @@ pub struct Metrics {
     handshakes: Family<HandshakeLabel, Counter>,
     enrollments: Family<HandshakeLabel, Counter>,
     evicted_callers: Counter,
+    limits: Family<LimitLabel, Counter>,
     renewals: Family<HandshakeLabel, Counter>,
     reloads: Family<ReloadLabel, Counter>,
     reload_failed: Family<FilesLabel, Gauge>,
@@ -83,9 +88,22 @@ struct FilesLabel {
     files: Word,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LimitLabel {
+    limit: Word,
+}
+
 /// A word of the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Word(pub(crate) &'static str);
+
+impl From<Limit> for LimitLabel {
+    fn from(limit: Limit) -> Self {
+        Self {
+            limit: Word(limit.name()),
+        }
+    }
+}
 
 impl EncodeLabelValue for Word {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
@@ -111,6 +129,7 @@ impl Metrics {
             handshakes: Family::default(),
             enrollments: Family::default(),
             evicted_callers: Counter::default(),
+            limits: Family::default(),
             renewals: Family::default(),
             reloads: Family::default(),
             reload_failed: Family::default(),
@@ -132,6 +151,7 @@ impl Metrics {
             metrics.session_ends.clone(),
         );
         registry.register_collector(Box::new(PoolGauges(pool)));
+        registry.register_collector(Box::new(Panics));
         registry.register(
             "streams_open",
             "Streams open to agents",
@@ -151,7 +171,6 @@ impl Metrics {
             "open_duration_seconds",
             "Time to open a stream at the server's end",
             metrics.open_seconds.clone(),
-        registry.register_collector(Box::new(Panics));
         );
         registry.register(
             "certificate_not_after_seconds",
@@ -183,6 +202,15 @@ impl Metrics {
             "Connections of callers that gave way to newer ones before their first request, or were turned away (limits.preAuthTotal)",
             metrics.evicted_callers.clone(),
         );
+        registry.register(
+            "limits_reached",
+            "Times that an entry of limits: made the server wait no longer, refuse, push out or doubt somebody",
+            metrics.limits.clone(),
+        );
+        for limit in Limit::ALL {
+            // Shown from the start, so that a first increase is seen.
+            drop(metrics.limits.get_or_create(&limit.into()));
+        }
         registry.register(
             "renewals",
             "Certificates that agents asked for on live sessions, by result",
@@ -261,13 +289,26 @@ impl Metrics {
         self.open_seconds.observe(elapsed.as_secs_f64());
     }
 
+    /// Counts that a limit was reached.
+    pub fn limit(&self, limit: Limit) {
+        self.limits.get_or_create(&limit.into()).inc();
+    }
+
     /// Counts the end of a handshake or admission: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
+        self.count_timeout(result);
         self.handshakes
             .get_or_create(&HandshakeLabel {
                 result: Word(result),
             })
             .inc();
+    }
+
+    /// Whatever timed out on the agents' port did so by one limit.
+    fn count_timeout(&self, result: &'static str) {
+        if result == TIMEOUT || result == CloseCode::HandshakeTimeout.label() {
+            self.limit(Limit::HandshakeTimeout);
+        }
     }
 
     /// Counts a caller whose connection gave way to a newer one before its first request.
@@ -304,6 +345,7 @@ impl Metrics {
 
     /// Counts an enrolment: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
+        self.count_timeout(result);
         self.enrollments
             .get_or_create(&HandshakeLabel {
                 result: Word(result),

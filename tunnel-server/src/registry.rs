@@ -35,7 +35,9 @@ pub enum OpenError {
     #[error("the agent may be gone: {0}; requests are taken again when it answers")]
     Suspect(Suspicion),
     /// The agent has as many streams as it may have.
-    #[error("the agent has {0} streams open, the most it may have; try again later")]
+    #[error(
+        "the agent has {0} streams open, the most it may have (limits.streamsPerAgent); try again later"
+    )]
     TooManyStreams(usize),
     /// Stalled readers hold as much memory as they may, in bytes of the whole pool.
     #[error(
@@ -50,7 +52,7 @@ pub enum OpenError {
     #[error("the session with the agent was lost")]
     Lost(#[source] SessionError),
     /// The agent takes no stream in time.
-    #[error("the agent did not take the stream in time")]
+    #[error("the agent did not take the stream in time (limits.openTimeout)")]
     Timeout,
 }
 

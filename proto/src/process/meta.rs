@@ -81,7 +81,7 @@ impl Meta {
             let mut accepting = Accepting::new(listener, "meta");
             loop {
                 let (socket, peer) = accepting.next().await;
-                let Some(place) = places.enter(peer.ip()) else {
+                let Ok(place) = places.enter(peer.ip()) else {
                     debug!(%peer, "meta connection turned away");
                     continue;
                 };

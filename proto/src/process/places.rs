@@ -40,32 +40,35 @@ impl Places {
     }
 
     /// A place for a connection from `peer`, at the cost of an older one where a limit is reached; that one's
-    /// [`Place::evicted`] ends. `None` when that would be one of its own source's that has only just come.
-    #[must_use]
-    pub fn enter(self: &Arc<Self>, peer: IpAddr) -> Option<Place> {
+    /// [`Place::evicted`] ends.
+    ///
+    /// # Errors
+    /// The limit that was reached, when the older one would be one of its own source's that has only just come.
+    pub fn enter(self: &Arc<Self>, peer: IpAddr) -> Result<Place, Reached> {
         let (source, now) = (source(peer), Instant::now());
         let mut taken = self.lock();
         let gives_way = if taken.of(source) >= self.limits.per_source {
-            Some(source)
+            Some((source, Reached::PerSource))
         } else if taken.all >= self.limits.total {
-            taken.crowd()
+            taken.crowd().map(|crowd| (crowd, Reached::Total))
         } else {
             None
         };
-        if let Some(crowd) = gives_way {
+        if let Some((crowd, reached)) = gives_way {
             if crowd == source && !taken.oldest_is_settled(source, now) {
-                return None;
+                return Err(reached);
             }
             taken.evict(crowd);
         }
         let evicted = CancellationToken::new();
         let number = taken.add(source, now, evicted.clone());
         drop(taken);
-        Some(Place {
+        Ok(Place {
             places: self.clone(),
             source,
             number,
             evicted,
+            reached: gives_way.map(|(_, reached)| reached),
         })
     }
 
@@ -87,9 +90,25 @@ pub struct Place {
     source: IpAddr,
     number: u64,
     evicted: CancellationToken,
+    reached: Option<Reached>,
+}
+
+/// Which limit a newcomer met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reached {
+    /// [`PlaceLimits::per_source`].
+    PerSource,
+    /// [`PlaceLimits::total`].
+    Total,
 }
 
 impl Place {
+    /// The limit that was reached when the place was taken, so that another one was lost.
+    #[must_use]
+    pub fn reached(&self) -> Option<Reached> {
+        self.reached
+    }
+
     /// Waits until the place is lost to a newer connection, which may be never. Cancel-safe.
     pub async fn evicted(&self) {
         self.evicted.cancelled().await;
@@ -241,12 +260,13 @@ mod tests {
         let places = of(3, 100);
         let crowd = crowd(&places, 3);
         advance(SETTLED - Duration::from_millis(1)).await;
-        assert!(places.enter(ip("10.0.0.1")).is_none(), "turned away");
-        assert!(evicted(&crowd).is_empty());
-        assert!(
-            places.enter(ip("10.0.0.2")).is_some(),
-            "others are not meant"
+        assert_eq!(
+            places.enter(ip("10.0.0.1")).err(),
+            Some(Reached::PerSource),
+            "turned away"
         );
+        assert!(evicted(&crowd).is_empty());
+        assert!(places.enter(ip("10.0.0.2")).is_ok(), "others are not meant");
     }
 
     #[tokio::test(start_paused = true)]
@@ -254,7 +274,11 @@ mod tests {
         let places = of(100, 5);
         let alone = [places.enter(ip("10.0.0.9")).unwrap()];
         let crowd = crowd(&places, 4);
-        assert!(places.enter(ip("10.0.0.1")).is_none(), "the crowd is full");
+        assert_eq!(
+            places.enter(ip("10.0.0.1")).err(),
+            Some(Reached::Total),
+            "the crowd is full"
+        );
         let newcomer = [places.enter(ip("10.0.0.5")).unwrap()];
         assert_eq!(evicted(&crowd), [0]);
         assert!(evicted(&alone).is_empty() && evicted(&newcomer).is_empty());

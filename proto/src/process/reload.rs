@@ -176,4 +176,40 @@ mod tests {
             () = script => {}
         }
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn files_are_read_again_at_their_time_and_not_before() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+
+        let every = Duration::from_secs(10);
+        let (_ask, asked) = watch::channel(0);
+        let follow = Follow {
+            what: "test",
+            every,
+            asked,
+            digest: [1; 32],
+        };
+        let reads = Arc::new(AtomicU32::new(0));
+        let counted = reads.clone();
+        let load = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Ok::<_, String>(Fresh {
+                digest: [1; 32],
+                value: (),
+            })
+        };
+        let script = async {
+            let just = Duration::from_millis(20);
+            tokio::time::sleep(every - just).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 0, "shortly before");
+            tokio::time::sleep(2 * just).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 1, "shortly after");
+            tokio::time::sleep(every).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 2);
+        };
+        tokio::select! {
+            () = follow.run(load, |()| Ok(()), |_reload| {}) => unreachable!(),
+            () = script => {}
+        }
+    }
 }

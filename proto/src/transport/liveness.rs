@@ -132,6 +132,12 @@ impl Liveness {
         }
     }
 
+    /// Whether a silence is too long also for a session on which nothing waits.
+    #[must_use]
+    pub fn is_suspect_idle(&self, silence: Duration) -> bool {
+        reached(silence, self.limits.suspect_idle)
+    }
+
     /// What the peer last said of this end.
     pub fn peer_doubts(&mut self, doubts: bool) {
         self.peer_doubts = doubts;

@@ -2,10 +2,14 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{Session, StreamCut, cause_in};
 use tunnel_proto::wire::name::Port;
 
@@ -157,10 +161,7 @@ async fn cut_of_the_stream_becomes_a_reset_of_the_target() {
     socket.read_exact(&mut half).await.unwrap();
     drop(stream);
     let error = timeout(LONG, socket.read(&mut half)).await.unwrap();
-    assert_eq!(
-        error.unwrap_err().kind(),
-        std::io::ErrorKind::ConnectionReset
-    );
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
 #[tokio::test]
@@ -189,10 +190,7 @@ async fn agent_that_stops_at_once_resets_the_target() {
     let mut socket = accept(&listener).await;
     agent.tasks.shutdown().await;
     let read = timeout(LONG, socket.read_u8()).await.unwrap();
-    assert_eq!(
-        read.unwrap_err().kind(),
-        std::io::ErrorKind::ConnectionReset
-    );
+    assert_eq!(read.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
 #[tokio::test]
@@ -394,4 +392,151 @@ async fn loopback_is_tried_on_both_families() {
     let port = Port::new(address.port()).unwrap();
     let mut stream = agent.open(Target::Loopback(port)).await;
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
+}
+
+/// A stream of a server that does as a test says.
+struct Odd {
+    first: Vec<u8>,
+    /// What reading does after the first bytes: panic, as a bug would, or stay silent.
+    panics: bool,
+}
+
+impl tunnel_proto::transport::RawStream for Odd {
+    fn reset(&mut self, _code: ResetCode) {}
+    fn stop(&mut self, _code: ResetCode) {}
+}
+
+impl AsyncRead for Odd {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        if self.first.is_empty() {
+            assert!(!self.panics, "as a bug would");
+            return Poll::Pending;
+        }
+        let count = out.remaining().min(self.first.len());
+        out.put_slice(&self.first.drain(..count).collect::<Vec<_>>());
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Odd {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        _cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        Poll::Ready(Ok(data.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+fn odd(first: Vec<u8>, panics: bool) -> IncomingStream {
+    let raw = Box::new(Odd { first, panics });
+    IncomingStream::new(raw, Arc::default(), Arc::default())
+}
+
+/// An egress, what its streams need, and where they run.
+fn served(streams: u32) -> (Arc<Egress>, Arc<Terms>, Metrics, Shutdown) {
+    let limits = Limits {
+        streams_per_agent: streams,
+        ..Limits::default()
+    };
+    let (metrics, shutdown) = (Metrics::default(), Shutdown::new());
+    let egress = Egress::new(
+        "worker-1".parse().unwrap(),
+        Ceiling::default(),
+        &limits,
+        metrics.clone(),
+        shutdown.drain().clone(),
+    );
+    let terms = Terms {
+        session: SessionId(1),
+        node_ip: Some(NodeIp {
+            ip: LOCALHOST,
+            given: true,
+        }),
+        dial_timeout: Duration::ZERO,
+    };
+    (Arc::new(egress), Arc::new(terms), metrics, shutdown)
+}
+
+/// F36: panics in streams that were being served, and in others before their header, give everything back.
+#[tokio::test]
+async fn f36_panic_in_a_stream_costs_that_stream_alone() {
+    tunnel_proto::process::panics::tell();
+    let before = tunnel_proto::process::panics::count();
+    let (egress, terms, metrics, shutdown) = served(2);
+    let (listener, port) = target().await;
+    let serve = |incoming| {
+        let (egress, terms) = (egress.clone(), terms.clone());
+        shutdown.spawn_work(async move { egress.serve(incoming, true, &terms).await });
+    };
+    let mut header = bytes::BytesMut::new();
+    let kind = StreamKind::Target(Target::Node(port));
+    StreamHeader::new(kind).encode(&mut header).unwrap();
+    // One after the other, more than there are places.
+    for _ in 0..3 {
+        serve(odd(header.to_vec(), true));
+        let mut socket = accept(&listener).await;
+        let ended = timeout(LONG, socket.read_u8()).await.unwrap();
+        ended.expect_err("the target sees a cut");
+        serve(odd(vec![9, 1], true));
+    }
+    timeout(LONG, async {
+        while shutdown.work_left() > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(tunnel_proto::process::panics::count() - before, 6);
+    serve(odd(header.to_vec(), false));
+    let _served = accept(&listener).await;
+    assert!(!shutdown.drain().is_cancelled());
+    shutdown.stop().cancel();
+    drop(metrics);
+}
+
+/// S22: streams of which only one byte comes are given up at `requestHeadTimeout`, all of them, and counted.
+#[tokio::test(start_paused = true)]
+async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
+    const STREAMS: usize = 256 * 100;
+    let (egress, terms, metrics, shutdown) = served(512);
+    for _ in 0..STREAMS {
+        let (egress, terms) = (egress.clone(), terms.clone());
+        let incoming = odd(vec![20], false);
+        shutdown.spawn_work(async move { egress.serve(incoming, true, &terms).await });
+    }
+    tokio::time::sleep(egress.head_timeout - Duration::from_millis(20)).await;
+    assert_eq!(shutdown.work_left(), STREAMS, "shortly before");
+    tokio::time::sleep(Duration::from_millis(40)).await;
+    assert_eq!(shutdown.work_left(), 0, "shortly after");
+    assert_eq!(metrics.reached(Limit::RequestHeadTimeout), STREAMS as u64);
+}
+
+#[tokio::test]
+async fn streams_per_agent_hold_for_one_below_at_and_above() {
+    let agent = Agent::with(Ceiling::default(), Some(LOCALHOST), 3);
+    let (_listener, port) = target().await;
+    let mut open = Vec::new();
+    for _ in 0..3 {
+        let mut stream = agent.open(Target::Node(port)).await;
+        stream.accepted().await.unwrap();
+        open.push(stream);
+    }
+    assert_eq!(agent.metrics.reached(Limit::StreamsPerAgent), 0);
+    let refusal = agent.refusal(Target::Node(port)).await;
+    assert_eq!(refusal.code, RefusalCode::TooManyStreams);
+    assert!(refusal.detail.contains("limits.streamsPerAgent"));
+    assert_eq!(agent.metrics.reached(Limit::StreamsPerAgent), 1);
 }

@@ -20,6 +20,7 @@ use super::answer::Transport;
 pub struct DnsMetrics {
     queries: Family<QueryLabels, Counter>,
     forward_seconds: Histogram,
+    connections_waited: Counter,
 }
 
 /// How a query ended.
@@ -60,17 +61,23 @@ impl DnsMetrics {
         let metrics = Self {
             queries: Family::default(),
             forward_seconds: Histogram::new(FORWARD_SECONDS),
+            connections_waited: Counter::default(),
         };
         let registry = root.sub_registry_with_prefix("tunnel_server_dns");
         registry.register(
             "queries",
-            "DNS queries by how they ended",
+            "DNS queries by how they ended: limited by limits.dnsPerSource, busy by limits.dnsForwards, upstream_failed by limits.dnsForwardBudget",
             metrics.queries.clone(),
         );
         registry.register(
             "forward_duration_seconds",
             "Time until another resolver answered",
             metrics.forward_seconds.clone(),
+        );
+        registry.register(
+            "connections_waited",
+            "Connections over TCP that came when all limits.dnsConnections were taken, and so had to wait",
+            metrics.connections_waited.clone(),
         );
         registry.register_collector(Box::new(RecordsGauge(records)));
         metrics
@@ -80,6 +87,11 @@ impl DnsMetrics {
     pub fn query(&self, transport: Transport, outcome: Outcome) {
         let labels = QueryLabels { transport, outcome };
         self.queries.get_or_create(&labels).inc();
+    }
+
+    /// Counts that new connections have to wait.
+    pub fn waited(&self) {
+        self.connections_waited.inc();
     }
 
     /// Notes how long an answer from elsewhere took.

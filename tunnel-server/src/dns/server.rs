@@ -203,6 +203,11 @@ impl Server {
         asked.relayed(answer)
     }
 
+    /// Counts that new connections have to wait for others to end.
+    pub(super) fn connections_wait(&self) {
+        self.metrics.waited();
+    }
+
     /// Counts a connection; `None` when its source has too many.
     pub(super) fn connect(&self, client: SocketAddr) -> Option<Share> {
         let connected = self.limiter.connect(client.ip());

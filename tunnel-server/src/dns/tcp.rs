@@ -16,15 +16,12 @@ use super::answer::Transport;
 use super::limiter::Share;
 use super::server::{Server, Step};
 
-/// Accepts and answers until it is dropped. Beyond the limit connections wait in the system's queue.
+/// Accepts and answers until it is dropped. Beyond the limit one connection waits here, and others in
+/// the system's queue.
 pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connections: usize) {
     let permits = Arc::new(Semaphore::new(connections));
     let mut tasks = JoinSet::new();
     loop {
-        // Never closed.
-        let Ok(permit) = permits.clone().acquire_owned().await else {
-            return;
-        };
         while tasks.try_join_next().is_some() {}
         let (stream, client) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -36,6 +33,18 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
         };
         let Some(connected) = server.connect(client) else {
             continue;
+        };
+        let permit = match permits.clone().try_acquire_owned() {
+            Ok(permit) => permit,
+            Err(_none_left) => {
+                debug!("new DNS connections wait (limits.dnsConnections)");
+                server.connections_wait();
+                // Never closed.
+                let Ok(permit) = permits.clone().acquire_owned().await else {
+                    return;
+                };
+                permit
+            }
         };
         let server = server.clone();
         tasks.spawn(async move {

@@ -7,6 +7,7 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, one_line};
 
 use super::body::DoorBody;
+use crate::config::Limit;
 use crate::registry::OpenError;
 
 /// Header with the code of an answer that is ours and not the target's.
@@ -145,6 +146,8 @@ pub struct Failure {
     pub outcome: Outcome,
     /// One line for the caller.
     pub text: String,
+    /// The limit of this server that was reached.
+    pub limit: Option<Limit>,
 }
 
 impl Failure {
@@ -154,6 +157,17 @@ impl Failure {
         Self {
             outcome,
             text: text.into(),
+            limit: None,
+        }
+    }
+
+    /// The failure, for the reason that a limit was reached, which the line names.
+    #[must_use]
+    pub fn at(self, limit: Limit) -> Self {
+        Self {
+            text: format!("{} (limits.{})", self.text, limit.name()),
+            limit: Some(limit),
+            ..self
         }
     }
 
@@ -167,7 +181,19 @@ impl Failure {
             OpenError::Lost(_) => Outcome::AgentLost,
             OpenError::Timeout => Outcome::AgentTimeout,
         };
-        Self::new(outcome, format!("{place}: {error}"))
+        let limit = match error {
+            OpenError::TooManyStreams(_) => Some(Limit::StreamsPerAgent),
+            OpenError::NoRoom(_) => Some(Limit::BufferPool),
+            OpenError::Timeout => Some(Limit::OpenTimeout),
+            OpenError::NoAgent
+            | OpenError::Suspect(_)
+            | OpenError::Draining
+            | OpenError::Lost(_) => None,
+        };
+        Self {
+            limit,
+            ..Self::new(outcome, format!("{place}: {error}"))
+        }
     }
 
     /// The failure behind an error of the stream, however deep: a refusal or a cut says what it is, anything else is
@@ -179,10 +205,14 @@ impl Failure {
         otherwise: Outcome,
     ) -> Self {
         if let Some(refusal) = cause_in::<Refusal>(error) {
-            return Self::new(
+            let failure = Self::new(
                 refusal_outcome(refusal.code),
                 format!("{place}: {}", refusal.detail),
             );
+            return match refusal.code {
+                RefusalCode::TargetTimeout => failure.at(Limit::TargetDialTimeout),
+                _ => failure,
+            };
         }
         let cut = cause_in::<StreamCut>(error);
         let outcome = match cut {
@@ -198,7 +228,11 @@ impl Failure {
             Some(cut) => cut.to_string(),
             None => innermost(error),
         };
-        Self::new(outcome, format!("{place}: {reason}"))
+        let failure = Self::new(outcome, format!("{place}: {reason}"));
+        match cut {
+            Some(StreamCut::ReplyTimeout) => failure.at(Limit::OpenTimeout),
+            Some(_) | None => failure,
+        }
     }
 
     /// The answer.

@@ -33,7 +33,9 @@ enum Stage {
 pub(super) enum Overdue {
     /// The first head did not end in time.
     Opening,
-    /// No further head began, or ended, in time.
+    /// No further head began in time.
+    Idle,
+    /// A further head did not end in time.
     Next,
 }
 
@@ -103,7 +105,7 @@ impl State {
         match self.stage {
             Stage::Busy { .. } => None,
             Stage::Opening { since } => Some((since + patience.head, Overdue::Opening)),
-            Stage::Idle { since } => Some((since + patience.idle, Overdue::Next)),
+            Stage::Idle { since } => Some((since + patience.idle, Overdue::Idle)),
             Stage::Head { since } => Some((since + patience.head, Overdue::Next)),
         }
     }

@@ -29,6 +29,7 @@ use super::socket::{Fate, Hangup, Unfinished, read_away};
 use super::target::{Destination, Facts, Scheme, decide};
 use super::upstream::{Carrier, Kept, Purpose, Way};
 use super::{Door, DoorLimits, Doors, Line};
+use crate::config::Limit;
 use crate::pods::Pod;
 
 /// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
@@ -75,10 +76,15 @@ where
             // hyper has answered 400, 414 or 431 by itself.
             let metrics = &caller.doors.metrics;
             let mut record = Record::begin(caller.door.name, peer, "unparsable request", metrics);
-            record.fail(&Failure::new(Outcome::BadRequest, error.to_string()));
+            let failure = Failure::new(Outcome::BadRequest, error.to_string());
+            record.fail(&if error.is_parse_too_large() {
+                failure.at(Limit::RequestHeadBytes)
+            } else {
+                failure
+            });
         }
         Err(End::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
-        Err(End::Silent) => debug!(%peer, "caller sent no request in time"),
+        Err(End::Silent) => {}
         Err(End::Gone) => debug!(%peer, "caller went away"),
         Err(End::Evicted) => caller.doors.metrics.evicted_caller(),
     }
@@ -170,10 +176,18 @@ impl Caller {
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(End::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
-                overdue = self.course.overdue(), if !waited => match overdue {
-                    Overdue::Opening => return Err(End::Silent),
-                    Overdue::Next => waited = true,
-                },
+                overdue = self.course.overdue(), if !waited => {
+                    waited = true;
+                    let limit = match overdue {
+                        Overdue::Opening | Overdue::Next => Limit::RequestHeadTimeout,
+                        Overdue::Idle => Limit::CallerIdleTimeout,
+                    };
+                    self.doors.metrics.limit(limit);
+                    debug!(peer = %self.peer, limit = limit.name(), "caller was silent for too long");
+                    if overdue == Overdue::Opening {
+                        return Err(End::Silent);
+                    }
+                }
             }
             connection.as_mut().graceful_shutdown();
         }

@@ -100,6 +100,9 @@ impl Record {
     pub fn fail(&mut self, failure: &Failure) {
         self.outcome = failure.outcome;
         self.error.clone_from(&failure.text);
+        if let Some(limit) = failure.limit {
+            self.metrics.limit(limit);
+        }
     }
 }
 

@@ -20,6 +20,8 @@ use tunnel_proto::transport::{ByteCount, Stream};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 
+use crate::config::Limit;
+
 use super::Doors;
 use super::answer::{Failure, Outcome};
 use super::body::RequestBody;
@@ -240,7 +242,8 @@ impl Way<'_> {
                     Err(_elapsed) => {
                         let text =
                             format!("{place}: the target did not finish the TLS handshake in time");
-                        return Err(Failure::new(Outcome::TargetTimeout, text));
+                        let failure = Failure::new(Outcome::TargetTimeout, text);
+                        return Err(failure.at(Limit::HandshakeTimeout));
                     }
                 };
                 handshake(doors, stream, heard, place).await

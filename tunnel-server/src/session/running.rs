@@ -17,6 +17,7 @@ use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::renewing::Renewing;
 use super::{Admitted, Sessions};
+use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::registry::{AgentSession, Suspicion};
 
@@ -102,6 +103,7 @@ impl Sessions {
             };
             if now >= over && !agent.is_closing() {
                 warn!(agent = %agent.node, session = %agent.id, "certificate has ended and was not renewed, ending the session");
+                self.metrics.limit(Limit::CertificateLife);
                 agent.withdraw();
                 let ending = agent.clone();
                 self.shutdown.spawn_service(async move {
@@ -122,7 +124,11 @@ impl Sessions {
         let reason = match ended {
             Ok(told) => agent.end(told),
             Err(silence) => {
-                let reason = format!("no sign of life for {} s", silence.as_secs());
+                self.metrics.limit(Limit::DeadAfter);
+                let reason = format!(
+                    "no sign of life for {} s (limits.deadAfter)",
+                    silence.as_secs()
+                );
                 agent.close(CloseCode::Dead, &reason).await;
                 CloseReason {
                     by: ClosedBy::Local,
@@ -243,6 +249,9 @@ impl Watch {
         };
         agent.set_suspicion(suspicion);
         if self.state != verdict.state {
+            if self.state == State::Live && verdict.own_doubt {
+                self.metrics.limit(self.reached(verdict.silence));
+            }
             self.state = verdict.state;
             self.suspect = suspicion.map(|_| self.metrics.suspect());
             debug!(agent = %agent.node, session = %agent.id, state = ?verdict.state, "session changed");
@@ -251,6 +260,17 @@ impl Watch {
             log_change(agent, suspicion, verdict.silence);
         }
         verdict
+    }
+}
+
+impl Watch {
+    /// The limit that makes a session suspect after this silence.
+    fn reached(&self, silence: Duration) -> Limit {
+        if self.liveness.is_suspect_idle(silence) {
+            Limit::SuspectAfterIdle
+        } else {
+            Limit::SuspectAfterBusy
+        }
     }
 }
 

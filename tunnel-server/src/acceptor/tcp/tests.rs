@@ -73,7 +73,7 @@ impl Door {
         let accept = async move {
             loop {
                 let (socket, peer) = listener.accept().await.unwrap();
-                let Some(place) = free.enter(peer.ip()) else {
+                let Ok(place) = free.enter(peer.ip()) else {
                     continue;
                 };
                 let stranger = Stranger {

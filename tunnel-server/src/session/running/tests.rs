@@ -175,3 +175,32 @@ fn changes_are_told_at_once_then_every_thirty_seconds_and_the_last_one_always() 
     assert!(due(true, 62), "it stayed");
     assert!(!due(true, 100));
 }
+
+#[tokio::test(start_paused = true)]
+async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
+    let bench = Bench::new();
+    let reached = |limit: Limit| {
+        let name = limit.name();
+        let series = format!("tunnel_server_limits_reached_total{{limit=\"{name}\"}}");
+        bench.metric(&series).unwrap_or_default()
+    };
+    let idle = bench.agent(1).await;
+    idle.near.set_silent(true);
+    sleep(secs(9)).await;
+    assert_eq!(reached(Limit::SuspectAfterIdle), 0);
+    sleep(secs(7)).await;
+    assert_eq!(reached(Limit::SuspectAfterIdle), 1);
+    sleep(secs(38)).await;
+    assert_eq!(reached(Limit::DeadAfter), 0);
+    sleep(secs(7)).await;
+    assert_eq!(reached(Limit::DeadAfter), 1);
+    assert_eq!(reached(Limit::SuspectAfterBusy), 0);
+    let busy = bench.agent(2).await;
+    let _opened = bench.open().await.unwrap();
+    busy.near.set_silent(true);
+    sleep(secs(4)).await;
+    assert_eq!(reached(Limit::SuspectAfterBusy), 0);
+    sleep(secs(4)).await;
+    assert_eq!(reached(Limit::SuspectAfterBusy), 1);
+    assert_eq!(reached(Limit::SuspectAfterIdle), 1);
+}
