@@ -9,6 +9,10 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
 use tracing_subscriber::{Layer, fmt};
 
+mod plain;
+
+use plain::Plain;
+
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
@@ -50,11 +54,11 @@ impl FromStr for LogFormat {
 /// # Errors
 /// When logging was started before.
 pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> {
+    super::panics::tell();
     let libraries = if level == LevelFilter::TRACE {
         LevelFilter::DEBUG
     } else {
         level.min(LevelFilter::WARN)
-    super::panics::tell();
     };
     let ours = [
         "tunnel_proto",
@@ -73,7 +77,10 @@ pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> 
         LogFormat::Text => {
             let ansi = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
             let layer = fmt::layer()
-                .with_writer(std::io::stderr)
+                .with_writer(Plain {
+                    json: false,
+                    colours: ansi,
+                })
                 .with_ansi(ansi)
                 .with_target(false);
             registry.with(layer.with_filter(filter)).try_init()
@@ -86,9 +93,11 @@ pub fn start(level: LevelFilter, format: LogFormat) -> Result<(), TryInitError> 
                 .with_target(false)
                 .with_current_span(true)
                 .with_span_list(false);
-            registry
-                .with(layer.with_writer(std::io::stderr).with_filter(filter))
-                .try_init()
+            let layer = layer.with_writer(Plain {
+                json: true,
+                colours: false,
+            });
+            registry.with(layer.with_filter(filter)).try_init()
         }
     }
 }

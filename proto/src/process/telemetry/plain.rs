@@ -1,0 +1,112 @@
+//! The last step of a log line: whatever text of others came into it, it stays one line of visible characters.
+
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::io::{self, Write};
+
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Standard error for whole lines.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plain {
+    /// What is replaced is escaped as in JSON strings.
+    pub(super) json: bool,
+    /// The colours are ours. Those of others were escaped before, by the formatter.
+    pub(super) colours: bool,
+}
+
+impl MakeWriter<'_> for Plain {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        *self
+    }
+}
+
+impl Write for Plain {
+    /// Takes a whole line with its end, as the formatter gives it.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut out = io::stderr().lock();
+        match std::str::from_utf8(line) {
+            Ok(text) => out.write_all(self.visible(text).as_bytes())?,
+            Err(_no_text) => out.write_all(line)?,
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+impl Plain {
+    fn visible(self, line: &str) -> Cow<'_, str> {
+        let (text, end) = match line.strip_suffix('\n') {
+            Some(text) => (text, "\n"),
+            None => (line, ""),
+        };
+        if !text.chars().any(|letter| self.is_hidden(letter)) {
+            return Cow::Borrowed(line);
+        }
+        let mut visible = String::with_capacity(line.len() + 64);
+        for letter in text.chars() {
+            // Writing to a String cannot fail.
+            let _infallible = if !self.is_hidden(letter) {
+                visible.write_char(letter)
+            } else if self.json {
+                write!(visible, "\\u{:04x}", u32::from(letter))
+            } else {
+                write!(visible, "{}", letter.escape_unicode())
+            };
+        }
+        visible.push_str(end);
+        Cow::Owned(visible)
+    }
+
+    /// Controls of both sets, ends of lines and paragraphs, and what makes text run backwards (Unicode's Bidi_Control).
+    fn is_hidden(self, letter: char) -> bool {
+        match letter {
+            '\x1b' => !self.colours,
+            '\u{061c}'
+            | '\u{200e}'
+            | '\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2066}'..='\u{2069}' => true,
+            letter => letter.is_control(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn t15_hidden_characters_become_visible_in_one_line() {
+        let (json, text) = (
+            Plain {
+                json: true,
+                colours: false,
+            },
+            Plain {
+                json: false,
+                colours: false,
+            },
+        );
+        assert_eq!(json.visible("{\"a\":\"é\"}\n"), "{\"a\":\"é\"}\n");
+        let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\n";
+        assert_eq!(
+            json.visible(evil),
+            "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\n"
+        );
+        assert_eq!(
+            text.visible(evil),
+            "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\n"
+        );
+        let coloured = Plain {
+            json: false,
+            colours: true,
+        };
+        assert_eq!(coloured.visible("\x1b[31mours\n"), "\x1b[31mours\n");
+    }
+}
