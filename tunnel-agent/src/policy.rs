@@ -92,8 +92,12 @@ pub fn is_never_dialled(ip: IpAddr) -> bool {
 fn judged(ip: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = ip else { return ip };
     match v6.segments() {
-        // ::ffff:0:0/96 (RFC 4291, 2.5.5.2) and the well-known NAT64 prefix (RFC 6052, 2.1).
-        [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] => {
+        [0, 0, 0, 0, 0, 0, 0, 0 | 1] => ip,
+        // ::ffff:0:0/96 and ::/96 (RFC 4291, 2.5.5), the NAT64 prefixes (RFC 6052, 2.1; RFC 8215), 6to4 (RFC 3056, 2).
+        [0, 0, 0, 0, 0, 0xffff | 0, high, low]
+        | [0x64, 0xff9b, 0, 0, 0, 0, high, low]
+        | [0x64, 0xff9b, 1, _, _, _, high, low]
+        | [0x2002, high, low, ..] => {
             let [[a, b], [c, d]] = [high.to_be_bytes(), low.to_be_bytes()];
             Ipv4Addr::new(a, b, c, d).into()
         }
