@@ -43,5 +43,5 @@ audit: ## licences, advisories and banned crates (cargo-deny)
 docs: ## writes the configuration reference anew from the code
 	cargo run -p tunnel-tests --bin reference
 
-tools: ## the real programs that tests run against: Prometheus, node_exporter, kubectl, curl, dig, openssl, ip, nft
+tools: ## the real programs that tests run against: Prometheus, node_exporter, kubectl, curl, dig, ip, nft
 	@tests/tools.sh

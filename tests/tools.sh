@@ -2,7 +2,7 @@
 # Brings the real programs that scenarios and the demo run against. What is present is left alone; what cannot be had is
 # named, and the tests that need it are skipped.
 #
-#   curl dig openssl ip ...   installed with apt-get when run as root, else unpacked under target/tools
+#   curl dig ip ...   installed with apt-get when run as root, else unpacked under target/tools
 #   prometheus, node_exporter always unpacked under target/tools, so that no service starts
 #   kubectl                   Debian's is always unpacked there too, beside what is installed: the oldest that has to work
 set -u
@@ -69,7 +69,6 @@ fi
 : >"$tools/apt.log"
 want curl curl
 want dig bind9-dnsutils bind9-libs libfstrm0 libjemalloc2 libjson-c5 liblmdb0 libmaxminddb0 libnghttp2-14 libprotobuf-c1 libuv1 libxml2
-want openssl openssl
 want ip iproute2 libbpf1 libmnl0 libelf1
 want nft nftables libnftables1 libnftnl11 libmnl0 libjansson4 libxtables12 libedit2 libbsd0 libmd0 libgmp10
 want unshare util-linux

@@ -41,8 +41,6 @@ pub const PORT_HTTPS: u16 = 10263;
 pub const PORT_HTTP: u16 = 10264;
 /// Port of the server's meta endpoints.
 pub const PORT_SERVER_META: u16 = 10265;
-/// Port of the agent's meta endpoints.
-pub const PORT_AGENT_META: u16 = 10266;
 
 /// Picks the highest version that both ranges hold.
 #[must_use]

@@ -33,5 +33,5 @@ pub use tls::TargetTls;
 
 pub(crate) use body::{BodyReader, Framing};
 pub(crate) use data::{base64, websocket_accept};
-pub(crate) use head::{Head, all_values, first_value};
+pub(crate) use head::{Head, first_value};
 pub(crate) use wire::Wire;

@@ -18,8 +18,6 @@ pub enum Tool {
     Curl,
     /// `dig` of bind9-dnsutils.
     Dig,
-    /// `openssl`.
-    Openssl,
     /// `ip` of iproute2.
     Ip,
     /// `nft` of nftables.
@@ -42,7 +40,6 @@ impl Tool {
             Self::NodeExporter => "prometheus-node-exporter",
             Self::Curl => "curl",
             Self::Dig => "dig",
-            Self::Openssl => "openssl",
             Self::Ip => "ip",
             Self::Nft => "nft",
             Self::Unshare => "unshare",

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use bytes::{Bytes, BytesMut};
 
 use super::{BodyEnd, Door, RawRequest};
-use crate::targets::{BodyReader, Framing, Head, Wire, all_values, first_value, sha256_hex};
+use crate::targets::{BodyReader, Framing, Head, Wire, first_value, sha256_hex};
 
 /// Sends `request` on a new connection and reads the answer to its end.
 ///
@@ -38,11 +38,6 @@ impl HttpReply {
     /// The first value of header `name`, compared without case.
     pub fn header(&self, name: &str) -> Option<&str> {
         first_value(&self.headers, name)
-    }
-
-    /// All values of header `name`, compared without case.
-    pub fn header_all(&self, name: &str) -> Vec<&str> {
-        all_values(&self.headers, name).collect()
     }
 
     /// The body as text.

@@ -56,10 +56,7 @@ pub(crate) fn first_value<'a>(headers: &'a [(String, String)], name: &str) -> Op
 }
 
 /// All values of header `name` in their order, compared without case.
-pub(crate) fn all_values<'a>(
-    headers: &'a [(String, String)],
-    name: &str,
-) -> impl Iterator<Item = &'a str> {
+fn all_values<'a>(headers: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a str> {
     headers
         .iter()
         .filter(move |(key, _)| key.eq_ignore_ascii_case(name))
