@@ -50,6 +50,8 @@ pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
 }
 
 #[cfg(test)]
+mod bounds;
+#[cfg(test)]
 mod golden;
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ mod bulk;
 mod drain;
 mod exhaustion;
 mod many;
+mod memory;
 mod restart;
 mod verbs;
 

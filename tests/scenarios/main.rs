@@ -1,5 +1,6 @@
 //! End-to-end scenarios, one module per topic.
 
+mod abuse;
 mod answers;
 mod binaries;
 mod cluster;

@@ -147,6 +147,11 @@ impl ScriptedAgent {
         session.close(CloseCode::Normal, "test").await;
     }
 
+    /// Ends the session and says why.
+    pub(crate) async fn leave_saying(self, why: &str) {
+        self.session.close(CloseCode::Normal, why).await;
+    }
+
     /// Why the session ended.
     pub(crate) async fn closed(&self) -> CloseReason {
         self.session.closed().await

@@ -181,3 +181,63 @@ async fn oversize_damaged_or_cut_header_is_refused_at_once() {
     let error = stream.header(Instant::now() + PATIENCE).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
 }
+
+/// Gives what a peer sent and then stays silent; remembers the largest piece that was asked for.
+struct Announcing {
+    sent: Vec<u8>,
+    largest: usize,
+    taken: usize,
+}
+
+impl AsyncRead for Announcing {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.largest = self.largest.max(out.remaining());
+        if self.sent.is_empty() {
+            return Poll::Pending;
+        }
+        let count = out.remaining().min(self.sent.len());
+        self.taken += count;
+        out.put_slice(&self.sent.drain(..count).collect::<Vec<_>>());
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// S02: a length is judged before anything is reserved for it, and what is reserved grows with what has come.
+#[tokio::test(start_paused = true)]
+async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
+    use crate::wire::frame::{CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, put_prefix};
+
+    const RESERVED_MOST: usize = 64 << 10;
+    for limit in [STREAM_MESSAGE_MAX, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX] {
+        let at = limit as u64;
+        for (length, is_refused) in [
+            (at - 1, false),
+            (at, false),
+            (at + 1, true),
+            (u64::from(u32::MAX), true),
+            (1 << 32, true),
+            (u64::MAX, true),
+        ] {
+            let mut prefix = BytesMut::new();
+            put_prefix(length, &mut prefix);
+            let mut reader = Announcing {
+                sent: prefix.to_vec(),
+                largest: 0,
+                taken: 0,
+            };
+            let reading = read_frame(&mut reader, limit);
+            let read = tokio::time::timeout(Duration::from_secs(1), reading).await;
+            assert_eq!(read.is_ok_and(|read| read.is_err()), is_refused, "{length}");
+            assert!(reader.taken <= 10, "{length}: {} bytes", reader.taken);
+            assert!(
+                reader.largest <= RESERVED_MOST,
+                "{length}: {} bytes",
+                reader.largest
+            );
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! S05: every number on the wire at the bounds of every integer type, in every message.
+
+use super::control::ControlMessage;
+use super::enroll::{EnrollReply, EnrollRequest};
+use super::header::{StreamHeader, StreamReply};
+
+const BOUNDS: [u64; 22] = [
+    0,
+    1,
+    0x7f,
+    0x80,
+    0xff,
+    0x100,
+    0x3fff,
+    0x4000,
+    0x7fff,
+    0x8000,
+    0xffff,
+    0x1_0000,
+    0x7fff_ffff,
+    0x8000_0000,
+    0xffff_fffe,
+    0xffff_ffff,
+    0x1_0000_0000,
+    0x1_0000_0001,
+    0x7fff_ffff_ffff_ffff,
+    0x8000_0000_0000_0000,
+    0xffff_ffff_ffff_fffe,
+    0xffff_ffff_ffff_ffff,
+];
+
+/// Fields that are tried: more than any message has.
+const FIELDS: u64 = 24;
+
+const VARINT: u64 = 0;
+const BYTES: u64 = 2;
+
+fn varint(mut value: u64, out: &mut Vec<u8>) {
+    while value >= 0x80 {
+        out.push(0x80 | (value & 0x7f) as u8);
+        value >>= 7;
+    }
+    out.push((value & 0x7f) as u8);
+}
+
+fn key(field: u64, kind: u64, out: &mut Vec<u8>) {
+    varint(field << 3 | kind, out);
+}
+
+/// A message with one number.
+fn number(field: u64, value: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    key(field, VARINT, &mut out);
+    varint(value, &mut out);
+    out
+}
+
+/// What is taken must also be usable: shown, and encoded again.
+fn decode_all(message: &[u8]) -> usize {
+    let shown = [
+        StreamHeader::decode(message)
+            .map(|taken| format!("{taken:?}"))
+            .ok(),
+        StreamReply::decode(message)
+            .map(|taken| format!("{taken:?}"))
+            .ok(),
+        ControlMessage::decode(message)
+            .map(|taken| {
+                let mut again = bytes::BytesMut::new();
+                let _too_long = taken.encode(&mut again);
+                format!("{taken:?}")
+            })
+            .ok(),
+        EnrollRequest::decode(message)
+            .map(|_taken| String::new())
+            .ok(),
+        EnrollReply::decode(message)
+            .map(|_taken| String::new())
+            .ok(),
+    ];
+    shown.iter().flatten().count()
+}
+
+#[test]
+fn s05_numbers_at_their_bounds_are_taken_or_refused_without_harm() {
+    let mut taken = 0;
+    for value in BOUNDS {
+        for field in 1..=FIELDS {
+            let flat = number(field, value);
+            taken += decode_all(&flat);
+            for outer in 1..=FIELDS {
+                let mut nested = Vec::new();
+                key(outer, BYTES, &mut nested);
+                varint(flat.len() as u64, &mut nested);
+                nested.extend_from_slice(&flat);
+                taken += decode_all(&nested);
+            }
+        }
+    }
+    assert!(taken > 1000, "{taken} were taken at all");
+}
+
+#[test]
+fn s05_lengths_at_their_bounds_reserve_nothing_and_are_refused() {
+    for value in BOUNDS {
+        for field in 1..=FIELDS {
+            let mut message = Vec::new();
+            key(field, BYTES, &mut message);
+            varint(value, &mut message);
+            message.extend_from_slice(&[0x61; 64]);
+            // Field 0 and what follows are nonsense to every decoder, unless the length takes them in.
+            decode_all(&message);
+        }
+    }
+}

@@ -1,0 +1,344 @@
+//! T05, S08: addresses that nobody is to reach through the tunnel, at both ends; and that each stream is judged by itself.
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::{Context, Result, ensure};
+use tokio::net::{TcpListener, lookup_host};
+use tokio::time::timeout;
+use tunnel_agent::config::Settings;
+use tunnel_agent::policy::{Ceiling, Class, check};
+use tunnel_server::config::RawService;
+use tunnel_tests::client::{ByteStream, Door, KeepAliveClient, RawRequest, request};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::{PATIENCE, World};
+
+/// What no setting of an agent opens, in its many spellings.
+const NEVER: [&str; 70] = [
+    // Metadata of clouds.
+    "169.254.169.254",
+    "169.254.170.2",
+    "169.254.169.253",
+    "169.254.169.123",
+    "100.100.100.200",
+    "192.0.0.192",
+    "168.63.129.16",
+    "fd00:ec2::254",
+    "fd00:ec2::23",
+    "fd20:ce::254",
+    // The same inside IPv6: mapped, compatible, NAT64, local NAT64, 6to4.
+    "::ffff:169.254.169.254",
+    "::ffff:a9fe:a9fe",
+    "0:0:0:0:0:ffff:169.254.169.254",
+    "::169.254.169.254",
+    "::a9fe:a9fe",
+    "64:ff9b::169.254.169.254",
+    "64:ff9b::a9fe:a9fe",
+    "64:ff9b:1::169.254.169.254",
+    "64:ff9b:1:2:3:4:a9fe:a9fe",
+    "2002:a9fe:a9fe::",
+    "2002:a9fe:a9fe::1",
+    "::ffff:100.100.100.200",
+    "64:ff9b::100.100.100.200",
+    "2002:6464:64c8::",
+    "::ffff:192.0.0.192",
+    "::ffff:168.63.129.16",
+    "64:ff9b::168.63.129.16",
+    // Link-local.
+    "169.254.0.0",
+    "169.254.0.1",
+    "169.254.1.1",
+    "169.254.255.254",
+    "169.254.255.255",
+    "fe80::1",
+    "fe80::a9fe:a9fe",
+    "fe80:0:0:1::1",
+    "fea0::1",
+    "febf:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
+    "::ffff:169.254.1.1",
+    "2002:a9fe:101::",
+    // Loopback, which other hosts' targets never are.
+    "127.0.0.1",
+    "127.0.0.2",
+    "127.1.2.3",
+    "127.255.255.254",
+    "::1",
+    "0:0:0:0:0:0:0:1",
+    "::ffff:127.0.0.1",
+    "::ffff:7f00:1",
+    "::ffff:127.255.0.9",
+    "::127.0.0.1",
+    "::7f00:1",
+    "64:ff9b::127.0.0.1",
+    "64:ff9b:1::7f00:1",
+    "2002:7f00:1::",
+    // "This host", which Linux takes for loopback.
+    "0.0.0.0",
+    "0.0.0.1",
+    "0.255.255.255",
+    "::",
+    "::ffff:0.0.0.0",
+    "::ffff:0:0",
+    "64:ff9b::",
+    "2002::",
+    // Many at once.
+    "224.0.0.1",
+    "239.255.255.255",
+    "232.1.1.1",
+    "255.255.255.255",
+    "ff02::1",
+    "ff05::2",
+    "ff0e::101",
+    "::ffff:224.0.0.1",
+    "64:ff9b::255.255.255.255",
+];
+
+/// What a caller may write into Host to get somewhere else than to a known node.
+const HOSTS: [&str; 54] = [
+    "169.254.169.254",
+    "[fd00:ec2::254]",
+    "100.100.100.200",
+    "127.0.0.1",
+    "127.1.2.3",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:169.254.169.254]",
+    "[64:ff9b::169.254.169.254]",
+    "[::]",
+    "0.0.0.0",
+    "0",
+    "00",
+    "127.1",
+    "127.0.1",
+    "2130706433",
+    "017700000001",
+    "0177.0.0.1",
+    "0x7f000001",
+    "0x7f.0.0.1",
+    "0x7F.1",
+    "2852039166",
+    "0xa9fea9fe",
+    "0251.0376.0251.0376",
+    "169.254.43518",
+    "localhost",
+    "localhost.",
+    "LOCALHOST",
+    "localhost.localdomain",
+    "ip6-localhost",
+    "metadata",
+    "metadata.google.internal",
+    "metadata.google.internal.",
+    "instance-data",
+    "kubernetes.default.svc",
+    "kubernetes.default.svc.cluster.local",
+    "127.0.0.1.nip.io",
+    "localtest.me",
+    "worker-1.evil.example",
+    "evil-worker-1",
+    "worker-1evil",
+    "[fe80::1%25eth0]",
+    "[fe80::1%eth0]",
+    "[::1%lo]",
+    "127.0.0.1.",
+    "127.0.0.01",
+    "１２７.0.0.1",
+    "worker-1@127.0.0.1",
+    "127.0.0.1#worker-1",
+    "worker-1/127.0.0.1",
+    "worker-1\\127.0.0.1",
+    "worker-1 127.0.0.1",
+    "worker-1%00.evil.example",
+    "..",
+];
+
+/// Names that a resolver of the agent's host may answer with loopback or another forbidden address.
+const NAMES: [&str; 12] = [
+    "localhost",
+    "localhost.",
+    "127.0.0.1",
+    "127.1",
+    "2130706433",
+    "0x7f000001",
+    "0x7f.1",
+    "0177.0.0.1",
+    "017700000001",
+    "::1",
+    "::ffff:127.0.0.1",
+    "0",
+];
+
+/// Those that a server's own configuration takes.
+const CONFIGURED: [&str; 5] = [
+    "localhost",
+    "127.0.0.1",
+    "0x7f000001",
+    "::1",
+    "::ffff:127.0.0.1",
+];
+
+fn wide() -> Result<Ceiling> {
+    let parsed = |text: &str| text.parse().map_err(anyhow::Error::msg);
+    Ok(Ceiling {
+        localhost_ports: "1-65535".parse().map_err(anyhow::Error::msg)?,
+        allow_targets: parsed("0.0.0.0/0:1-65535, [::/0]:1-65535")?,
+        ..Ceiling::default()
+    })
+}
+
+/// An agent that its operator has opened as wide as can be.
+#[test]
+fn t05_no_setting_opens_these_addresses_at_the_agent() -> Result<()> {
+    let ceiling = wide()?;
+    for text in NEVER {
+        let ip: IpAddr = text.parse().with_context(|| text.to_owned())?;
+        for port in [1, 80, 443, 2379, 10250, 65535] {
+            let judged = check(Class::Host, SocketAddr::new(ip, port), &ceiling);
+            ensure!(judged.is_err(), "{text} port {port} would be dialled");
+        }
+    }
+    let public: SocketAddr = "203.0.113.9:80".parse()?;
+    ensure!(check(Class::Host, public, &ceiling).is_ok());
+    Ok(())
+}
+
+/// Whatever the host's resolver makes of these, as C libraries do of numbers in odd bases, it is the address that counts.
+#[tokio::test]
+async fn t05_spellings_are_judged_by_what_they_resolve_to() -> Result<()> {
+    let ceiling = wide()?;
+    let mut resolved = 0;
+    for name in NAMES {
+        let Ok(found) = lookup_host((name, 80)).await else {
+            continue;
+        };
+        for address in found {
+            resolved += 1;
+            let judged = check(Class::Host, address, &ceiling);
+            ensure!(judged.is_err(), "{name} is {address}, and would be dialled");
+        }
+    }
+    ensure!(resolved >= 8, "only {resolved} were resolved");
+    Ok(())
+}
+
+/// A port that counts who connects.
+struct Canary(TcpListener);
+
+impl Canary {
+    async fn start() -> Result<Self> {
+        Ok(Self(TcpListener::bind("127.0.0.1:0").await?))
+    }
+
+    fn port(&self) -> Result<u16> {
+        Ok(self.0.local_addr()?.port())
+    }
+
+    /// Nobody has connected; a connection would have been complete before its answer.
+    async fn stays_untouched(self) -> Result<()> {
+        let own = tokio::net::TcpStream::connect(self.0.local_addr()?).await?;
+        let (_socket, first) = self.0.accept().await?;
+        ensure!(first == own.local_addr()?, "{first} has connected");
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t05_hosts_that_are_no_nodes_are_400_and_nothing_is_dialled() -> Result<()> {
+    let world = World::start().await?;
+    let canary = Canary::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let port = canary.port()?;
+    for host in HOSTS {
+        for host in [host.to_owned(), format!("{host}:{port}")] {
+            let reply = request(world.http(), &RawRequest::get(&host, "/")).await?;
+            ensure!(reply.status == 400, "{host}: {}", reply.status);
+            let selected = RawRequest::get("192.0.2.7", "/").header("X-Tunnel-Proxy-Dest", &host);
+            let reply = request(world.http(), &selected).await?;
+            ensure!(reply.status == 400, "Dest {host}: {}", reply.status);
+        }
+    }
+    canary.stays_untouched().await
+}
+
+/// A server that is not what it should be sends the agent to its own host: the agent's ceiling is the wall, for names as for
+/// addresses.
+#[tokio::test(flavor = "multi_thread")]
+async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
+    let canary = Canary::start().await?;
+    let port = canary.port()?;
+    let world = World::start_with(|settings| {
+        let services = CONFIGURED
+            .iter()
+            .enumerate()
+            .map(|(index, name)| RawService {
+                name: format!("s{index}"),
+                listen: "127.0.0.1:0".into(),
+                node: "worker-1".into(),
+                target: if name.contains(':') {
+                    format!("[{name}]:{port}")
+                } else {
+                    format!("{name}:{port}")
+                },
+                protocol: None,
+            });
+        settings.services = services.collect();
+    })
+    .await?;
+    let open = |settings: &mut Settings| {
+        settings.allow_targets = Some("0.0.0.0/0:1-65535, [::/0]:1-65535".into());
+    };
+    let config = world.agent_config_with("worker-1", open)?;
+    let _agent = tunnel_tests::world::Agent::start(config).await?;
+    world.connected("worker-1").await;
+    let services = &world.bound().services;
+    ensure!(services.len() == CONFIGURED.len());
+    for (name, address) in services {
+        // The reset may be there before the caller has done with its connect.
+        let Ok(mut caller) = ByteStream::connect(Door::plain(*address)).await else {
+            continue;
+        };
+        let reading = timeout(scaled(PATIENCE), caller.read_to_end()).await;
+        let reading = reading.with_context(|| format!("{name}: it was dialled"))?;
+        ensure!(
+            reading.bytes.is_empty() && !reading.ended.is_clean(),
+            "{name}: {:?}",
+            reading.ended
+        );
+    }
+    canary.stays_untouched().await
+}
+
+/// S08: a first stream that is permitted opens nothing for a second one; neither at the server nor at the agent.
+#[tokio::test(flavor = "multi_thread")]
+async fn s08_each_stream_is_judged_by_itself_at_both_ends() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let (by_server, by_agent) = (Canary::start().await?, Canary::start().await?);
+    let own = exporter.addr().port();
+    let (not_listed, denied) = (by_server.port()?, by_agent.port()?);
+    let world = World::start_with(|settings| {
+        settings.http_proxy_ports = Some(format!("{own}, {denied}"));
+    })
+    .await?;
+    let config = world.agent_config_with("worker-1", |settings| {
+        settings.deny_ports = Some(denied.to_string());
+    })?;
+    let _agent = tunnel_tests::world::Agent::start(config).await?;
+    world.connected("worker-1").await;
+    let get = |port: u16| RawRequest::new("GET", "/metrics", &format!("worker-1:{port}"));
+    let mut caller = KeepAliveClient::connect(world.http()).await?;
+    for (port, who) in [(not_listed, "server"), (denied, "agent")] {
+        let allowed = caller.request(&get(own)).await?;
+        ensure!(allowed.status == 200, "{}", allowed.text());
+        // A canary that was reached says nothing.
+        let refused = timeout(scaled(PATIENCE), caller.request(&get(port))).await;
+        let refused = refused.with_context(|| format!("{who}: it was dialled"))??;
+        ensure!(refused.status == 403, "{who}: {}", refused.text());
+        ensure!(refused.header("X-Tunnel-Error") == Some("refused_by_policy"));
+        ensure!(
+            (who == "agent") == refused.text().contains("--deny-ports"),
+            "{who}: {}",
+            refused.text()
+        );
+    }
+    by_server.stays_untouched().await?;
+    by_agent.stays_untouched().await
+}

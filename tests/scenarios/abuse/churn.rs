@@ -1,0 +1,133 @@
+//! S10: requests that are given up at any moment leave nothing behind, however many.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::targets::{Exporter, SilentTarget};
+use tunnel_tests::world::World;
+
+use super::tell;
+
+/// 100,000 in the long run: `CULVERT_CANCELLED_DIALS`.
+const DIALS: u64 = 3000;
+/// At once, below what an agent may have.
+const CALLERS: u64 = 50;
+/// What a runtime and its clients may have more or less by chance.
+const TASKS_SLACK: usize = 8;
+const DESCRIPTORS_SLACK: usize = 12;
+
+/// What the process holds.
+fn held() -> Result<(usize, usize)> {
+    let tasks = tokio::runtime::Handle::current()
+        .metrics()
+        .num_alive_tasks();
+    Ok((tasks, std::fs::read_dir("/proc/self/fd")?.count()))
+}
+
+/// One request that ends at a moment of chance: by FIN, by reset, before, in or after its head, or in the answer.
+async fn give_up(door: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> Result<()> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let host = &hosts[random.random_range(0..3)];
+    let path = if random.random_bool(0.5) {
+        "/metrics"
+    } else {
+        "/follow"
+    };
+    let bytes = RawRequest::get(host, path).bytes();
+    let mut caller = TcpStream::connect(door).await?;
+    let sent = if random.random_bool(0.2) {
+        random.random_range(0..bytes.len())
+    } else {
+        bytes.len()
+    };
+    caller.write_all(&bytes[..sent]).await?;
+    sleep(Duration::from_micros(random.random_range(0..8000))).await;
+    if random.random_bool(0.5) {
+        caller.set_zero_linger()?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
+    let dials = std::env::var("CULVERT_CANCELLED_DIALS").ok();
+    let dials = dials.and_then(|text| text.parse().ok()).unwrap_or(DIALS);
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let silent = SilentTarget::start().await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = |port: u16| format!("worker-1:{port}");
+    let good = host(exporter.addr().port());
+    // A port that nobody listens on.
+    let hosts = [good.clone(), host(silent.addr().port()), host(1024)];
+    for _ in 0..10 {
+        ensure!(
+            request(world.http(), &RawRequest::get(&good, "/metrics"))
+                .await?
+                .status
+                == 200
+        );
+    }
+    sleep(scaled(Duration::from_millis(500))).await;
+    let before = held()?;
+    let seed: u64 = rand::random();
+    let door = world
+        .bound()
+        .http
+        .ok_or_else(|| anyhow::anyhow!("no door"))?;
+    let mut callers = JoinSet::new();
+    for caller in 0..CALLERS {
+        let hosts = hosts.clone();
+        callers.spawn(async move {
+            for dial in (caller..dials).step_by(usize::try_from(CALLERS)?) {
+                give_up(door, &hosts, seed.wrapping_add(dial)).await?;
+            }
+            anyhow::Ok(())
+        });
+    }
+    while let Some(done) = callers.join_next().await {
+        done??;
+    }
+    eventually("all is given back", Duration::from_secs(5), async || {
+        let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+        let text = metrics.text();
+        for line in [
+            "tunnel_server_streams_open 0",
+            "tunnel_server_buffer_bytes 0",
+        ] {
+            ensure!(
+                text.lines().any(|shown| shown == line),
+                "seed {seed}: not {line}"
+            );
+        }
+        let streams: usize = world
+            .registry()
+            .all()
+            .iter()
+            .map(|agent| agent.session.health().streams)
+            .sum();
+        ensure!(streams <= 1, "seed {seed}: {streams} streams");
+        let (tasks, descriptors) = held()?;
+        ensure!(
+            tasks <= before.0 + TASKS_SLACK && descriptors <= before.1 + DESCRIPTORS_SLACK,
+            "seed {seed}: {tasks} tasks and {descriptors} descriptors, {before:?} before"
+        );
+        Ok(())
+    })
+    .await;
+    tell(&format!(
+        "S10: {dials} dials, before {before:?}, after {:?}",
+        held()?
+    ));
+    let last = request(world.http(), &RawRequest::get(&good, "/metrics")).await?;
+    ensure!(last.status == 200, "seed {seed}: {}", last.text());
+    Ok(())
+}

@@ -1,0 +1,207 @@
+//! S24, T10, T22: floods at the agents' port, from strangers and from an agent with a credential; others are served.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::net::UdpSocket;
+use tokio::time::{Instant, timeout};
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::Dialer as _;
+use tunnel_proto::transport::quic::QuicDialer;
+use tunnel_proto::wire::ALPN_SESSION;
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::Port;
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::load::Load;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::World;
+
+use super::super::scripted::{agent_key, dial, remote, settings};
+use super::{scrape, tell};
+
+/// Sends datagrams from a thread of its own until it is dropped.
+struct Flood {
+    stop: Arc<AtomicBool>,
+    sent: Arc<AtomicU64>,
+}
+
+impl Flood {
+    /// The datagrams in turn, each from its socket, with pauses that make about `per_second` of them.
+    fn start(to: SocketAddr, from: Vec<(std::net::UdpSocket, Vec<u8>)>, per_second: u64) -> Self {
+        let (stop, sent) = (
+            Arc::new(AtomicBool::new(false)),
+            Arc::new(AtomicU64::new(0)),
+        );
+        let (stopping, count) = (stop.clone(), sent.clone());
+        let began = std::time::Instant::now();
+        let _ends_by_itself = tokio::task::spawn_blocking(move || {
+            for (socket, datagram) in from.iter().cycle() {
+                if stopping.load(Ordering::Relaxed) {
+                    return;
+                }
+                // A full queue of the receiver is part of it.
+                let _lost = socket.send_to(datagram, to);
+                let sent = count.fetch_add(1, Ordering::Relaxed);
+                let due = Duration::from_nanos(sent * 1_000_000_000 / per_second);
+                if let Some(early) = due.checked_sub(began.elapsed()) {
+                    std::thread::park_timeout(early);
+                }
+            }
+        });
+        Self { stop, sent }
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn socket(last: [u8; 2]) -> Result<std::net::UdpSocket> {
+    let ip = Ipv4Addr::new(127, 1, last[0], last[1]);
+    Ok(std::net::UdpSocket::bind((ip, 0))?)
+}
+
+/// S24: datagrams with nothing in them are no work.
+#[tokio::test(flavor = "multi_thread")]
+async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let door = world.http();
+    scrape(&door, &host, 20).await?;
+    let before = scrape(&door, &host, 200).await?;
+    let flood = Flood::start(
+        world.bound().agents,
+        vec![(socket([0, 1])?, Vec::new())],
+        200_000,
+    );
+    let began = Instant::now();
+    let mut with = Duration::ZERO;
+    while began.elapsed() < Duration::from_secs(1) {
+        with = with.max(scrape(&door, &host, 200).await?);
+    }
+    let sent = flood.sent.load(Ordering::Relaxed);
+    drop(flood);
+    tell(&format!(
+        "S24: {sent} empty datagrams in {:?}; p99 of scrapes {before:?}, then {with:?}",
+        began.elapsed()
+    ));
+    ensure!(sent > 10_000, "only {sent} were sent");
+    // The flood has a processor of its own, of two.
+    ensure!(with < scaled(Duration::from_millis(250)), "{with:?}");
+    let node = "worker-1".parse()?;
+    ensure!(
+        world.registry().of_node(&node).len() == 1,
+        "the session was lost"
+    );
+    Ok(())
+}
+
+/// The first datagrams of handshakes that nobody answered, each of another connection.
+async fn initials(world: &World, count: usize) -> Result<Vec<Vec<u8>>> {
+    let nobody = UdpSocket::bind("127.0.0.1:0").await?;
+    let address = nobody.local_addr()?;
+    let key = agent_key(world, "worker-9")?;
+    let mut taken = Vec::with_capacity(count);
+    while taken.len() < count {
+        let tls = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION)?;
+        let dialer = QuicDialer::new(tls, settings())?;
+        let remote = remote(address);
+        let dialling = dialer.dial(&remote);
+        let mut datagram = vec![0; 2048];
+        let heard = async {
+            let length = nobody.recv(&mut datagram).await?;
+            datagram.truncate(length);
+            anyhow::Ok(())
+        };
+        tokio::select! {
+            heard = heard => heard?,
+            dialled = dialling => ensure!(dialled.is_err(), "nobody answered"),
+        }
+        // What comes again of an earlier one is another copy of it, which does no harm.
+        taken.push(datagram);
+    }
+    Ok(taken)
+}
+
+/// T22: beginnings of handshakes from a thousand sources, ten thousand a second. An agent gets in.
+#[tokio::test(flavor = "multi_thread")]
+async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Result<()> {
+    const SOURCES: usize = 1000;
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let first = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let datagrams = initials(&world, 200).await?;
+    let mut from = Vec::with_capacity(SOURCES);
+    for source in 0..SOURCES {
+        let last = u16::try_from(source)?.to_be_bytes();
+        from.push((socket(last)?, datagrams[source % datagrams.len()].clone()));
+    }
+    let flood = Flood::start(world.bound().agents, from, 10_000);
+    scrape(&world.http(), &host, 50).await?;
+    drop(first);
+    let began = Instant::now();
+    let again = world.agent("worker-1");
+    let again = timeout(scaled(Duration::from_secs(5)), again).await;
+    let _agent = again.context("the agent did not get in")??;
+    let took = began.elapsed();
+    scrape(&world.http(), &host, 50).await?;
+    let sent = flood.sent.load(Ordering::Relaxed);
+    tell(&format!(
+        "T22: {sent} beginnings of handshakes; an agent got in after {took:?}"
+    ));
+    ensure!(sent > 2000, "only {sent} were sent");
+    Ok(())
+}
+
+/// T10: an agent with a credential opens streams, which none may, as fast as it can, comes back, and does so again.
+#[tokio::test(flavor = "multi_thread")]
+async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()> {
+    let world = Arc::new(World::start().await?);
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let hosts = [format!("worker-1:{}", exporter.addr().port())];
+    let sessions = Arc::new(AtomicU64::new(0));
+    let (flooded, counted) = (world.clone(), sessions.clone());
+    #[expect(clippy::disallowed_methods, reason = "owned by the handle")]
+    let hostile = AbortOnDropHandle::new(tokio::spawn(async move {
+        let key = agent_key(&flooded, "worker-2")?;
+        let target = Target::Node(Port::new(9100).context("a port")?);
+        let header = StreamHeader::new(StreamKind::Target(target));
+        loop {
+            let Ok((session, _dialer)) = dial(&flooded, key.clone()).await else {
+                continue;
+            };
+            counted.fetch_add(1, Ordering::Relaxed);
+            let mut held = Vec::new();
+            // Until the server has had enough.
+            while let Ok(Ok(stream)) = timeout(
+                Duration::from_millis(200),
+                session.open(&header, Duration::from_secs(5)),
+            )
+            .await
+            {
+                held.push(stream);
+            }
+        }
+        #[expect(unreachable_code, reason = "says the type")]
+        anyhow::Ok(())
+    }));
+    let load = Load::start(world.http(), &hosts, 4).await?;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let outcome = load.end().await?;
+    outcome.check()?;
+    drop(hostile);
+    let sessions = sessions.load(Ordering::Relaxed);
+    tell(&format!("T10: {sessions} hostile sessions"));
+    ensure!(sessions > 0, "nothing hostile got in");
+    Ok(())
+}

@@ -1,0 +1,212 @@
+//! S13, T18: forged, changed, cut and repeated datagrams on the path of a session, both ways; and resets of TCP.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use tokio::net::UdpSocket;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tunnel_agent::config::Settings;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::link::Link;
+use tunnel_tests::targets::{Exporter, sha256_hex};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use super::tell;
+
+/// Forgeries towards each end: one thousand a second.
+const EVERY: Duration = Duration::from_millis(1);
+/// How long: 60 s in the long run, by `CULVERT_FORGED_SECONDS`.
+const SECONDS: u64 = 3;
+const BODY: usize = 4 << 20;
+
+/// A path over UDP whose owner forges.
+struct Forger {
+    front: SocketAddr,
+    forged: Arc<AtomicU64>,
+    _tasks: JoinSet<Result<()>>,
+}
+
+impl Forger {
+    async fn start(server: SocketAddr, seed: u64, forges: bool) -> Result<Self> {
+        let front = Arc::new(UdpSocket::bind("127.0.0.1:0").await?);
+        let back = Arc::new(UdpSocket::bind("127.0.0.1:0").await?);
+        back.connect(server).await?;
+        let address = front.local_addr()?;
+        let forged = Arc::new(AtomicU64::new(0));
+        let mut tasks = JoinSet::new();
+        let count = forged.clone();
+        tasks.spawn(async move {
+            let mut random = StdRng::seed_from_u64(seed);
+            let (mut up, mut down) = (vec![0; 2048], vec![0; 2048]);
+            let mut agent = None;
+            // The last of each way, which forgeries are made of.
+            let (mut last_up, mut last_down) = (Vec::new(), Vec::new());
+            let mut ticks = interval(EVERY);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
+            loop {
+                tokio::select! {
+                    got = front.recv_from(&mut up) => {
+                        let (length, from) = got?;
+                        agent = Some(from);
+                        last_up = up[..length].to_vec();
+                        // A full buffer of the system loses it, as networks do.
+                        let _lost = back.send(&last_up).await;
+                    }
+                    got = back.recv(&mut down) => {
+                        let Ok(length) = got else { continue };
+                        last_down = down[..length].to_vec();
+                        if let Some(agent) = agent {
+                            let _lost = front.send_to(&last_down, agent).await;
+                        }
+                    }
+                    _ = ticks.tick(), if forges => {
+                        let Some(agent) = agent else { continue };
+                        let (up, down) = (forge(&last_up, &mut random), forge(&last_down, &mut random));
+                        let _lost = back.send(&up).await;
+                        let _lost = front.send_to(&down, agent).await;
+                        count.fetch_add(2, Ordering::Relaxed);
+                    }
+                }
+            }
+        });
+        Ok(Self {
+            front: address,
+            forged,
+            _tasks: tasks,
+        })
+    }
+}
+
+/// Something that looks like the last real datagram.
+fn forge(real: &[u8], random: &mut StdRng) -> Vec<u8> {
+    let mut forged = real.to_vec();
+    if forged.is_empty() {
+        return vec![0x40; 40];
+    }
+    match random.random_range(0..6) {
+        // The same once more.
+        0 => {}
+        1 => forged.truncate(random.random_range(0..forged.len())),
+        // All of it from chance, behind the connection's own id.
+        2 => forged
+            .iter_mut()
+            .skip(9)
+            .for_each(|byte| *byte = random.random()),
+        3 => forged.iter_mut().for_each(|byte| *byte = random.random()),
+        // A long header: a handshake, or a version that nobody speaks.
+        4 => forged[0] |= 0x80,
+        _ => {
+            for _ in 0..random.random_range(1..4) {
+                let at = random.random_range(0..forged.len());
+                forged[at] ^= 1 << random.random_range(0..8);
+            }
+        }
+    }
+    forged
+}
+
+/// Downloads for a while; every byte is checked. Bytes a second.
+async fn downloads(world: &World, exporter: &Exporter, seconds: u64) -> Result<f64> {
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let get = RawRequest::get(&host, &format!("/size/{BODY}?seed=7"));
+    let own = RawRequest::get("own", &format!("/size/{BODY}?seed=7"));
+    let expected = sha256_hex(&request(exporter.addr(), &own).await?.body);
+    let (began, mut bytes) = (Instant::now(), 0);
+    while began.elapsed() < Duration::from_secs(seconds) {
+        let reply = request(world.http(), &get).await?;
+        ensure!(
+            reply.status == 200 && reply.ended.is_clean(),
+            "{:?}",
+            reply.ended
+        );
+        ensure!(sha256_hex(&reply.body) == expected, "a wrong byte");
+        bytes += reply.body.len();
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a figure")]
+    Ok(bytes as f64 / began.elapsed().as_secs_f64())
+}
+
+async fn agent_behind(world: &World, path: SocketAddr, transport: &str) -> Result<Agent> {
+    let config = world.agent_config_with("worker-1", |settings: &mut Settings| {
+        settings.transport = Some(transport.to_owned());
+    })?;
+    let mut config = config;
+    config.servers = vec![tunnel_tests::world::server_address(path)];
+    let agent = Agent::start(config).await?;
+    world.connected("worker-1").await;
+    Ok(agent)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()> {
+    let seconds = std::env::var("CULVERT_FORGED_SECONDS").ok();
+    let seconds = seconds
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(SECONDS);
+    let seed = rand::random();
+    let exporter = Exporter::start("worker-1").await?;
+    let mut goodput = Vec::new();
+    for forges in [false, true] {
+        let world = World::start().await?;
+        // Enrolment goes over TCP, so the agent has its certificate before it meets the forger.
+        drop(world.agent("worker-1").await?);
+        let path = Forger::start(world.bound().agents, seed, forges).await?;
+        let _agent = agent_behind(&world, path.front, "quic").await?;
+        let node = "worker-1".parse()?;
+        let session = |world: &World| {
+            let sessions = world.registry().of_node(&node);
+            sessions.first().map(|session| session.id)
+        };
+        let before = session(&world).context("no session")?;
+        goodput.push(
+            downloads(&world, &exporter, seconds)
+                .await
+                .with_context(|| format!("seed {seed}"))?,
+        );
+        let after = session(&world).context("no session any more")?;
+        ensure!(before == after, "seed {seed}: the session was lost");
+        let forged = path.forged.load(Ordering::Relaxed);
+        ensure!(
+            !forges || forged > 500 * seconds,
+            "only {forged} were forged"
+        );
+        tell(&format!(
+            "S13: {forged} forged, {:.1} MB/s",
+            goodput[goodput.len() - 1] / 1e6
+        ));
+    }
+    // The forger's own work is on the same processors.
+    ensure!(
+        goodput[1] >= goodput[0] * 0.3,
+        "seed {seed}: {goodput:?} bytes a second"
+    );
+    Ok(())
+}
+
+/// T18 over TCP: a forged reset costs one reconnect, and what was under way is seen as cut.
+#[tokio::test(flavor = "multi_thread")]
+async fn t18_reset_of_tcp_costs_a_reconnect() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let world = World::start().await?;
+    drop(world.agent("worker-1").await?);
+    let link = Link::start(world.bound().agents, 7)?;
+    let _agent = agent_behind(&world, link.addr(), "h2").await?;
+    for _ in 0..3 {
+        let host = format!("worker-1:{}", exporter.addr().port());
+        link.reset_tcp();
+        eventually("served again", PATIENCE, async || {
+            let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+            ensure!(reply.status == 200, "{}", reply.text());
+            Ok(())
+        })
+        .await;
+    }
+    Ok(())
+}
