@@ -228,7 +228,8 @@ mod tests {
         tokio::task::yield_now().await;
         assert!(!shutdown.is_broken());
         shutdown.spawn_listener(async { panic!("listener") });
-        shutdown.drain().cancelled().await;
+        let drained = tokio::time::timeout(Duration::from_secs(60), shutdown.drain().cancelled());
+        drained.await.unwrap();
         assert!(shutdown.is_broken());
         shutdown.finish().await;
     }
