@@ -17,4 +17,5 @@ mod namespaces;
 mod prometheus;
 mod request;
 mod scripted;
+mod security;
 mod transports;

@@ -1,0 +1,204 @@
+//! `docs/security.md` says what is true: each test that it names exists, no threat and no limit is left out; and the floors of
+//! dependencies (S21).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+/// Threats that the page must have.
+const IDS: [&str; 44] = [
+    "R01", "R04", "R09", "R14", "S01", "S02", "S04", "S05", "S07", "S08", "S09", "S10", "S11",
+    "S12", "S13", "S14", "S20", "S21", "S22", "S23", "S24", "S25", "S26", "T01", "T03", "T04",
+    "T05", "T09", "T10", "T11", "T15", "T16", "T17", "T18", "T20", "T21", "T22", "F17", "F18",
+    "F19", "F20", "F24", "F25", "F26",
+];
+
+/// Rows that may be without a test until it is there.
+const AWAITED: [&str; 2] = ["R04", "S11"];
+
+/// The first releases without known flaws (RustSec), of what reads other people's bytes.
+const FLOORS: [(&str, [u64; 3]); 13] = [
+    ("quinn-proto", [0, 11, 15]),
+    ("h2", [0, 4, 18]),
+    ("rustls", [0, 23, 18]),
+    ("rustls-webpki", [0, 103, 13]),
+    ("tokio", [1, 44, 2]),
+    ("bytes", [1, 11, 1]),
+    ("slab", [0, 4, 11]),
+    ("time", [0, 3, 47]),
+    ("aws-lc-sys", [0, 39, 0]),
+    ("ring", [0, 17, 12]),
+    ("tracing-subscriber", [0, 3, 20]),
+    ("idna", [1, 0, 0]),
+    ("crossbeam-channel", [0, 5, 15]),
+];
+
+/// Not to be in the tree at all: unmaintained, or another TLS.
+const ABSENT: [&str; 4] = ["rustls-pemfile", "openssl", "openssl-sys", "native-tls"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Cells of the page's table rows, by the number of their columns.
+fn rows(columns: usize) -> Result<Vec<Vec<String>>> {
+    let page = fs::read_to_string(root().join("docs/security.md"))?;
+    let rows = page.lines().filter_map(|line| {
+        let cells = line.strip_prefix("| ")?.strip_suffix('|')?;
+        let cells: Vec<_> = cells
+            .split('|')
+            .map(|cell| cell.trim().to_owned())
+            .collect();
+        (cells.len() == columns).then_some(cells)
+    });
+    Ok(rows.collect())
+}
+
+/// Words in backticks.
+fn quoted(cell: &str) -> impl Iterator<Item = &str> {
+    cell.split('`').skip(1).step_by(2)
+}
+
+/// Names of all functions in the sources of a folder.
+fn functions(folder: &Path, found: &mut BTreeSet<String>) -> Result<()> {
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        if path.is_dir() {
+            functions(&path, found)?;
+        } else if path.extension().is_some_and(|kind| kind == "rs") {
+            let source = fs::read_to_string(&path)?;
+            let names = source.lines().filter_map(|line| {
+                let (_, rest) = line.split_once("fn ")?;
+                Some(rest.split(['(', '<']).next()?.to_owned())
+            });
+            found.extend(names);
+        }
+    }
+    Ok(())
+}
+
+fn tests() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    for folder in [
+        "proto/src",
+        "tunnel-server/src",
+        "tunnel-agent/src",
+        "tests/scenarios",
+    ] {
+        functions(&root().join(folder), &mut found)?;
+    }
+    Ok(found)
+}
+
+#[test]
+fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
+    let (rows, tests) = (rows(5)?, tests()?);
+    let by_id: BTreeMap<_, _> = rows.iter().map(|row| (row[0].as_str(), row)).collect();
+    let mut wrong = Vec::new();
+    for id in IDS.into_iter().chain(["F36"]) {
+        let Some(row) = by_id.get(id) else {
+            wrong.push(format!("{id} has no row"));
+            continue;
+        };
+        let named: Vec<_> = quoted(&row[3]).collect();
+        if named.is_empty() && !AWAITED.contains(&id) {
+            wrong.push(format!("{id} names no test"));
+        }
+        if !named.is_empty() && AWAITED.contains(&id) {
+            wrong.push(format!("{id} has its test: take it out of AWAITED"));
+        }
+        let missing = named.iter().filter(|name| !tests.contains(**name));
+        wrong.extend(missing.map(|name| format!("{id} names {name}, which is no test")));
+    }
+    ensure!(wrong.is_empty(), "docs/security.md:\n{}", wrong.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
+    let (rows, tests) = (rows(4)?, tests()?);
+    let sources = |files: &[&str]| -> Result<String> {
+        let read = files
+            .iter()
+            .map(|file| fs::read_to_string(root().join(file)));
+        Ok(read.collect::<std::io::Result<Vec<_>>>()?.concat())
+    };
+    let metrics = BTreeMap::from([
+        (
+            "server",
+            sources(&[
+                "tunnel-server/src/metrics.rs",
+                "tunnel-server/src/dns/metrics.rs",
+            ])?,
+        ),
+        ("agent", sources(&["tunnel-agent/src/metrics.rs"])?),
+    ]);
+    let server = tunnel_server::config::LIMITS
+        .iter()
+        .map(|(name, ..)| ("server", *name));
+    let agent = tunnel_agent::config::LIMITS
+        .iter()
+        .map(|(name, ..)| ("agent", *name));
+    let mut wrong = Vec::new();
+    for (end, limit) in server.chain(agent) {
+        let cell = format!("`{limit}`");
+        let row = rows.iter().find(|row| row[0] == end && row[1] == cell);
+        let Some(row) = row else {
+            wrong.push(format!("limits.{limit} of the {end} has no row"));
+            continue;
+        };
+        for metric in quoted(&row[2]) {
+            if !metrics[end].contains(&format!("\"{metric}\"")) {
+                wrong.push(format!("{end} {limit}: {metric} is no metric"));
+            }
+        }
+        if quoted(&row[2]).count() == 0 || quoted(&row[3]).count() == 0 {
+            wrong.push(format!("{end} {limit} names no metric or no test"));
+        }
+        let missing = quoted(&row[3]).filter(|name| !tests.contains(*name));
+        wrong.extend(missing.map(|name| format!("{end} {limit} names {name}, which is no test")));
+    }
+    ensure!(wrong.is_empty(), "docs/security.md:\n{}", wrong.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn s21_dependencies_are_at_least_as_new_as_their_fixes() -> Result<()> {
+    let lock = fs::read_to_string(root().join("Cargo.lock"))?;
+    let field = |block: &str, name: &str| {
+        let line = block.lines().find_map(|line| line.strip_prefix(name));
+        line.map(|value| value.trim_matches([' ', '=', '"']).to_owned())
+    };
+    let packages: Vec<_> = lock
+        .split("[[package]]")
+        .filter_map(|block| Some((field(block, "name")?, field(block, "version")?)))
+        .collect();
+    let mut checked = 0;
+    for (name, floor) in FLOORS {
+        for (_, version) in packages.iter().filter(|(found, _)| found == name) {
+            let numbers: Vec<u64> = version
+                .split(['.', '+', '-'])
+                .take(3)
+                .map(str::parse)
+                .collect::<Result<_, _>>()?;
+            ensure!(
+                numbers.as_slice() >= floor.as_slice(),
+                "{name} {version} is below {floor:?}"
+            );
+            checked += 1;
+        }
+    }
+    ensure!(checked >= 9, "only {checked} were found");
+    for absent in ABSENT {
+        ensure!(
+            !packages.iter().any(|(name, _)| name == absent),
+            "{absent} is in the tree"
+        );
+    }
+    // DNSSEC has flaws that are not mended; it is a feature that nobody switches on.
+    let manifest = fs::read_to_string(root().join("Cargo.toml"))?;
+    ensure!(!manifest.contains("dnssec"), "DNSSEC is switched on");
+    Ok(())
+}
