@@ -1,9 +1,11 @@
 //! What the two binaries share and that is not about the wire: stopping, the meta port, logs, files, settings.
 
 pub mod accept;
+pub mod base64;
 pub mod files;
 pub mod host;
 pub mod meta;
+pub mod networks;
 pub mod panics;
 pub mod places;
 pub mod reload;

@@ -26,7 +26,6 @@ mod pem;
 pub(crate) use error::CredentialError;
 pub use given::Given;
 pub(crate) use keeper::Keeper;
-pub(crate) use pem::base64;
 use pem::pem_certificates;
 
 /// What the agent proves itself with, and what it trusts.

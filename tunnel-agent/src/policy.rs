@@ -1,9 +1,10 @@
 //! What this agent dials at most, whatever the server asks: pure checks of resolved addresses.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
+use tunnel_proto::process::networks::{Cidr, CidrError, judged, never_dialled};
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
 
@@ -88,59 +89,13 @@ pub fn is_never_dialled(ip: IpAddr) -> bool {
     never_dialled(judged(ip)).is_some()
 }
 
-/// The address by which another spelling of it is judged: an IPv4 address inside IPv6 counts as the IPv4 address.
-fn judged(ip: IpAddr) -> IpAddr {
-    let IpAddr::V6(v6) = ip else { return ip };
-    match v6.segments() {
-        [0, 0, 0, 0, 0, 0, 0, 0 | 1] => ip,
-        // ::ffff:0:0/96 and ::/96 (RFC 4291, 2.5.5), the NAT64 prefixes (RFC 6052, 2.1; RFC 8215), 6to4 (RFC 3056, 2).
-        [0, 0, 0, 0, 0, 0xffff | 0, high, low]
-        | [0x64, 0xff9b, 0, 0, 0, 0, high, low]
-        | [0x64, 0xff9b, 1, _, _, _, high, low]
-        | [0x2002, high, low, ..] => {
-            let [[a, b], [c, d]] = [high.to_be_bytes(), low.to_be_bytes()];
-            Ipv4Addr::new(a, b, c, d).into()
-        }
-        _ => ip,
-    }
-}
-
-fn never_dialled(ip: IpAddr) -> Option<&'static str> {
-    if METADATA.contains(&ip) {
-        return Some("cloud metadata");
-    }
-    match ip {
-        // 0.0.0.0/8 is "this host on this network" (RFC 1122, 3.2.1.3); Linux takes 0.0.0.0 for loopback.
-        IpAddr::V4(v4) if v4.octets()[0] == 0 => Some("unspecified"),
-        IpAddr::V4(v4) if v4.is_link_local() => Some("link-local"),
-        IpAddr::V4(v4) if v4.is_multicast() => Some("multicast"),
-        IpAddr::V4(v4) if v4.is_broadcast() => Some("broadcast"),
-        IpAddr::V6(v6) if v6.is_unspecified() => Some("unspecified"),
-        IpAddr::V6(v6) if v6.is_unicast_link_local() => Some("link-local"),
-        IpAddr::V6(v6) if v6.is_multicast() => Some("multicast"),
-        IpAddr::V4(_) | IpAddr::V6(_) => None,
-    }
-}
-
-/// Addresses at which clouds hand credentials to whoever asks from the machine.
-const METADATA: [IpAddr; 7] = [
-    IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
-    IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)), // Alibaba
-    IpAddr::V4(Ipv4Addr::new(192, 0, 0, 192)),     // Oracle
-    IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)),   // Azure
-    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)), // AWS
-    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x23)), // AWS, pod identity
-    IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)), // Google
-];
-
 /// Networks with ports, as in `10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AllowTargets(Vec<AllowTarget>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct AllowTarget {
-    network: IpAddr,
-    prefix: u32,
+    network: Cidr,
     ports: PortSet,
 }
 
@@ -148,27 +103,7 @@ impl AllowTargets {
     fn contains(&self, ip: IpAddr, port: Port) -> bool {
         self.0
             .iter()
-            .any(|allowed| allowed.covers(ip) && allowed.ports.contains(port))
-    }
-}
-
-impl AllowTarget {
-    fn covers(&self, ip: IpAddr) -> bool {
-        ip.is_ipv4() == self.network.is_ipv4() && masked(ip, self.prefix) == self.network
-    }
-}
-
-/// `ip` with all bits after the first `prefix` cleared.
-fn masked(ip: IpAddr, prefix: u32) -> IpAddr {
-    match ip {
-        IpAddr::V4(v4) => {
-            let mask = u32::MAX.checked_shl(32 - prefix).unwrap_or(0);
-            Ipv4Addr::from_bits(v4.to_bits() & mask).into()
-        }
-        IpAddr::V6(v6) => {
-            let mask = u128::MAX.checked_shl(128 - prefix).unwrap_or(0);
-            Ipv6Addr::from_bits(v6.to_bits() & mask).into()
-        }
+            .any(|allowed| allowed.network.contains(ip) && allowed.ports.contains(port))
     }
 }
 
@@ -203,53 +138,25 @@ impl FromStr for AllowTarget {
                 "{item:?}: write an IPv6 network in brackets, as in [fd00::/8]:443"
             ));
         }
-        let (address, prefix) = match network.split_once('/') {
-            Some((address, prefix)) => (address, Some(prefix)),
-            None => (network, None),
-        };
-        let ip: IpAddr = address.parse().map_err(|_syntax| shape())?;
-        let most = if ip.is_ipv4() { 32 } else { 128 };
-        let prefix = match prefix {
-            None => most,
-            Some(text) => text
-                .parse()
-                .ok()
-                .filter(|prefix| *prefix <= most)
-                .ok_or_else(|| format!("{item:?}: the prefix length must be 0 to {most}"))?,
-        };
-        let start = masked(ip, prefix);
-        if start != ip {
-            return Err(format!(
-                "{item:?}: the network begins at {start}; write {start}/{prefix}"
-            ));
-        }
+        let network = network.parse().map_err(|error: CidrError| match error {
+            CidrError::Shape => shape(),
+            CidrError::Prefix(_) | CidrError::Start(_) => format!("{item:?}: {error}"),
+        })?;
         let ports: PortSet = ports.parse()?;
         if ports.ranges().next().is_none() {
             return Err(shape());
         }
-        Ok(Self {
-            network: ip,
-            prefix,
-            ports,
-        })
+        Ok(Self { network, ports })
     }
 }
 
 impl fmt::Display for AllowTargets {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (
-            index,
-            AllowTarget {
-                network,
-                prefix,
-                ports,
-            },
-        ) in self.0.iter().enumerate()
-        {
+        for (index, AllowTarget { network, ports }) in self.0.iter().enumerate() {
             let comma = if index == 0 { "" } else { ", " };
-            match network {
-                IpAddr::V4(v4) => write!(formatter, "{comma}{v4}/{prefix}:{ports}")?,
-                IpAddr::V6(v6) => write!(formatter, "{comma}[{v6}/{prefix}]:{ports}")?,
+            match network.start() {
+                IpAddr::V4(_) => write!(formatter, "{comma}{network}:{ports}")?,
+                IpAddr::V6(_) => write!(formatter, "{comma}[{network}]:{ports}")?,
             }
         }
         Ok(())

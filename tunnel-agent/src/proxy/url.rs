@@ -2,11 +2,11 @@
 
 use std::str::FromStr;
 
+use tunnel_proto::process::base64;
 use tunnel_proto::wire::name::Port;
 
 use super::HttpProxy;
 use crate::config::Secret;
-use crate::credentials::base64;
 
 impl FromStr for HttpProxy {
     type Err = String;
@@ -98,7 +98,7 @@ fn basic(user: &str) -> Result<Secret, String> {
     }
     credentials.push(b':');
     credentials.extend(decoded(password)?);
-    Ok(Secret(format!("Basic {}", base64(&credentials))))
+    Ok(Secret(format!("Basic {}", base64::encode(&credentials))))
 }
 
 /// Percent-encoding undone (RFC 3986, section 2.1).
@@ -170,7 +170,8 @@ mod tests {
         ] {
             let proxy = parse(url);
             assert_eq!(proxy.to_string(), place, "{url}");
-            let expected = user.map(|user| Secret(format!("Basic {}", base64(user.as_bytes()))));
+            let expected =
+                user.map(|user| Secret(format!("Basic {}", base64::encode(user.as_bytes()))));
             assert_eq!(proxy.authorization, expected, "{url}");
         }
     }
@@ -218,7 +219,7 @@ mod tests {
     #[test]
     fn secrets_are_not_shown() {
         let proxy = parse("http://user:hunter2@proxy");
-        let encoded = base64(b"user:hunter2");
+        let encoded = base64::encode(b"user:hunter2");
         let shown = format!("{proxy:?} {proxy:#?} {proxy}");
         assert!(shown.contains("Secret(..)"), "{shown}");
         for secret in ["hunter2", &encoded, "Basic"] {
