@@ -196,18 +196,15 @@ pub fn public_key(der: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
     Ok(certificate.public_key().subject_public_key.data.to_vec())
 }
 
-/// The common name of a certificate's subject; none when it has none, or several, or one that is no text.
-///
-/// # Errors
-/// [`IdentityError::Malformed`].
-pub fn common_name(der: &CertificateDer<'_>) -> Result<Option<String>, IdentityError> {
-    let (_, certificate) =
-        X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
+/// The one common name of a certificate's subject, as kube-apiserver takes it for a user's; none when there are several.
+#[must_use]
+pub fn common_name(der: &CertificateDer<'_>) -> Option<String> {
+    let (_, certificate) = X509Certificate::from_der(der).ok()?;
     let mut names = certificate.subject().iter_common_name();
-    let (Some(name), None) = (names.next(), names.next()) else {
-        return Ok(None);
+    let (name, None) = (names.next()?, names.next()) else {
+        return None;
     };
-    Ok(name.as_str().ok().map(str::to_owned))
+    name.as_str().ok().map(str::to_owned)
 }
 
 /// SHA-256 of a certificate's SubjectPublicKeyInfo, the form in which join tokens pin a CA (as RFC 7469 does).

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -96,11 +97,11 @@ pub fn prepare_tunnel(socket: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the sending direction with a FIN, for a socket that is shared.
+/// Ends the sending direction, of TCP with a FIN, for a socket that is shared.
 ///
 /// # Errors
 /// When the connection is gone.
-pub fn finish(socket: &TcpStream) -> io::Result<()> {
+pub fn finish(socket: &impl AsFd) -> io::Result<()> {
     SockRef::from(socket).shutdown(Shutdown::Write)
 }
 

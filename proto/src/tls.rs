@@ -203,6 +203,22 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     Ok(Arc::new(config))
 }
 
+/// A person's side of a CONNECT door: an own certificate, and a server whose certificate is for the name that is dialled.
+///
+/// # Errors
+/// When the roots or the provider cannot be used.
+pub fn caller_client(
+    own: Arc<CertifiedKey>,
+    roots: Arc<RootCertStore>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let mut config = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_root_certificates(roots)
+        .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
 /// The server's side towards https targets behind agents. With `roots` a target's certificate has to chain to them and to be
 /// for the name that is dialled; without, it is accepted as it is, since the path to the node is authenticated by the
 /// agent's certificate. `own` is shown to targets that ask for a certificate; a target that was refused never sees it.

@@ -25,6 +25,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::data::DataDir;
+use crate::ingress::connect::Tunnels;
 use crate::issuer::LocalCa;
 use crate::nodes::KnownNodes;
 use crate::revoked::Revocations;
@@ -55,6 +56,8 @@ pub struct AdminState {
     pub advertised: Vec<String>,
     /// Whether tokens can be exchanged for certificates; not with `--agent-ca`.
     pub issues: bool,
+    /// The way to nodes, for `connect`.
+    pub tunnels: Option<Tunnels>,
 }
 
 impl fmt::Debug for AdminState {
@@ -130,7 +133,11 @@ impl Drop for SocketFile {
 }
 
 async fn serve(state: Arc<AdminState>, socket: UnixStream) {
-    let service = service_fn(async |request| {
+    let user = socket.peer_cred().map(|user| user.uid());
+    let service = service_fn(async |request: Request<Incoming>| {
+        if let (&Method::CONNECT, Some(tunnels)) = (request.method(), &state.tunnels) {
+            return Ok(tunnels.answer(request, user.as_ref().ok().copied()).await);
+        }
         let answered = answer(&state, request).await;
         Ok::<_, Infallible>(answered.unwrap_or_else(Refusal::into_answer))
     });
@@ -138,7 +145,8 @@ async fn serve(state: Arc<AdminState>, socket: UnixStream) {
     server
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_LIMIT);
-    if let Err(error) = server.serve_connection(TokioIo::new(socket), service).await {
+    let connection = server.serve_connection(TokioIo::new(socket), service);
+    if let Err(error) = connection.with_upgrades().await {
         debug!(%error, "admin connection ended");
     }
 }

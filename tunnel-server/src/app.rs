@@ -24,6 +24,7 @@ use crate::data::DataDir;
 use crate::distrusted;
 use crate::dns::Records;
 use crate::enroll::Enrollment;
+use crate::ingress::connect::ranges::LiveRanges;
 use crate::ingress::{DoorLimits, Doors};
 use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
@@ -37,6 +38,7 @@ use crate::status;
 use crate::tokens::TokenStore;
 
 mod cluster;
+mod connect;
 mod identity;
 #[cfg(feature = "dns")]
 mod records;
@@ -48,7 +50,7 @@ use identity::{Followed, agent_side, follow_kubelets};
 #[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::Bound;
-use sockets::{Sockets, advertised, bind, door_tls, log_bound, own_ports};
+use sockets::{Sockets, advertised, bind, door_certificates, log_bound, own_ports};
 
 /// A running server.
 #[derive(Debug)]
@@ -119,7 +121,10 @@ impl App {
         let session_tls =
             |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
-        let door_tls = door_tls(&config, &ca, &routes, &followed)?;
+        let certificates = door_certificates(&config, &ca, &routes, &followed)?;
+        let callers = config.client_auth.as_ref();
+        let callers = callers.map(|(path, required)| (&**path, *required));
+        let door_tls = targets::door_tls("client_ca", certificates.clone(), callers, &followed)?;
         let quic_tls = session_tls(ALPN_SESSION)?;
         let sockets = bind(&config, &data, (quic_tls, &settings), door_tls).await?;
         let Sockets {
@@ -129,6 +134,7 @@ impl App {
             doors,
             #[cfg(feature = "dns")]
                 dns: dns_sockets,
+            connect: connect_sockets,
             bound,
         } = sockets;
         #[cfg(feature = "dns")]
@@ -147,6 +153,7 @@ impl App {
         data.set_advertised(&advertised)?;
 
         let drivers = TaskTracker::new();
+        let ranges = LiveRanges::default();
         let policy = LivePolicy::default();
         policy.replace(PortPolicy {
             own: own_ports(&bound),
@@ -191,6 +198,8 @@ impl App {
         for (listener, mode) in doors {
             shared.start(listener, mode);
         }
+        let tunnels =
+            connect_sockets.start(&config, (&shared, &ranges), (certificates, &followed))?;
         Acceptor {
             quic: quic.clone(),
             tcp_entry: TcpEntry {
@@ -244,6 +253,7 @@ impl App {
             status: list.clone(),
             advertised,
             issues: config.agent_files.is_none(),
+            tunnels: Some(tunnels),
         };
         admin::start(state, &data, &shutdown)?;
         Meta::new(readiness.clone(), metrics_registry)

@@ -78,7 +78,7 @@ impl Borrowers {
     #[must_use]
     pub fn admit(&self, chain: Option<&[CertificateDer<'_>]>) -> bool {
         let leaf = chain.and_then(<[_]>::first);
-        let name = leaf.and_then(|leaf| common_name(leaf).ok().flatten());
+        let name = leaf.and_then(common_name);
         name.is_some_and(|name| self.0.contains(&name))
     }
 }

@@ -6,6 +6,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::config::RawConfig;
+use crate::verbs::connect::ConnectArgs;
 use crate::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
 
 /// Culvert's cloud side: accepts agents and passes requests for edge nodes to them
@@ -38,6 +39,12 @@ pub enum Verb {
     Nodes(NodesArgs),
     /// Print the CA certificate that the doors' certificates chain to
     Ca(CaArgs),
+    /// Connect standard input and output to a port of a node, as a ProxyCommand of ssh and ansible
+    ///
+    /// ssh -o ProxyCommand='tunnel-server connect %h %p' worker-1. On the server's host it goes through the running server;
+    /// elsewhere --server names one, with a client certificate. Exit code 1 and a line on standard error when the node or
+    /// the port cannot be had, or the connection is cut.
+    Connect(ConnectArgs),
     /// Ask a running server on this host whether it is ready: exit code 0 or 1
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].

@@ -19,6 +19,7 @@ use crate::ingress::service::Service;
 use crate::policy::PortPolicy;
 
 mod check;
+mod connect;
 mod dns;
 mod kubernetes;
 mod limits;
@@ -30,6 +31,7 @@ use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
     https_certificate, loopback, parsed, port_list, proxy_port_listen,
 };
+pub use connect::{ConnectSettings, UnixDoor};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, KubeletCa, KubernetesSettings, ObjectNames, Surroundings,
 };
@@ -80,6 +82,8 @@ pub struct Config {
     pub targets: TargetSettings,
     /// Embedded DNS, unless it is off.
     pub dns: Option<DnsSettings>,
+    /// CONNECT doors, unless they are off.
+    pub connect: Option<ConnectSettings>,
     /// Time for running requests after SIGTERM.
     pub drain_timeout: Duration,
     /// Log level.
@@ -242,6 +246,7 @@ impl Config {
             kubelet_ca: kubernetes::kubelet_ca(raw, kubernetes.is_some()),
             client_auth,
             dns: dns::check(bad, raw),
+            connect: connect::check(bad, raw),
             drain_timeout: duration(
                 bad,
                 "--drain-timeout",

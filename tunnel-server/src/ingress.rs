@@ -1,13 +1,13 @@
 //! The doors: local sockets that feed the tunnel. Accept loops only accept; one task per connection does the rest.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, UnixListener};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug, info_span};
+use tunnel_proto::identity::common_name;
 use tunnel_proto::process::accept::Accepting;
 use tunnel_proto::process::places::{Place, Places};
 use tunnel_proto::process::shutdown::Shutdown;
@@ -24,21 +24,25 @@ use crate::targets::Targets;
 
 pub mod answer;
 pub mod body;
+pub mod connect;
 mod course;
 mod fields;
 mod http;
+pub mod peer;
 pub mod record;
 pub mod service;
 pub mod socket;
 pub mod target;
 mod upstream;
 
+use connect::Gate;
+use peer::{CallerName, Peer};
 use service::Service;
-use socket::{DoorSocket, Fate, Hangup};
+use socket::{CallerSocket, DoorSocket, Fate, Hangup};
 use target::Scheme;
 
 /// What all doors share.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Doors {
     /// Names and addresses.
     pub routes: Routes,
@@ -82,14 +86,16 @@ pub struct DoorLimits {
 /// One HTTP listener.
 #[derive(Debug)]
 pub struct Door {
-    /// `http`, `https` or `proxy`, for logs.
+    /// `http`, `https`, `proxy` or `connect`, for logs.
     pub name: &'static str,
     /// Towards callers and targets alike.
     pub scheme: Scheme,
     /// The target's port when Host names none.
     pub implied_port: Option<Port>,
-    /// Present exactly on https doors.
+    /// Present on https doors, and on CONNECT doors that know callers by their certificates.
     pub tls: Option<Arc<DoorTls>>,
+    /// Present exactly on CONNECT doors, where a request names what it is for and not a node in its Host.
+    pub connect: Option<Gate>,
 }
 
 /// What a listener does with its connections.
@@ -114,7 +120,8 @@ impl Mode {
 /// A caller's connection, below TLS.
 #[derive(Debug)]
 struct Line {
-    peer: SocketAddr,
+    peer: Peer,
+    name: CallerName,
     fate: Arc<Fate>,
     hangup: Hangup,
     /// Kept up to the first request head.
@@ -141,7 +148,10 @@ impl Doors {
             };
             let doors = self.clone();
             let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &mode {
-                Mode::Http(door) => Box::pin(doors.serve(door.clone(), tcp, peer)),
+                Mode::Http(door) => {
+                    let caller = (peer.into(), CallerName::Unnamed);
+                    Box::pin(doors.serve(door.clone(), tcp.into(), caller))
+                }
                 Mode::Service(service) => {
                     Box::pin(service::serve(doors, service.clone(), tcp, peer))
                 }
@@ -151,8 +161,41 @@ impl Doors {
         }
     }
 
-    async fn serve(self: Arc<Self>, door: Arc<Door>, tcp: TcpStream, peer: SocketAddr) {
-        let entered = self.strangers.enter(peer.ip());
+    /// The same on a Unix socket, for an HTTP door without TLS; `guard` goes when no more are accepted.
+    pub fn start_unix(
+        self: &Arc<Self>,
+        listener: UnixListener,
+        door: Arc<Door>,
+        guard: impl Send + 'static,
+    ) {
+        let doors = self.clone();
+        self.shutdown.spawn_service(async move {
+            let _guard = guard;
+            let mut accepting = Accepting::new(listener, door.name);
+            loop {
+                let socket = tokio::select! {
+                    biased;
+                    () = doors.shutdown.drain().cancelled() => return,
+                    socket = accepting.next() => socket,
+                };
+                let name = socket.peer_cred().map(|user| CallerName::Uid(user.uid()));
+                let caller = (Peer::Unix, name.unwrap_or_default());
+                let serving = doors.clone().serve(door.clone(), socket.into(), caller);
+                let peer = Peer::Unix;
+                doors
+                    .shutdown
+                    .spawn_work(Box::pin(serving).instrument(info_span!("conn", %peer)));
+            }
+        });
+    }
+
+    async fn serve(
+        self: Arc<Self>,
+        door: Arc<Door>,
+        socket: CallerSocket,
+        (peer, name): (Peer, CallerName),
+    ) {
+        let entered = self.strangers.enter(peer.source());
         // One source may have all places of callers.
         if entered
             .as_ref()
@@ -163,17 +206,26 @@ impl Doors {
         let Ok(place) = entered else {
             return self.metrics.evicted_caller();
         };
+        let tls = tokio::select! {
+            biased;
+            () = place.evicted() => return self.metrics.evicted_caller(),
+            tls = tokio::time::timeout(self.limits.handshake, tls_of(&door, &socket)) => tls,
+        };
+        let Ok(tls) = tls else {
+            return debug!("caller sent nothing in time");
+        };
         let fate = Arc::new(Fate::default());
-        let socket = DoorSocket::new(tcp, fate.clone());
+        let socket = DoorSocket::new(socket, fate.clone());
         let hangup = socket.hangup();
         let mut line = Line {
             peer,
+            name,
             fate,
             hangup,
             place,
             borrows: false,
         };
-        let Some(tls) = door.tls.clone() else {
+        let Some(tls) = tls else {
             return http::serve(self, door, socket, line).await;
         };
         let handshake = TlsAcceptor::from(tls.config()).accept(socket);
@@ -186,6 +238,10 @@ impl Doors {
             Ok(Ok(stream)) => {
                 let chain = stream.get_ref().1.peer_certificates();
                 line.borrows = self.borrowers.admit(chain);
+                if let Some(leaf) = chain.and_then(<[_]>::first) {
+                    let name = common_name(leaf).unwrap_or_default();
+                    line.name = CallerName::Certificate(name.into());
+                }
                 http::serve(self, door, stream, line).await;
             }
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
@@ -196,5 +252,21 @@ impl Doors {
                 );
             }
         }
+    }
+}
+
+/// First byte of a TLS handshake (RFC 8446, section 5.1), which no request begins with.
+const TLS_HANDSHAKE: u8 = 22;
+
+/// The TLS that a caller gets. Where callers may also come without, its first byte tells.
+async fn tls_of(door: &Door, socket: &CallerSocket) -> Option<Arc<DoorTls>> {
+    let tls = door.tls.clone()?;
+    match (&door.connect, socket) {
+        (Some(gate), CallerSocket::Tcp(socket)) if gate.also_plain => {
+            let mut first = [0];
+            let peeked = socket.peek(&mut first).await;
+            (peeked.is_ok() && first == [TLS_HANDSHAKE]).then_some(tls)
+        }
+        _ => Some(tls),
     }
 }

@@ -34,6 +34,7 @@ pub mod session;
 pub mod status;
 pub mod targets;
 pub mod tokens;
+pub mod unix;
 pub mod verbs;
 
 #[cfg(test)]

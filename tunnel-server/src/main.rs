@@ -51,6 +51,7 @@ fn act(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Token(verb) => ask(verb.run()),
         Verb::Nodes(arguments) => ask(arguments.run()),
         Verb::Ca(arguments) => ask(arguments.run()),
+        Verb::Connect(arguments) => ask(arguments.run()),
         Verb::Healthcheck(arguments) => ask(arguments.run()),
         Verb::Completion { shell } => {
             clap_complete::generate(
@@ -89,7 +90,10 @@ fn ask(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<Exit
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(verb)?;
+    let done = runtime.block_on(verb);
+    // A thread may still wait for standard input.
+    runtime.shutdown_background();
+    done?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -36,6 +36,7 @@ pub struct Metrics {
     sessions_suspect: Gauge,
     session_ends: Family<CodeLabel, Counter>,
     streams_open: Gauge,
+    dialled_open: Gauge,
     streams: Family<ResultLabel, Counter>,
     bytes: Family<DirectionLabel, Counter>,
     open_seconds: Histogram,
@@ -120,6 +121,7 @@ impl Metrics {
             sessions_suspect: Gauge::default(),
             session_ends: Family::default(),
             streams_open: Gauge::default(),
+            dialled_open: Gauge::default(),
             streams: Family::default(),
             bytes: Family::default(),
             open_seconds: Histogram::new(OPEN_SECONDS),
@@ -156,6 +158,11 @@ impl Metrics {
             "streams_open",
             "Streams open to agents",
             metrics.streams_open.clone(),
+        );
+        registry.register(
+            "connect_direct_open",
+            "Connections that the server dialled itself for callers of the CONNECT doors",
+            metrics.dialled_open.clone(),
         );
         registry.register(
             "streams",
@@ -265,6 +272,12 @@ impl Metrics {
     #[must_use]
     pub fn stream(&self) -> GaugeGuard {
         GaugeGuard::new(self.streams_open.clone())
+    }
+
+    /// Counts a connection of the server's own until the guard goes.
+    #[must_use]
+    pub fn dialled(&self) -> GaugeGuard {
+        GaugeGuard::new(self.dialled_open.clone())
     }
 
     /// Counts an ended stream or request with the bytes from and to the agent.

@@ -1,4 +1,4 @@
-//! The operator's verbs `token`, `nodes`, `ca` and `healthcheck`: through the running server where there is one, else
+//! The operator's verbs `token`, `nodes`, `ca`, `connect` and `healthcheck`: through the running server where there is one, else
 //! on the files of the data directory.
 
 use std::io::{self, Write};
@@ -17,6 +17,7 @@ use crate::revoked::Revocations;
 use crate::status::NodeStatus;
 use crate::tokens::{CreateTokenError, TokenStore};
 
+pub mod connect;
 mod healthcheck;
 mod table;
 
@@ -156,6 +157,9 @@ pub enum VerbError {
     /// The server does not run, or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
+    /// There is no connection to a node.
+    #[error(transparent)]
+    Connect(#[from] connect::ConnectError),
     /// A list cannot be shown as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
@@ -179,6 +183,7 @@ impl VerbError {
             | Self::NoToken(_)
             | Self::NoNode(_)
             | Self::NotReady(_)
+            | Self::Connect(_)
             | Self::Json(_) => 1,
         }
     }

@@ -119,6 +119,16 @@ impl ByteCount {
             self.sent.load(Ordering::Relaxed),
         )
     }
+
+    /// Counts bytes that came from the peer, for connections that are no stream of a session.
+    pub fn add_received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that went to the peer.
+    pub fn add_sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
 }
 
 /// A stream of a session, both halves. Dropping it before `shutdown` resets it.

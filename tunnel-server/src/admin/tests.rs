@@ -27,6 +27,7 @@ impl Fixture {
             }),
             advertised: vec!["tunnel.example:10262".into()],
             issues: true,
+            tunnels: None,
         };
         Self {
             scratch,

@@ -166,12 +166,13 @@ impl Followed<'_> {
         self.follow(what, digest, move || fresh_pair(&read), apply);
     }
 
-    fn follow<T: Send + 'static>(
+    /// Follows files whose content has `digest` now.
+    pub(super) fn follow<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
         &self,
         what: &'static str,
         digest: [u8; 32],
-        load: impl Fn() -> Result<Fresh<T>, FileError> + Send + Sync + 'static,
-        apply: impl FnMut(T) -> Result<(), FileError> + Send + 'static,
+        load: impl Fn() -> Result<Fresh<T>, E> + Send + Sync + 'static,
+        apply: impl FnMut(T) -> Result<(), E> + Send + 'static,
     ) {
         let follow = Follow {
             what,

@@ -14,8 +14,8 @@ use tunnel_proto::transport::SessionSettings;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::name::Port;
 
+use super::connect::ConnectSockets;
 use super::identity::{Followed, follow_pair};
-use super::targets;
 use crate::callers::DoorTls;
 use crate::config::Config;
 use crate::data::DataDir;
@@ -46,6 +46,8 @@ pub struct Bound {
     pub services: Vec<(String, SocketAddr)>,
     /// DNS, UDP and TCP.
     pub dns: Option<SocketAddr>,
+    /// The CONNECT door.
+    pub connect: Option<SocketAddr>,
 }
 
 /// What is bound.
@@ -56,6 +58,7 @@ pub(super) struct Sockets {
     pub(super) doors: Vec<(TcpListener, Mode)>,
     #[cfg(feature = "dns")]
     pub(super) dns: Option<DnsSockets>,
+    pub(super) connect: ConnectSockets,
     pub(super) bound: Bound,
 }
 
@@ -79,6 +82,7 @@ pub(super) async fn bind(
         proxy: Vec::new(),
         services: Vec::new(),
         dns: None,
+        connect: None,
     };
     let door = |name, https: bool, implied_port| {
         let (scheme, tls) = if https {
@@ -91,6 +95,7 @@ pub(super) async fn bind(
             scheme,
             implied_port,
             tls,
+            connect: None,
         }))
     };
     let mut doors = Vec::new();
@@ -116,6 +121,8 @@ pub(super) async fn bind(
             .push((service.name.clone(), listener.local_addr()?));
         doors.push((listener, Mode::Service(Arc::new(service.clone()))));
     }
+    let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
+    bound.connect = connect.address()?;
     #[cfg(feature = "dns")]
     let dns = match &config.dns {
         Some(settings) => {
@@ -132,6 +139,7 @@ pub(super) async fn bind(
         doors,
         #[cfg(feature = "dns")]
         dns,
+        connect,
         bound,
     })
 }
@@ -143,6 +151,10 @@ pub(super) fn log_bound(bound: &Bound) {
     bound.http.iter().for_each(|address| log("http", address));
     log("meta", &bound.meta);
     bound.dns.iter().for_each(|address| log("dns", address));
+    bound
+        .connect
+        .iter()
+        .for_each(|address| log("connect", address));
     bound.proxy.iter().for_each(|address| log("proxy", address));
     for (name, address) in &bound.services {
         info!(listener = "service", service = name, %address, "listening");
@@ -179,19 +191,23 @@ async fn bind_both<U>(
     )
 }
 
-async fn listen(address: SocketAddr, setting: &'static str) -> anyhow::Result<TcpListener> {
+pub(super) async fn listen(
+    address: SocketAddr,
+    setting: &'static str,
+) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address)
         .await
         .with_context(|| format!("cannot listen on {address} ({setting})"))
 }
 
-pub(super) fn door_tls(
+/// What the doors show of themselves.
+pub(super) fn door_certificates(
     config: &Config,
     ca: &Arc<LocalCa>,
     routes: &Routes,
     followed: &Followed<'_>,
-) -> anyhow::Result<Arc<DoorTls>> {
-    let resolver: Arc<dyn ResolvesServerCert> = match &config.https_certificate {
+) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
+    Ok(match &config.https_certificate {
         Some(pair) => follow_pair("https_certificate", pair, followed, |_| {})
             .context("--https-cert-file, --https-key-file")?,
         None => {
@@ -206,7 +222,8 @@ pub(super) fn door_tls(
             let mut addresses: Vec<IpAddr> =
                 vec![[127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into()];
             addresses.extend(primary_address());
-            let listening = [config.https_listen]
+            let connect = config.connect.as_ref().and_then(|door| door.listen);
+            let listening = [config.https_listen, connect]
                 .into_iter()
                 .flatten()
                 .map(|address| address.ip());
@@ -230,8 +247,7 @@ pub(super) fn door_tls(
                 addresses,
             )
         }
-    };
-    targets::door(config, resolver, followed)
+    })
 }
 
 pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {

@@ -1,5 +1,6 @@
 //! The files of TLS towards callers and https targets, followed while the server runs.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -14,20 +15,22 @@ use crate::targets::Targets;
 /// Label and log name of the server's own client certificate.
 const TARGET_CERTIFICATE: &str = "target_certificate";
 
-/// TLS of the doors with `own`, and with the CA of callers if there is one.
-pub(super) fn door(
-    config: &Config,
+/// TLS of doors with `own`, and with the CA of callers if there is one, followed as `what`; the flag says whether callers
+/// need a certificate.
+pub(super) fn door_tls(
+    what: &'static str,
     own: Arc<dyn ResolvesServerCert>,
+    callers: Option<(&Path, bool)>,
     followed: &Followed<'_>,
 ) -> anyhow::Result<Arc<DoorTls>> {
-    let Some((path, required)) = &config.client_auth else {
+    let Some((path, required)) = callers else {
         return Ok(DoorTls::new(own, None, false)?);
     };
     let roots = fresh_roots(path).context("--client-ca")?;
-    let tls = DoorTls::new(own, Some(roots.value), *required).context("--client-ca")?;
+    let tls = DoorTls::new(own, Some(roots.value), required).context("--client-ca")?;
     let swapped = tls.clone();
     let apply = move |roots| swapped.trust(roots);
-    followed.follow_roots("client_ca", path, roots.digest, apply);
+    followed.follow_roots(what, path, roots.digest, apply);
     Ok(tls)
 }
 

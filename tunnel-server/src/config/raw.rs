@@ -164,6 +164,31 @@ tunnel_proto::layered! {
         /// [default: that of --dns-listen, or this host's where that is 0.0.0.0 or [::]]
         #[arg(long, value_name = "IP", env = "TUNNEL_SERVER_DNS_ANSWER", value_delimiter = ',')]
         pub dns_answer: Vec<String>,
+        /// CONNECT door over TCP, for kube-apiserver's egress selector, Prometheus' proxy_url and tunnel-server connect: callers
+        /// name any node, or what --connect-direct allows. With --client-ca it is TLS and wants a certificate of that CA,
+        /// with --connect-auth a password; without either only loopback will do [default: off]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_CONNECT_LISTEN")]
+        pub connect_listen: Option<String>,
+        /// CONNECT door on a Unix socket, for a kube-apiserver on this host. A socket there that nobody answers is replaced
+        /// [default: off]
+        #[arg(long, value_name = "PATH", env = "TUNNEL_SERVER_CONNECT_UDS")]
+        pub connect_uds: Option<String>,
+        /// Mode of that socket, octal: who may write to it may use it [default: 600]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_CONNECT_UDS_MODE")]
+        pub connect_uds_mode: Option<String>,
+        /// Owner of that socket in numbers, UID or UID:GID [default: the server's own]
+        #[arg(long, value_name = "UID[:GID]", env = "TUNNEL_SERVER_CONNECT_UDS_OWNER")]
+        pub connect_uds_owner: Option<String>,
+        /// File with a line NAME:PASSWORD for each caller of --connect-listen that shows no certificate, for Prometheus; read
+        /// again every few seconds and on SIGHUP. With --client-ca too, the port takes certificates over TLS and passwords
+        /// with and without TLS [default: none]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CONNECT_AUTH")]
+        pub connect_auth: Option<String>,
+        /// What the CONNECT doors may reach without an agent, CIDR or CIDR:PORTS, as in 10.96.0.0/12:443 or [fd00::/8]:443;
+        /// repeatable. Link-local and metadata addresses are never dialled, loopback only when it is listed as such; "off"
+        /// allows nothing [default: in a cluster its Services, and its cloud nodes with their Pods; else nothing]
+        #[arg(long, value_name = "CIDR[:PORTS]", env = "TUNNEL_SERVER_CONNECT_DIRECT", value_delimiter = ',')]
+        pub connect_direct: Vec<String>,
         /// After SIGTERM, how long running requests may take to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,

@@ -1,6 +1,7 @@
 //! The doors' own answers: one code for the status, the header `X-Tunnel-Error`, the log and the metric label.
 
 use http::{HeaderName, HeaderValue, Response, StatusCode};
+use hyper::ext::ReasonPhrase;
 use prometheus_client::encoding::EncodeLabelValue;
 use tunnel_proto::transport::{StreamCut, cause_in};
 use tunnel_proto::wire::code::RefusalCode;
@@ -15,6 +16,9 @@ pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-error");
 /// Seconds after which a caller may try again when the agent is full.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
 
+/// What the CONNECT door asks for (RFC 7617, section 2).
+const CHALLENGE: HeaderValue = HeaderValue::from_static("Basic realm=\"tunnel-server\"");
+
 /// How a request or stream ended, as far as the tunnel is concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
@@ -28,6 +32,8 @@ pub enum Outcome {
     AmbiguousAddress,
     /// The server's or the agent's policy forbids the target.
     RefusedByPolicy,
+    /// The CONNECT door wants a name and password that it knows.
+    ProxyAuth,
     /// The request target is longer than 8 KiB.
     UriTooLong,
     /// The target refused the connection or cannot be reached.
@@ -56,12 +62,13 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, for documentation and tests.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Ok,
         Self::BadRequest,
         Self::UnknownNode,
         Self::AmbiguousAddress,
         Self::RefusedByPolicy,
+        Self::ProxyAuth,
         Self::UriTooLong,
         Self::TargetRefused,
         Self::TargetTls,
@@ -85,6 +92,7 @@ impl Outcome {
             Self::UnknownNode => "unknown_node",
             Self::AmbiguousAddress => "ambiguous_address",
             Self::RefusedByPolicy => "refused_by_policy",
+            Self::ProxyAuth => "proxy_auth_required",
             Self::UriTooLong => "uri_too_long",
             Self::TargetRefused => "target_refused",
             Self::TargetTls => "target_tls",
@@ -109,6 +117,7 @@ impl Outcome {
                 StatusCode::BAD_REQUEST
             }
             Self::RefusedByPolicy => StatusCode::FORBIDDEN,
+            Self::ProxyAuth => StatusCode::PROXY_AUTHENTICATION_REQUIRED,
             Self::UriTooLong => StatusCode::URI_TOO_LONG,
             Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
                 StatusCode::BAD_GATEWAY
@@ -254,11 +263,31 @@ impl Failure {
             Outcome::BadRequest => {
                 headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
             }
+            Outcome::ProxyAuth => {
+                headers.insert(http::header::PROXY_AUTHENTICATE, CHALLENGE);
+                // Who has no password has no connection to guess on either.
+                headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
+            }
             _ => {}
         }
         response
     }
+
+    /// The answer to a CONNECT: its line is in the status line too, since kube-apiserver shows nothing else of it.
+    #[must_use]
+    pub fn connect_response(&self) -> Response<DoorBody> {
+        let mut response = self.response();
+        let mut reason = one_line(&self.text).into_bytes();
+        reason.truncate(REASON_MAX_BYTES);
+        if let Ok(reason) = ReasonPhrase::try_from(reason) {
+            response.extensions_mut().insert(reason);
+        }
+        response
+    }
 }
+
+/// Longest reason in a status line.
+const REASON_MAX_BYTES: usize = 512;
 
 fn refusal_outcome(code: RefusalCode) -> Outcome {
     match code {

@@ -9,7 +9,7 @@ use hyper::body::Body;
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
 use super::answer::ERROR_HEADER;
-use super::target::{Destination, SELECT_DEST, SELECT_HOST};
+use super::target::{SELECT_DEST, SELECT_HOST};
 
 /// Fields that concern one hop only (RFC 9110, section 7.6.1) and are not passed either way.
 const HOP_BY_HOP: [HeaderName; 8] = [
@@ -135,11 +135,11 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
         .any(|protocol| protocol.trim().eq_ignore_ascii_case(chosen.trim()))
 }
 
-/// Turns the caller's request into the target's: hop-by-hop and routing fields out, Host as the target expects it. `last`
+/// Turns the caller's request into the target's: hop-by-hop and routing fields out, `host` as the target expects it. `last`
 /// when the connection to the target serves no request after this one.
 pub(super) fn prepare(
     request: &mut Request<impl Body>,
-    destination: &Destination,
+    host: &str,
     upgrade: Option<&HeaderValue>,
     last: bool,
 ) {
@@ -159,8 +159,8 @@ pub(super) fn prepare(
     for name in [EXPECT, SELECT_HOST, SELECT_DEST] {
         headers.remove(name);
     }
-    // A destination's text is made of checked names and numbers, so it is a valid field.
-    if let Ok(host) = HeaderValue::try_from(destination.host_field()) {
+    // It is made of checked names and numbers, so it is a valid field.
+    if let Ok(host) = HeaderValue::try_from(host) {
         headers.insert(HOST, host);
     }
     let connection = match (upgrade, last, wants_trailers) {

@@ -1,12 +1,12 @@
 //! Terminated mode: hyper towards the caller, one routed request at a time, hyper through the stream to the target.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use http::header::AUTHORIZATION;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Method, Request, Response};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
@@ -19,11 +19,13 @@ use tunnel_proto::relay::{RelayEnd, relay};
 
 use super::answer::{Failure, Outcome};
 use super::body::{DoorBody, Passing, RequestBody};
+use super::connect::{self, Tunnel};
 use super::course::{Course, Followed, Overdue, Patience};
 use super::fields::{
     clean_response, end_unless_switched, is_framed_twice, judge, may_share_connection, prepare,
     requested_upgrade, trace_parent,
 };
+use super::peer::{CallerName, Peer};
 use super::record::Record;
 use super::socket::{Fate, Hangup, Unfinished, read_away};
 use super::target::{Destination, Facts, Scheme, decide};
@@ -39,6 +41,7 @@ where
 {
     let Line {
         peer,
+        name,
         fate,
         hangup,
         place,
@@ -53,9 +56,11 @@ where
         kept: Arc::new(Kept::new(doors.drivers.clone())),
         upgrade: Mutex::default(),
         course: course.clone(),
+        connecting: AtomicBool::new(false),
         doors,
         door,
         peer,
+        name,
         fate,
         borrows,
     });
@@ -65,9 +70,10 @@ where
         async move { Ok::<_, Infallible>(caller.answer(request).await) }
     });
     let stream = TokioIo::new(Followed { stream, course });
-    let connection = builder(&limits)
-        .serve_connection(stream, service)
-        .with_upgrades();
+    let mut builder = builder(&limits);
+    // What follows a CONNECT is the target's, its end too; of other requests `Hangup` tells.
+    builder.half_close(caller.door.connect.is_some());
+    let connection = builder.serve_connection(stream, service).with_upgrades();
     let ended = caller.attend(connection, &hangup, place).await;
     caller.kept.close();
     match ended {
@@ -119,13 +125,16 @@ enum End {
 type Connection<S, F> = hyper::server::conn::http1::UpgradeableConnection<TokioIo<Followed<S>>, F>;
 
 /// One caller's connection, as its requests see it.
-struct Caller {
-    doors: Arc<Doors>,
+pub(super) struct Caller {
+    pub(super) doors: Arc<Doors>,
     door: Arc<Door>,
-    peer: SocketAddr,
+    peer: Peer,
+    pub(super) name: CallerName,
     fate: Arc<Fate>,
     /// May borrow the server's identity towards targets.
     borrows: bool,
+    /// A CONNECT is under way, so that the end of the caller's direction is the target's to hear.
+    connecting: AtomicBool,
     course: Arc<Course>,
     kept: Arc<Kept>,
     /// What hyper gives the socket back through when a request had an Upgrade field, whether it was granted or not.
@@ -151,6 +160,9 @@ impl Caller {
             hangup.come().await;
             // An end between requests is hyper's to see, after what was sent before it.
             self.course.in_request().await;
+            if self.connecting.load(Ordering::Relaxed) {
+                std::future::pending().await
+            }
         });
         let drain = self.doors.shutdown.drain();
         let mut opening = pin!(async {
@@ -204,27 +216,44 @@ impl Caller {
         }
     }
 
-    fn take_upgrade(&self) -> Option<OnUpgrade> {
+    pub(super) fn take_upgrade(&self) -> Option<OnUpgrade> {
         let mut upgrade = self.upgrade.lock().unwrap_or_else(PoisonError::into_inner);
         upgrade.take()
     }
 
     async fn answer(&self, mut request: Request<Incoming>) -> Response<DoorBody> {
+        let connects = *request.method() == Method::CONNECT && self.door.connect.is_some();
+        self.connecting.store(connects, Ordering::Relaxed);
         let underway = self.course.request(!request.body().is_end_stream());
         let pending = hyper::upgrade::on(&mut request);
         *self.upgrade.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
-        let subject = format!("{} {}", request.method(), request.uri().path());
+        let subject = match (&self.door.connect, request.uri().authority()) {
+            (Some(_), Some(host)) => {
+                format!("{} {host}{}", request.method(), request.uri().path())
+            }
+            _ => format!("{} {}", request.method(), request.uri().path()),
+        };
         let mut record = Record::begin(self.door.name, self.peer, &subject, &self.doors.metrics);
+        record.caller(&self.name);
         let wanted = requested_upgrade(request.version(), request.headers());
-        let mut response = match self.forward(request, wanted.as_ref(), &mut record).await {
-            Ok(Forwarded { response, rest }) => {
-                record.status(response.status());
-                rest.settle(response, record, self)
+        let wanted = wanted.filter(|_| !connects);
+        let forwarded = match &self.door.connect {
+            Some(gate) => Box::pin(connect::forward(gate, self, request, &mut record)).await,
+            None => self.forward(request, wanted.as_ref(), &mut record).await,
+        };
+        let mut response = match forwarded {
+            Ok(Forwarded { head, rest }) => {
+                record.status(head.status());
+                rest.settle(head, record, self)
             }
             Err(failure) => {
                 record.fail(&failure);
                 record.status(failure.outcome.status());
-                failure.response()
+                if connects {
+                    failure.connect_response()
+                } else {
+                    failure.response()
+                }
             }
         };
         end_unless_switched(wanted.as_ref(), &mut response);
@@ -233,15 +262,28 @@ impl Caller {
 
     async fn forward(
         &self,
-        mut request: Request<Incoming>,
+        request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
         let destination = self.destination(&request).await?;
+        let scheme = self.door.scheme;
+        self.pass_on(request, (destination, scheme), upgrade, record)
+            .await
+    }
+
+    /// Passes a request on to its destination.
+    pub(super) async fn pass_on(
+        &self,
+        mut request: Request<Incoming>,
+        (destination, scheme): (Destination, Scheme),
+        upgrade: Option<&HeaderValue>,
+        record: &mut Record,
+    ) -> Result<Forwarded, Failure> {
         record.destination(&destination);
         let place = destination.to_string();
         let shares = may_share_connection(&request);
-        prepare(&mut request, &destination, upgrade, !shares);
+        prepare(&mut request, &destination.host_field(), upgrade, !shares);
         let leg = self.doors.targets.leg(self.borrows);
         let purpose = shares.then(|| Purpose {
             destination: destination.clone(),
@@ -250,7 +292,7 @@ impl Caller {
         });
         let way = Way {
             doors: &self.doors,
-            scheme: self.door.scheme,
+            scheme,
             leg,
             destination: &destination,
             trace_parent: trace_parent(request.headers()),
@@ -265,17 +307,25 @@ impl Caller {
         let clear = !is_framed_twice(response.headers());
         clean_response(&mut response, switched.is_some());
         let switched = switched.and_then(|target| Some((self.take_upgrade()?, target)));
+        let keep = purpose
+            .filter(|_| clear)
+            .map(|purpose| (self.kept.clone(), purpose));
+        let (head, body) = response.into_parts();
         let rest = match switched {
             Some((caller, target)) => Rest::Upgraded { caller, target },
-            None => Rest::Body(Carrier {
-                upstream,
-                doors: self.doors.clone(),
-                keep: purpose
-                    .filter(|_| clear)
-                    .map(|purpose| (self.kept.clone(), purpose)),
-            }),
+            None => Rest::Body(
+                body,
+                Carrier {
+                    upstream,
+                    doors: self.doors.clone(),
+                    keep,
+                },
+            ),
         };
-        Ok(Forwarded { response, rest })
+        Ok(Forwarded {
+            head: Response::from_parts(head, ()),
+            rest,
+        })
     }
 
     async fn destination(&self, request: &Request<Incoming>) -> Result<Destination, Failure> {
@@ -312,47 +362,51 @@ impl Caller {
     }
 }
 
-/// A target's answer and what follows its head.
-struct Forwarded {
-    response: Response<Incoming>,
-    rest: Rest,
+/// The head of an answer and what follows it.
+pub(super) struct Forwarded {
+    pub(super) head: Response<()>,
+    pub(super) rest: Rest,
 }
 
-enum Rest {
-    Body(Carrier),
+pub(super) enum Rest {
+    Body(Incoming, Carrier),
     Upgraded {
         caller: OnUpgrade,
         target: OnUpgrade,
     },
+    /// Bytes from here on, as after a 101.
+    Tunnel {
+        caller: OnUpgrade,
+        tunnel: Box<Tunnel>,
+    },
 }
 
 impl Rest {
-    fn settle(
-        self,
-        response: Response<Incoming>,
-        record: Record,
-        caller: &Caller,
-    ) -> Response<DoorBody> {
+    fn settle(self, head: Response<()>, record: Record, caller: &Caller) -> Response<DoorBody> {
         let unfinished = caller.fate.begin();
+        let shutdown = &caller.doors.shutdown;
         match self {
-            Self::Body(carrier) => {
+            Self::Body(body, carrier) => {
                 let passing = Passing { unfinished, record };
-                response.map(|body| DoorBody::target(body, passing, carrier))
+                return head.map(|()| DoorBody::target(body, passing, carrier));
             }
             Self::Upgraded {
                 caller: caller_side,
                 target,
             } => {
                 caller.fate.upgrade();
-                caller.doors.shutdown.spawn_work(relay_upgraded(
-                    caller_side,
-                    target,
-                    unfinished,
-                    record,
-                ));
-                response.map(|_none_after_101| DoorBody::empty())
+                shutdown.spawn_work(relay_upgraded(caller_side, target, unfinished, record));
+            }
+            Self::Tunnel {
+                caller: caller_side,
+                tunnel,
+            } => {
+                caller.fate.upgrade();
+                let passing = Passing { unfinished, record };
+                shutdown.spawn_work(connect::pass(caller_side, *tunnel, passing));
             }
         }
+        head.map(|()| DoorBody::empty())
     }
 }
 
@@ -388,4 +442,4 @@ async fn relay_upgraded(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,6 +1,5 @@
 //! The access record: exactly one line and one count for each request or stream of a caller, written when it ends.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::time::Instant;
@@ -10,6 +9,7 @@ use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
 
 use super::answer::{Failure, Outcome};
+use super::peer::{CallerName, Peer};
 use crate::metrics::{GaugeGuard, Metrics};
 
 /// Longest text of a caller in a record, bytes.
@@ -19,7 +19,8 @@ const FIELD_MAX_BYTES: usize = 256;
 #[derive(Debug)]
 pub struct Record {
     door: &'static str,
-    peer: SocketAddr,
+    peer: Peer,
+    caller: String,
     began: Instant,
     /// Method and path, or the service's name.
     subject: String,
@@ -38,7 +39,12 @@ pub struct Record {
 impl Record {
     /// Begins a record; until told otherwise its outcome is "caller gone".
     #[must_use]
-    pub fn begin(door: &'static str, peer: SocketAddr, subject: &str, metrics: &Metrics) -> Self {
+    pub fn begin(
+        door: &'static str,
+        peer: impl Into<Peer>,
+        subject: &str,
+        metrics: &Metrics,
+    ) -> Self {
         let mut subject = one_line(subject);
         let mut end = subject.len().min(FIELD_MAX_BYTES);
         while !subject.is_char_boundary(end) {
@@ -47,7 +53,8 @@ impl Record {
         subject.truncate(end);
         Self {
             door,
-            peer,
+            peer: peer.into(),
+            caller: String::new(),
             began: Instant::now(),
             subject,
             destination: String::new(),
@@ -62,6 +69,17 @@ impl Record {
         }
     }
 
+    /// Who asks, as far as that was proved.
+    pub fn caller(&mut self, caller: &CallerName) {
+        self.caller = one_line(&caller.to_string());
+    }
+
+    /// A connection of the server's own that carries it.
+    pub fn dialled(&mut self, bytes: Arc<ByteCount>) {
+        self.bytes = bytes;
+        self.open = Some(self.metrics.dialled());
+    }
+
     /// Where it goes.
     pub fn destination(&mut self, destination: &impl ToString) {
         self.destination = destination.to_string();
@@ -74,13 +92,13 @@ impl Record {
         bytes: Arc<ByteCount>,
         elapsed: std::time::Duration,
     ) {
-        self.carried(session, bytes);
+        self.carried(Some(session), bytes);
         self.metrics.opened(elapsed);
     }
 
     /// The stream that carries it, which may have carried other requests before.
-    pub fn carried(&mut self, session: SessionId, bytes: Arc<ByteCount>) {
-        self.session = Some(session);
+    pub fn carried(&mut self, session: Option<SessionId>, bytes: Arc<ByteCount>) {
+        self.session = session;
         self.before = bytes.read();
         self.bytes = bytes;
         self.open = Some(self.metrics.stream());
@@ -116,6 +134,7 @@ impl Drop for Record {
             target: "access",
             door = self.door,
             peer = %self.peer,
+            caller = present(&self.caller),
             request = self.subject,
             target = present(&self.destination),
             session = self.session.map(|session| session.0),

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Sleep, timeout};
 use tracing::debug;
 use tunnel_proto::tcp;
@@ -80,11 +80,83 @@ impl Drop for Unfinished {
     }
 }
 
-/// A caller's TCP connection.
+/// A caller's socket. On a Unix socket nothing tells a cut from an end: what speaks through it has to, as TLS and framed
+/// HTTP do.
+#[derive(Debug)]
+pub enum CallerSocket {
+    /// TCP.
+    Tcp(TcpStream),
+    /// A Unix stream.
+    Unix(UnixStream),
+}
+
+impl From<TcpStream> for CallerSocket {
+    fn from(socket: TcpStream) -> Self {
+        if let Err(error) = tcp::prepare(&socket) {
+            debug!(%error, "cannot set options of a caller's socket");
+        }
+        Self::Tcp(socket)
+    }
+}
+
+impl From<UnixStream> for CallerSocket {
+    fn from(socket: UnixStream) -> Self {
+        Self::Unix(socket)
+    }
+}
+
+/// The same on whichever socket it is.
+macro_rules! on_either {
+    ($either:expr, $socket:ident => $action:expr) => {
+        match $either {
+            CallerSocket::Tcp($socket) => $action,
+            CallerSocket::Unix($socket) => $action,
+        }
+    };
+}
+
+impl CallerSocket {
+    fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        on_either!(self, socket => socket.poll_write_ready(cx))
+    }
+
+    fn try_write_vectored(&self, data: &[io::IoSlice<'_>]) -> io::Result<usize> {
+        on_either!(self, socket => socket.try_write_vectored(data))
+    }
+
+    fn poll_read(&self, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        loop {
+            ready!(on_either!(self, socket => socket.poll_read_ready(cx)))?;
+            match on_either!(self, socket => socket.try_read_buf(out)) {
+                Ok(_) => return Poll::Ready(Ok(())),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+    }
+
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    async fn ready(&self, interest: Interest) -> io::Result<()> {
+        on_either!(self, socket => socket.ready(interest).await.map(drop))
+    }
+
+    fn finish(&self) -> io::Result<()> {
+        on_either!(self, socket => tcp::finish(socket))
+    }
+
+    fn abort_on_close(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(socket) => tcp::abort_on_close(socket),
+            Self::Unix(_) => Ok(()),
+        }
+    }
+}
+
+/// A caller's connection.
 #[derive(Debug)]
 pub struct DoorSocket {
     /// Shared with [`Hangup`] alone, which must not outlive the work on the connection.
-    tcp: Arc<TcpStream>,
+    socket: Arc<CallerSocket>,
     fate: Arc<Fate>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
@@ -93,12 +165,9 @@ pub struct DoorSocket {
 impl DoorSocket {
     /// Wraps an accepted connection.
     #[must_use]
-    pub fn new(socket: TcpStream, fate: Arc<Fate>) -> Self {
-        if let Err(error) = tcp::prepare(&socket) {
-            debug!(%error, "cannot set options of a caller's socket");
-        }
+    pub fn new(socket: impl Into<CallerSocket>, fate: Arc<Fate>) -> Self {
         Self {
-            tcp: Arc::new(socket),
+            socket: Arc::new(socket.into()),
             fate,
             fin_sent: false,
             linger: None,
@@ -108,7 +177,7 @@ impl DoorSocket {
     /// A watch for the caller's end.
     #[must_use]
     pub fn hangup(&self) -> Hangup {
-        Hangup(Some(self.tcp.clone()))
+        Hangup(Some(self.socket.clone()))
     }
 
     fn aborted(&self) -> Option<io::Error> {
@@ -120,14 +189,14 @@ impl DoorSocket {
     fn poll_send(
         &self,
         cx: &mut Context<'_>,
-        mut send: impl FnMut(&TcpStream) -> io::Result<usize>,
+        mut send: impl FnMut(&CallerSocket) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         if let Some(error) = self.aborted() {
             return Poll::Ready(Err(error));
         }
         loop {
-            ready!(self.tcp.poll_write_ready(cx))?;
-            match send(&self.tcp) {
+            ready!(self.socket.poll_write_ready(cx))?;
+            match send(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 sent => return Poll::Ready(sent),
             }
@@ -145,7 +214,7 @@ impl DoorSocket {
         loop {
             let mut scratch = [0; 4096];
             let mut scratch = ReadBuf::new(&mut scratch);
-            match ready!(poll_read(&self.tcp, cx, &mut scratch)) {
+            match ready!(self.socket.poll_read(cx, &mut scratch)) {
                 Ok(()) if !scratch.filled().is_empty() => {}
                 Ok(()) | Err(_) => return Poll::Ready(()),
             }
@@ -153,21 +222,10 @@ impl DoorSocket {
     }
 }
 
-fn poll_read(tcp: &TcpStream, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-    loop {
-        ready!(tcp.poll_read_ready(cx))?;
-        match tcp.try_read_buf(out) {
-            Ok(_) => return Poll::Ready(Ok(())),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Poll::Ready(Err(error)),
-        }
-    }
-}
-
 /// Tells when a caller has ended its direction. hyper reads no further than it needs, so it does not see a FIN behind a
 /// pipelined request or behind a body that the target does not take.
 #[derive(Debug)]
-pub struct Hangup(Option<Arc<TcpStream>>);
+pub struct Hangup(Option<Arc<CallerSocket>>);
 
 impl Hangup {
     /// For callers that never go.
@@ -180,9 +238,9 @@ impl Hangup {
     /// there the end is noticed when all before it was read.
     pub async fn come(&self) {
         #[cfg(any(target_os = "linux", target_os = "android"))]
-        if let Some(tcp) = &self.0
+        if let Some(socket) = &self.0
             // Of all interests this is the one that unread input does not satisfy, while the end of the input does.
-            && let Ok(_read_closed) = tcp.ready(tokio::io::Interest::PRIORITY).await
+            && let Ok(_read_closed) = socket.ready(Interest::PRIORITY).await
         {
             return;
         }
@@ -196,7 +254,7 @@ impl AsyncRead for DoorSocket {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        poll_read(&self.tcp, cx, out)
+        self.socket.poll_read(cx, out)
     }
 }
 
@@ -206,7 +264,10 @@ impl AsyncWrite for DoorSocket {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.poll_send(cx, |tcp| tcp.try_write(data))
+        self.poll_send(
+            cx,
+            |socket| on_either!(socket, socket => socket.try_write(data)),
+        )
     }
 
     fn poll_write_vectored(
@@ -214,14 +275,14 @@ impl AsyncWrite for DoorSocket {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.poll_send(cx, |tcp| tcp.try_write_vectored(data))
+        self.poll_send(cx, |socket| socket.try_write_vectored(data))
     }
 
     fn is_write_vectored(&self) -> bool {
         true
     }
 
-    /// A TCP socket holds nothing back.
+    /// A socket holds nothing back.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -231,7 +292,7 @@ impl AsyncWrite for DoorSocket {
             return Poll::Ready(Err(error));
         }
         if !self.fin_sent {
-            tcp::finish(&self.tcp)?;
+            self.socket.finish()?;
             self.fin_sent = true;
         }
         if !self.fate.upgraded.load(Ordering::Relaxed) {
@@ -248,7 +309,7 @@ impl Drop for DoorSocket {
         let open_ended = self.fate.begun.load(Ordering::Relaxed) && !self.fin_sent;
         let unfinished = self.fate.unfinished.load(Ordering::Relaxed) > 0;
         if (self.fate.is_cut() || open_ended || unfinished)
-            && let Err(error) = tcp::abort_on_close(&self.tcp)
+            && let Err(error) = self.socket.abort_on_close()
         {
             debug!(%error, "cannot make the close a reset");
         }

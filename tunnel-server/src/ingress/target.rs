@@ -138,16 +138,18 @@ fn check_form(facts: &Facts<'_>) -> Result<(), Failure> {
             "absolute-form requests are not offered on this port; send the path and put the node in Host",
         ));
     }
-    if !is_plainly_coded(facts.headers) {
+    check_path(facts.uri, facts.headers)
+}
+
+/// A path, and nothing behind the head that another reader would take for a request.
+pub(super) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), Failure> {
+    if !is_plainly_coded(headers) {
         return Err(bad("Transfer-Encoding other than chunked is not offered"));
     }
-    if !facts.uri.path().starts_with('/') {
+    if !uri.path().starts_with('/') {
         return Err(bad("the request target is not a path"));
     }
-    let target = facts
-        .uri
-        .path_and_query()
-        .map_or("", |target| target.as_str());
+    let target = uri.path_and_query().map_or("", |target| target.as_str());
     if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(bad(
             "the request target has bytes that no URI has (RFC 3986); percent-encode them",
@@ -211,7 +213,7 @@ fn choose_node(
     }
 }
 
-fn route_failure(error: &crate::routes::RouteError) -> Failure {
+pub(super) fn route_failure(error: &crate::routes::RouteError) -> Failure {
     use crate::routes::RouteError;
     let outcome = match error {
         RouteError::UnknownName(_) | RouteError::UnknownAddress(_) => Outcome::UnknownNode,
@@ -236,25 +238,36 @@ fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a st
         .transpose()
 }
 
-fn bad(text: impl Into<String>) -> Failure {
+pub(super) fn bad(text: impl Into<String>) -> Failure {
     Failure::new(Outcome::BadRequest, text)
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Host {
+/// What a caller names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Host {
     Name(NodeName),
     Address(IpAddr),
 }
 
-#[derive(Debug, PartialEq, Eq)]
-struct HostPort {
-    host: Host,
-    port: Option<Port>,
+impl std::fmt::Display for Host {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Name(name) => name.fmt(formatter),
+            Self::Address(IpAddr::V4(address)) => address.fmt(formatter),
+            Self::Address(IpAddr::V6(address)) => write!(formatter, "[{address}]"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct HostPort {
+    pub(super) host: Host,
+    pub(super) port: Option<Port>,
 }
 
 impl HostPort {
     /// `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]`, `[v6]:port` (RFC 9110, section 7.2).
-    fn parse(text: &str) -> Option<Self> {
+    pub(super) fn parse(text: &str) -> Option<Self> {
         if let Some(rest) = text.strip_prefix('[') {
             let (address, rest) = rest.split_once(']')?;
             let address: Ipv6Addr = address.parse().ok()?;

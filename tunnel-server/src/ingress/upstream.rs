@@ -57,7 +57,8 @@ pub(super) struct Upstream {
     sender: SendRequest<SentBody>,
     /// Drives the connection; dropping it closes the target's side at once.
     driver: AbortOnDropHandle<()>,
-    session: SessionId,
+    /// None for a connection that the server dialled itself.
+    session: Option<SessionId>,
     bytes: Arc<ByteCount>,
     heard: Heard,
 }
@@ -114,7 +115,8 @@ impl Way<'_> {
         {
             record.carried(upstream.session, upstream.bytes.clone());
             let before = upstream.heard.bytes();
-            match self.send(&mut upstream, request).await {
+            let place = self.destination.to_string();
+            match send(&mut upstream, request, &place).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(unanswered) => {
                     let ended = unanswered.failure.outcome == Outcome::TargetBadResponse
@@ -173,47 +175,16 @@ impl Way<'_> {
             let mut upstream = Upstream {
                 sender,
                 driver,
-                session,
+                session: Some(session),
                 bytes,
                 heard,
             };
-            let response = self.send(&mut upstream, request).await;
+            let response = send(&mut upstream, request, &place).await;
             Ok((response.map_err(|unanswered| unanswered.failure)?, upstream))
         };
         exchanged.await.map_err(|failure| Attempt {
             failure,
             session: Some(session),
-        })
-    }
-
-    /// Sends a request over a connection and waits for the final head.
-    async fn send(
-        &self,
-        upstream: &mut Upstream,
-        mut request: Request<SentBody>,
-    ) -> Result<Response<Incoming>, Box<Unanswered>> {
-        let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
-        let tell = too_many.clone();
-        hyper::ext::on_informational(&mut request, move |_| {
-            if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
-                tell.notify_one();
-            }
-        });
-        let place = || self.destination.to_string();
-        let sent = tokio::select! {
-            biased;
-            sent = upstream.sender.try_send_request(request) => sent,
-            () = too_many.notified() => {
-                let text = format!("{}: the target sent more than {INTERIM_MAX} interim answers", place());
-                let failure = Failure::new(Outcome::TargetBadResponse, text);
-                return Err(Box::new(Unanswered { failure, unsent: None }));
-            }
-        };
-        sent.map_err(|mut error| {
-            let unsent = error.take_message();
-            let bad = Outcome::TargetBadResponse;
-            let failure = Failure::from_stream(&error.into_error(), &place(), bad);
-            Box::new(Unanswered { failure, unsent })
         })
     }
 
@@ -250,6 +221,62 @@ impl Way<'_> {
             }
         }
     }
+}
+
+/// Sends a request over a connection and waits for the final head.
+async fn send(
+    upstream: &mut Upstream,
+    mut request: Request<SentBody>,
+    place: &str,
+) -> Result<Response<Incoming>, Box<Unanswered>> {
+    let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
+    let tell = too_many.clone();
+    hyper::ext::on_informational(&mut request, move |_| {
+        if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
+            tell.notify_one();
+        }
+    });
+    let sent = tokio::select! {
+        biased;
+        sent = upstream.sender.try_send_request(request) => sent,
+        () = too_many.notified() => {
+            let text = format!("{place}: the target sent more than {INTERIM_MAX} interim answers");
+            let failure = Failure::new(Outcome::TargetBadResponse, text);
+            return Err(Box::new(Unanswered { failure, unsent: None }));
+        }
+    };
+    sent.map_err(|mut error| {
+        let unsent = error.take_message();
+        let bad = Outcome::TargetBadResponse;
+        let failure = Failure::from_stream(&error.into_error(), place, bad);
+        Box::new(Unanswered { failure, unsent })
+    })
+}
+
+/// Sends a request over a plain connection that the server has dialled itself, and that serves this request alone.
+///
+/// # Errors
+/// A [`Failure`] with the answer for the caller.
+pub(super) async fn exchange_direct<S>(
+    doors: &Arc<Doors>,
+    (connection, bytes): (S, Arc<ByteCount>),
+    request: Request<RequestBody>,
+    place: &str,
+) -> Result<(Response<Incoming>, Upstream), Failure>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let heard = Heard::default();
+    let (sender, driver) = handshake(doors, connection, &heard, place).await?;
+    let mut upstream = Upstream {
+        sender,
+        driver,
+        session: None,
+        bytes,
+        heard,
+    };
+    let sent = send(&mut upstream, request.map(Either::Left), place).await;
+    Ok((sent.map_err(|unanswered| unanswered.failure)?, upstream))
 }
 
 /// The connection of an answer that is under way. Dropped midway, it closes the target's side at once.

@@ -52,6 +52,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
         }),
         advertised: vec!["running.example:10262".into()],
         issues: true,
+        tunnels: None,
     };
     admin::start(state.clone(), dir, shutdown).unwrap();
     state

@@ -62,9 +62,7 @@ impl Access {
             let verified = self
                 .clients
                 .verify_client_cert(certificate, &[], UnixTime::now());
-            let user = verified
-                .ok()
-                .and_then(|_| common_name(certificate).ok().flatten());
+            let user = verified.ok().and_then(|_| common_name(certificate));
             let user = user.ok_or_else(unauthorized)?;
             return match self.masters.contains(&user) {
                 true => Ok(()),

@@ -1,6 +1,6 @@
-mod bench;
+pub(in crate::ingress) mod bench;
 mod framing;
-mod fuzz;
+pub(in crate::ingress) mod fuzz;
 mod hangup;
 mod limits;
 mod moves;

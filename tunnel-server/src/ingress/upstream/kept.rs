@@ -63,7 +63,10 @@ impl Kept {
         registry: &Registry,
     ) {
         let node = &purpose.destination.node;
-        if upstream.sender.is_closed() || !registry.may_keep(node, upstream.session) {
+        let may_stay = upstream
+            .session
+            .is_some_and(|session| registry.may_keep(node, session));
+        if upstream.sender.is_closed() || !may_stay {
             return upstream.close(&self.drivers);
         }
         let idle = Idle {
@@ -89,7 +92,8 @@ impl Kept {
         let fits = serves == *purpose
             && until > Instant::now()
             && upstream.sender.is_ready()
-            && registry.active(&purpose.destination.node) == Some(upstream.session);
+            && upstream.session.is_some()
+            && registry.active(&purpose.destination.node) == upstream.session;
         if fits {
             return Some(upstream);
         }

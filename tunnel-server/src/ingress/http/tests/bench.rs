@@ -17,7 +17,9 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
 use crate::callers::Borrowers;
+use crate::ingress::connect::Gate;
 use crate::ingress::http::serve;
+use crate::ingress::peer::CallerName;
 use crate::ingress::socket::Hangup;
 use crate::ingress::target::Scheme;
 use crate::ingress::{Door, DoorLimits, Doors, Line, Mode};
@@ -29,39 +31,39 @@ use crate::targets::Targets;
 use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
 
 /// A plain door, and agents that the test plays.
-pub(super) struct Bench {
-    pub(super) doors: Arc<Doors>,
+pub(in crate::ingress) struct Bench {
+    pub(in crate::ingress) doors: Arc<Doors>,
     counters: MetricsRegistry,
 }
 
 /// An agent's end, newest first.
-pub(super) struct Agent {
-    pub(super) far: Arc<dyn Session>,
+pub(in crate::ingress) struct Agent {
+    pub(in crate::ingress) far: Arc<dyn Session>,
     _registered: Registration,
 }
 
 impl Agent {
     /// The next stream, and what it is for.
-    pub(super) async fn asked(&self) -> (StreamHeader, Stream) {
+    pub(in crate::ingress) async fn asked(&self) -> (StreamHeader, Stream) {
         let incoming = within(self.far.accept()).await.unwrap();
         incoming.header(Instant::now() + PATIENCE).await.unwrap()
     }
 
-    pub(super) async fn stream(&self) -> Stream {
+    pub(in crate::ingress) async fn stream(&self) -> Stream {
         self.asked().await.1
     }
 
-    pub(super) async fn refuses(&self, code: RefusalCode) {
+    pub(in crate::ingress) async fn refuses(&self, code: RefusalCode) {
         self.stream().await.refuse(code, "as the agent says").await;
     }
 
     /// Takes a request and returns it as it came.
-    pub(super) async fn answers(&self) -> String {
+    pub(in crate::ingress) async fn answers(&self) -> String {
         self.answers_with(HI).await
     }
 
     /// The same with an answer of the test's, after which the target closes.
-    pub(super) async fn answers_with(&self, answer: &str) -> String {
+    pub(in crate::ingress) async fn answers_with(&self, answer: &str) -> String {
         let mut stream = self.accepts().await;
         let head = head(&mut stream).await;
         stream.write_all(answer.as_bytes()).await.unwrap();
@@ -70,14 +72,14 @@ impl Agent {
     }
 
     /// The next stream, its target connected.
-    pub(super) async fn accepts(&self) -> Stream {
+    pub(in crate::ingress) async fn accepts(&self) -> Stream {
         let mut stream = self.stream().await;
         stream.accept("").await.unwrap();
         stream
     }
 
     /// Whether no stream comes for a while.
-    pub(super) async fn is_left_alone(&self) -> bool {
+    pub(in crate::ingress) async fn is_left_alone(&self) -> bool {
         tokio::time::timeout(Duration::from_millis(20), self.far.accept())
             .await
             .is_err()
@@ -85,7 +87,7 @@ impl Agent {
 }
 
 impl Bench {
-    pub(super) fn new() -> Self {
+    pub(in crate::ingress) fn new() -> Self {
         let routes = Routes::default();
         let known = RouteNode {
             name: node(),
@@ -131,7 +133,7 @@ impl Bench {
         }
     }
 
-    pub(super) fn agent(&self) -> Agent {
+    pub(in crate::ingress) fn agent(&self) -> Agent {
         let (near, far) = session();
         let id = self.doors.registry.next_id();
         let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
@@ -142,7 +144,7 @@ impl Bench {
     }
 
     /// The sum of a metric's series.
-    pub(super) fn metric(&self, series: &str) -> u64 {
+    pub(in crate::ingress) fn metric(&self, series: &str) -> u64 {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(series));
@@ -150,22 +152,34 @@ impl Bench {
     }
 
     /// The whole answer to a request.
-    pub(super) async fn ask(&self, request: &str) -> String {
+    pub(in crate::ingress) async fn ask(&self, request: &str) -> String {
         self.ask_at(door(), request).await
     }
 
     /// The same at a door for https targets, behind its TLS.
-    pub(super) async fn ask_secure(&self, request: &str) -> String {
+    pub(in crate::ingress) async fn ask_secure(&self, request: &str) -> String {
         let secure = Door {
             name: "https",
             scheme: Scheme::Https,
             implied_port: None,
             tls: None,
+            connect: None,
         };
         self.ask_at(Arc::new(secure), request).await
     }
 
-    async fn ask_at(&self, door: Arc<Door>, request: &str) -> String {
+    /// A CONNECT door with this gate, without TLS.
+    pub(in crate::ingress) fn gate(gate: Gate) -> Arc<Door> {
+        Arc::new(Door {
+            name: "connect",
+            scheme: Scheme::Http,
+            implied_port: None,
+            tls: None,
+            connect: Some(gate),
+        })
+    }
+
+    pub(in crate::ingress) async fn ask_at(&self, door: Arc<Door>, request: &str) -> String {
         let mut caller = self.connect_at(door);
         let ask = async {
             caller.write_all(request.as_bytes()).await.unwrap();
@@ -177,15 +191,16 @@ impl Bench {
     }
 
     /// A caller's connection in memory.
-    pub(super) fn connect(&self) -> DuplexStream {
+    pub(in crate::ingress) fn connect(&self) -> DuplexStream {
         self.connect_at(door())
     }
 
-    fn connect_at(&self, door: Arc<Door>) -> DuplexStream {
+    pub(in crate::ingress) fn connect_at(&self, door: Arc<Door>) -> DuplexStream {
         let (caller, served) = tokio::io::duplex(64 << 10);
         let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let line = Line {
-            peer,
+            peer: peer.into(),
+            name: CallerName::Unnamed,
             fate: Arc::default(),
             hangup: Hangup::never(),
             place: self.doors.strangers.enter(peer.ip()).unwrap(),
@@ -197,10 +212,14 @@ impl Bench {
     }
 
     /// A caller's connection over TCP.
-    pub(super) async fn dial(&self) -> TcpStream {
+    pub(in crate::ingress) async fn dial(&self) -> TcpStream {
+        self.dial_at(door()).await
+    }
+
+    pub(in crate::ingress) async fn dial_at(&self, door: Arc<Door>) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        self.doors.start(listener, Mode::Http(door()));
+        self.doors.start(listener, Mode::Http(door));
         TcpStream::connect(address).await.unwrap()
     }
 }
@@ -218,19 +237,20 @@ fn door() -> Arc<Door> {
         scheme: Scheme::Http,
         implied_port: None,
         tls: None,
+        connect: None,
     })
 }
 
 /// A short answer whose connection may go on.
-pub(super) const HI: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi";
+pub(in crate::ingress) const HI: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi";
 
 /// A request that asks for nothing after it, without its empty line.
-pub(super) fn get(path: &str) -> String {
+pub(in crate::ingress) fn get(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: worker-1:9100\r\n")
 }
 
 /// Reads through the next empty line.
-pub(super) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
+pub(in crate::ingress) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         head.push(within(stream.read_u8()).await.unwrap());
@@ -239,7 +259,7 @@ pub(super) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
 }
 
 /// Sends a request and reads exactly the answer [`HI`].
-pub(super) async fn hears_hi<S>(caller: &mut S, request: &str)
+pub(in crate::ingress) async fn hears_hi<S>(caller: &mut S, request: &str)
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {

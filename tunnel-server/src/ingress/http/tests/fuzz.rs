@@ -6,7 +6,7 @@
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
 
-mod exchange;
+pub(in crate::ingress) mod exchange;
 mod mutate;
 mod strict;
 
@@ -18,7 +18,11 @@ const HI: &[u8] = super::bench::HI.as_bytes();
 
 /// Runs `check` on pairs of mutated inputs, on all processors.
 #[expect(clippy::print_stderr, reason = "figures of a longer run")]
-fn run(requests: &[&str], answers: &[&str], check: impl Fn(&[u8], &[u8]) -> bool + Sync) {
+pub(in crate::ingress) fn run(
+    requests: &[&str],
+    answers: &[&str],
+    check: impl Fn(&[u8], &[u8]) -> bool + Sync,
+) {
     let number = |name: &str, default: u64| {
         std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
     };

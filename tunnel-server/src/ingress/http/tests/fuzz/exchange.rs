@@ -103,16 +103,16 @@ impl Routed {
     }
 }
 
-static ROUTES: LazyLock<RouteTable> = LazyLock::new(|| {
+pub(in crate::ingress) static ROUTES: LazyLock<RouteTable> = LazyLock::new(|| {
     let (one, two) = ("worker-1".parse().unwrap(), "worker-2".parse().unwrap());
     let addresses = ["192.0.2.1".parse().unwrap()];
     RouteTable::new([(&one, &addresses[..]), (&two, &[][..])])
 });
-static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| PortPolicy {
+pub(in crate::ingress) static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| PortPolicy {
     http: "9100".parse().unwrap(),
     ..PortPolicy::default()
 });
-const LIMITS: DoorLimits = DoorLimits {
+pub(in crate::ingress) const LIMITS: DoorLimits = DoorLimits {
     handshake: Duration::from_secs(1),
     request_head_time: Duration::from_secs(1),
     request_head_bytes: 64 << 10,
@@ -191,7 +191,8 @@ async fn serve(
                 bytes: Vec::new(),
             };
             let shares = may_share_connection(&request);
-            prepare(&mut request, &routed.destination, wanted.as_ref(), !shares);
+            let host = routed.destination.host_field();
+            prepare(&mut request, &host, wanted.as_ref(), !shares);
             let wire = Wire::new(&[]);
             let answered = ask(request, &wire, answer).await;
             routed.bytes.clone_from(&wire.0.borrow().output);
@@ -283,7 +284,7 @@ impl Body for TargetBody {
 
 /// A connection in memory: what was put in is read, then nothing; what is written is kept.
 #[derive(Clone)]
-struct Wire(Rc<RefCell<Ends>>);
+pub(in crate::ingress) struct Wire(Rc<RefCell<Ends>>);
 
 struct Ends {
     input: Vec<u8>,
@@ -292,12 +293,29 @@ struct Ends {
 }
 
 impl Wire {
-    fn new(input: &[u8]) -> Self {
+    pub(in crate::ingress) fn new(input: &[u8]) -> Self {
         Self(Rc::new(RefCell::new(Ends {
             input: input.to_vec(),
             at: 0,
             output: Vec::new(),
         })))
+    }
+
+    /// Changes with whatever is read or written.
+    pub(in crate::ingress) fn progress(&self) -> usize {
+        let ends = self.0.borrow();
+        ends.at + ends.output.len()
+    }
+
+    /// What was written.
+    pub(in crate::ingress) fn output(&self) -> Vec<u8> {
+        self.0.borrow().output.clone()
+    }
+
+    /// What nobody has read.
+    pub(in crate::ingress) fn unread(&self) -> Vec<u8> {
+        let ends = self.0.borrow();
+        ends.input[ends.at..].to_vec()
     }
 
     fn feed(&self, bytes: &[u8]) {

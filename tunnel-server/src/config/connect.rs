@@ -1,0 +1,234 @@
+//! Checks of the CONNECT doors' settings.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use tunnel_proto::process::settings::Mistakes;
+
+use super::RawConfig;
+use super::check::{address, parsed};
+use crate::ingress::connect::ranges::DirectTarget;
+
+/// What the CONNECT doors are to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectSettings {
+    /// The TCP door.
+    pub listen: Option<SocketAddr>,
+    /// The Unix socket.
+    pub unix: Option<UnixDoor>,
+    /// Makes the TCP door TLS, for certificates of this CA.
+    pub client_ca: Option<PathBuf>,
+    /// Names and passwords for the TCP door.
+    pub auth: Option<PathBuf>,
+    /// What may be dialled without an agent; none means what the cluster tells.
+    pub direct: Option<Vec<DirectTarget>>,
+}
+
+/// A Unix socket and who may use it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnixDoor {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its mode.
+    pub mode: u32,
+    /// Its owner and group.
+    pub owner: Option<(u32, Option<u32>)>,
+}
+
+/// The settings, or `None` when there is no CONNECT door.
+pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<ConnectSettings> {
+    let listen = raw.connect_listen.as_deref().filter(|text| *text != OFF);
+    let path = raw.connect_uds.as_deref().filter(|text| *text != OFF);
+    refuse_idle(bad, raw, (listen.is_some(), path.is_some()));
+    let mode = raw.connect_uds_mode.as_deref().map(mode);
+    let mode = mode.map_or(DEFAULT_MODE, |mode| bad.take(UDS_MODE, mode, DEFAULT_MODE));
+    let owner = raw.connect_uds_owner.as_deref().map(owner);
+    let owner = owner.and_then(|owner| bad.take(UDS_OWNER, owner.map(Some), None));
+    let direct = direct(bad, &raw.connect_direct);
+    if listen.is_none() && path.is_none() {
+        return None;
+    }
+    let settings = ConnectSettings {
+        listen: listen.and_then(|text| address(bad, LISTEN, text)),
+        unix: path.map(|path| UnixDoor {
+            path: path.into(),
+            mode,
+            owner,
+        }),
+        client_ca: raw.client_ca.as_deref().map(PathBuf::from),
+        auth: raw.connect_auth.as_deref().map(PathBuf::from),
+        direct,
+    };
+    let allows = raw.allow_unauthenticated.as_deref();
+    let allows_anyone = parsed(&mut Mistakes::default(), "", allows, false);
+    if let Some(address) = settings.listen
+        && settings.client_ca.is_none()
+        && settings.auth.is_none()
+        && !address.ip().to_canonical().is_loopback()
+        && !allows_anyone
+    {
+        bad.add(
+            LISTEN,
+            format!(
+                "{address} would let anyone on the network reach the nodes and more; listen on loopback, ask for \
+                 certificates (--client-ca) or passwords (--connect-auth), or say --allow-unauthenticated"
+            ),
+        );
+    }
+    Some(settings)
+}
+
+/// Settings that mean nothing without their door are more likely a slip than a wish.
+fn refuse_idle(bad: &mut Mistakes, raw: &RawConfig, (tcp, unix): (bool, bool)) {
+    let is_off = |text: &Option<String>| text.as_deref() == Some(OFF);
+    let doors = "--connect-listen or --connect-uds";
+    for (setting, is_idle, door, door_off) in [
+        (
+            AUTH,
+            raw.connect_auth.is_some() && !tcp,
+            LISTEN,
+            is_off(&raw.connect_listen),
+        ),
+        (
+            UDS_MODE,
+            raw.connect_uds_mode.is_some() && !unix,
+            UDS,
+            is_off(&raw.connect_uds),
+        ),
+        (
+            UDS_OWNER,
+            raw.connect_uds_owner.is_some() && !unix,
+            UDS,
+            is_off(&raw.connect_uds),
+        ),
+        (
+            DIRECT,
+            !raw.connect_direct.is_empty() && !tcp && !unix,
+            doors,
+            is_off(&raw.connect_listen) || is_off(&raw.connect_uds),
+        ),
+    ] {
+        if is_idle && !door_off {
+            bad.add(setting, format!("means nothing without {door}"));
+        }
+    }
+}
+
+fn mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| format!("{text:?} is not an octal mode, as in 660"))
+}
+
+fn owner(text: &str) -> Result<(u32, Option<u32>), String> {
+    let (user, group) = match text.split_once(':') {
+        Some((user, group)) => (user, Some(group)),
+        None => (text, None),
+    };
+    let number = |text: &str| {
+        text.parse::<u32>()
+            .map_err(|error| format!("{text:?} is not the number of a user or group: {error}"))
+    };
+    Ok((number(user)?, group.map(number).transpose()?))
+}
+
+fn direct(bad: &mut Mistakes, told: &[String]) -> Option<Vec<DirectTarget>> {
+    if told.is_empty() {
+        return None;
+    }
+    let mut targets = Vec::new();
+    for text in told.iter().filter(|text| *text != OFF) {
+        match text.parse() {
+            Ok(target) => targets.push(target),
+            Err(problem) => bad.add(DIRECT, problem),
+        }
+    }
+    Some(targets)
+}
+
+const LISTEN: &str = "--connect-listen";
+const UDS: &str = "--connect-uds";
+const UDS_MODE: &str = "--connect-uds-mode";
+const UDS_OWNER: &str = "--connect-uds-owner";
+const AUTH: &str = "--connect-auth";
+const DIRECT: &str = "--connect-direct";
+const OFF: &str = "off";
+/// The server's user alone.
+const DEFAULT_MODE: u32 = 0o600;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn yaml(text: &str) -> Result<Option<ConnectSettings>, String> {
+        let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        let config = Config::try_from(raw).map_err(|error| error.to_string())?;
+        Ok(config.connect)
+    }
+
+    #[test]
+    fn doors_are_off_until_they_are_named() {
+        assert_eq!(yaml("{}"), Ok(None));
+        assert_eq!(
+            yaml("connectListen: off\nconnectAuth: /f\nconnectDirect: [10.0.0.0/8]"),
+            Ok(None)
+        );
+        let settings = yaml(
+            "connectUds: /run/c.sock\nconnectUdsMode: '660'\nconnectUdsOwner: '0:1000'\n\
+             connectDirect: ['10.96.0.0/12:443', '[fd00::/8]:443', '192.0.2.1']",
+        );
+        let settings = settings.unwrap().unwrap();
+        let unix = settings.unix.unwrap();
+        assert_eq!((unix.mode, unix.owner), (0o660, Some((0, Some(1000)))));
+        assert_eq!(settings.direct.unwrap().len(), 3);
+        assert_eq!(
+            yaml("connectUds: /s\nconnectDirect: [off]")
+                .unwrap()
+                .unwrap()
+                .direct,
+            Some(vec![])
+        );
+    }
+
+    #[test]
+    fn a_wide_door_asks_for_something_or_is_refused() {
+        let wide = "connectListen: 0.0.0.0:8131\n";
+        let refused = yaml(wide).unwrap_err();
+        assert!(refused.contains("--connect-listen"), "{refused}");
+        for more in [
+            "clientCa: /ca.crt",
+            "connectAuth: /passwords",
+            "allowUnauthenticated: 'true'",
+        ] {
+            yaml(&format!("{wide}{more}")).unwrap();
+        }
+        yaml("connectListen: 127.0.0.1:8131").unwrap();
+    }
+
+    #[test]
+    fn slips_are_told() {
+        for (text, hint) in [
+            ("connectAuth: /f", "--connect-auth"),
+            ("connectUdsMode: '600'", "--connect-uds-mode"),
+            ("connectDirect: [10.0.0.0/8]", "--connect-direct"),
+            ("connectUds: /s\nconnectUdsMode: '9'", "octal"),
+            ("connectUds: /s\nconnectUdsOwner: root", "number"),
+            (
+                "connectUds: /s\nconnectDirect: [10.1.0.0/8]",
+                "write 10.0.0.0/8",
+            ),
+            (
+                "connectUds: /s\nconnectDirect: ['10.0.0.0/8:']",
+                "names no port",
+            ),
+            (
+                "connectUds: /s\nconnectDirect: [example.com]",
+                "not a network",
+            ),
+        ] {
+            let error = yaml(text).unwrap_err();
+            assert!(error.contains(hint), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! The CONNECT doors: callers name any target, and get bytes to it or, for plain HTTP, an answer; what is no edge node is
+//! dialled by the server itself, within bounds.
+//!
+//! Two kinds of callers are meant. kube-apiserver's egress selector sends `CONNECT HOST:PORT` and wants a status of exactly
+//! 200 with not a byte behind the head. Prometheus' `proxy_url` sends the same for https targets, and the whole URL for http
+//! ones. TLS inside a tunnel is between caller and target.
+
+use std::sync::Arc;
+
+use http::{HeaderValue, Request, Response};
+use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::Instant;
+use tracing::debug;
+use tunnel_proto::relay::{RelayEnd, relay};
+use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+
+use super::Doors;
+use super::answer::{Failure, Outcome};
+use super::body::{Passing, RequestBody};
+use super::fields::{clean_response, judge, prepare, trace_parent};
+use super::http::{Caller, Forwarded, Rest};
+use super::peer::CallerName;
+use super::record::Record;
+use super::socket::read_away;
+use super::target::{Destination, Scheme};
+use super::upstream::{Carrier, exchange_direct};
+
+mod admin;
+mod dial;
+mod goal;
+pub mod passwords;
+pub mod ranges;
+
+pub use admin::Tunnels;
+pub use dial::Direct;
+use dial::DirectSocket;
+use goal::{Form, Goal, Way};
+use passwords::LivePasswords;
+
+/// What a CONNECT door asks of its callers, and lets them do.
+#[derive(Debug, Clone)]
+pub struct Gate {
+    /// Whoever shows no certificate has to know one of these.
+    pub passwords: Option<Arc<LivePasswords>>,
+    /// Callers may come without TLS, too.
+    pub also_plain: bool,
+    /// Connections of the server's own.
+    pub direct: Arc<Direct>,
+}
+
+/// An open way to a target.
+#[derive(Debug)]
+pub(super) enum Tunnel {
+    /// Through an agent.
+    Agent(Stream),
+    /// By the server itself.
+    Direct(DirectSocket),
+}
+
+impl Gate {
+    /// Who the caller is.
+    fn admit(
+        &self,
+        shown: &CallerName,
+        request: &Request<Incoming>,
+    ) -> Result<CallerName, Failure> {
+        let Some(passwords) = &self.passwords else {
+            return Ok(shown.clone());
+        };
+        match shown {
+            CallerName::Certificate(_) | CallerName::Uid(_) | CallerName::User(_) => {
+                Ok(shown.clone())
+            }
+            CallerName::Unnamed => match passwords.load().user(request.headers()) {
+                Some(user) => Ok(CallerName::User(user)),
+                None => {
+                    let text = "a name and a password of --connect-auth are needed";
+                    Err(Failure::new(Outcome::ProxyAuth, text))
+                }
+            },
+        }
+    }
+}
+
+/// Answers one request of a CONNECT door.
+pub(super) async fn forward(
+    gate: &Gate,
+    caller: &Caller,
+    request: Request<Incoming>,
+    record: &mut Record,
+) -> Result<Forwarded, Failure> {
+    record.caller(&gate.admit(&caller.name, &request)?);
+    let goal = Goal::of(request.method(), request.uri(), request.headers())?;
+    let doors = &caller.doors;
+    let way = way(doors, gate, &goal)?;
+    match goal.form {
+        Form::Connect => {
+            let trace_parent = trace_parent(request.headers());
+            let tunnel = open(doors, gate, (&goal, way, trace_parent), record).await?;
+            let caller = caller.take_upgrade().ok_or_else(|| {
+                Failure::new(Outcome::BadRequest, "the connection cannot be taken over")
+            })?;
+            Ok(Forwarded {
+                head: Response::new(()),
+                rest: Rest::Tunnel {
+                    caller,
+                    tunnel: Box::new(tunnel),
+                },
+            })
+        }
+        Form::Read => {
+            let request = in_origin_form(request);
+            match way {
+                Way::Agent(destination) => {
+                    let passed = caller.pass_on(request, (destination, Scheme::Http), None, record);
+                    passed.await
+                }
+                Way::Direct(place) => {
+                    let text = goal.to_string();
+                    record.destination(&format!("direct {text}"));
+                    let socket = gate.direct.dial(&place, goal.port, &text).await?;
+                    read_direct(doors, (socket, &text), request, record).await
+                }
+            }
+        }
+    }
+}
+
+fn way(doors: &Doors, gate: &Gate, goal: &Goal) -> Result<Way, Failure> {
+    goal.way(
+        &doors.routes.load(),
+        &doors.policy.load(),
+        &gate.direct.allowed().cluster(),
+        |node| doors.registry.has(node),
+    )
+}
+
+/// Opens the way, up to the target's having accepted the connection.
+async fn open(
+    doors: &Doors,
+    gate: &Gate,
+    (goal, way, trace_parent): (&Goal, Way, String),
+    record: &mut Record,
+) -> Result<Tunnel, Failure> {
+    match way {
+        Way::Agent(destination) => {
+            record.destination(&destination);
+            let stream = open_stream(doors, &destination, trace_parent, record).await?;
+            Ok(Tunnel::Agent(stream))
+        }
+        Way::Direct(place) => {
+            let text = goal.to_string();
+            record.destination(&format!("direct {text}"));
+            let socket = gate.direct.dial(&place, goal.port, &text).await?;
+            record.dialled(socket.bytes());
+            Ok(Tunnel::Direct(socket))
+        }
+    }
+}
+
+/// Opens a stream and waits for the agent's word that the target is connected. An agent that is stopping has started
+/// nothing, so that another session of the node may be asked, once.
+async fn open_stream(
+    doors: &Doors,
+    destination: &Destination,
+    trace_parent: String,
+    record: &mut Record,
+) -> Result<Stream, Failure> {
+    let place = destination.to_string();
+    let header = StreamHeader {
+        kind: StreamKind::Target(destination.target.clone()),
+        trace_parent,
+    };
+    let (registry, limit) = (&doors.registry, doors.limits.open);
+    let mut refused: Option<(Failure, _)> = None;
+    loop {
+        let except = refused.as_ref().map(|(_, session)| *session);
+        let began = Instant::now();
+        let opened = registry.open(&destination.node, &header, limit, except);
+        let mut opened = match (opened.await, refused.take()) {
+            (Ok(opened), _) => opened,
+            // There was no other way, so the refusal is the answer.
+            (Err(_), Some((failure, _))) => return Err(failure),
+            (Err(error), None) => return Err(Failure::from_open(&error, &place)),
+        };
+        record.opened(opened.session, opened.stream.bytes(), began.elapsed());
+        let Err(error) = opened.stream.accepted().await else {
+            return Ok(opened.stream);
+        };
+        let failure = Failure::from_stream(&error, &place, Outcome::AgentLost);
+        if failure.outcome != Outcome::Draining || except.is_some() {
+            return Err(failure);
+        }
+        refused = Some((failure, opened.session));
+    }
+}
+
+/// Asks a target that the server dialled.
+async fn read_direct(
+    doors: &Arc<Doors>,
+    (mut socket, goal): (DirectSocket, &str),
+    mut request: Request<Incoming>,
+    record: &mut Record,
+) -> Result<Forwarded, Failure> {
+    prepare(&mut request, goal, None, true);
+    let bytes = socket.bytes();
+    record.dialled(bytes.clone());
+    // How a request ends is told by its framing.
+    socket.finish();
+    let exchanged = exchange_direct(doors, (socket, bytes), request.map(RequestBody), goal);
+    let (mut response, upstream) = exchanged.await?;
+    judge(None::<&HeaderValue>, &response).map_err(|what| {
+        let text = format!("{goal}: the target {what}");
+        Failure::new(Outcome::TargetBadResponse, text)
+    })?;
+    clean_response(&mut response, false);
+    let (head, body) = response.into_parts();
+    let carrier = Carrier {
+        upstream,
+        doors: doors.clone(),
+        keep: None,
+    };
+    Ok(Forwarded {
+        head: Response::from_parts(head, ()),
+        rest: Rest::Body(body, carrier),
+    })
+}
+
+/// What a target expects in place of the URL (RFC 9112, section 3.2.1).
+fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
+    let mut parts = http::uri::Parts::default();
+    parts.path_and_query = request.uri().path_and_query().cloned();
+    // A URI of a path and a query alone has nothing to contradict.
+    if let Ok(uri) = http::Uri::from_parts(parts) {
+        *request.uri_mut() = uri;
+    }
+    request
+}
+
+/// Passes bytes both ways once the caller has its 200.
+pub(super) async fn pass(caller: OnUpgrade, tunnel: Tunnel, passing: Passing) {
+    match caller.await {
+        Ok(caller) => pass_bytes(TokioIo::new(caller), tunnel, passing).await,
+        Err(error) => debug!(%error, "caller went away before its tunnel began"),
+    }
+}
+
+/// Half-closes are kept; a cut on one side is one on the other.
+async fn pass_bytes<S>(mut caller: S, mut tunnel: Tunnel, passing: Passing)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin,
+{
+    // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
+    let mut passing = passing;
+    let end = match &mut tunnel {
+        Tunnel::Agent(stream) => relay(&mut caller, stream).await.end,
+        Tunnel::Direct(socket) => relay(&mut caller, socket).await.end,
+    };
+    match end {
+        RelayEnd::Clean => {
+            finish(&mut tunnel);
+            passing.finish();
+        }
+        RelayEnd::ReaderLeft(side) => {
+            debug!(?side, "tunnel ended with unread bytes");
+            passing.record.set(Outcome::Cut);
+            finish(&mut tunnel);
+            read_away(&mut caller).await;
+            passing.unfinished.finish();
+        }
+        RelayEnd::Cut(side, error) => {
+            debug!(?side, %error, "tunnel was cut");
+            passing.record.set(Outcome::Cut);
+        }
+    }
+}
+
+fn finish(tunnel: &mut Tunnel) {
+    match tunnel {
+        // A stream whose halves have ended is finished.
+        Tunnel::Agent(_) => {}
+        Tunnel::Direct(socket) => socket.finish(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

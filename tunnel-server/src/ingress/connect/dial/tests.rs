@@ -1,0 +1,154 @@
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::net::TcpListener;
+
+use super::super::ranges::LiveRanges;
+use super::*;
+
+/// Gives its answers one after the other.
+#[derive(Debug, Default)]
+struct Flipping {
+    answers: Vec<Vec<SocketAddr>>,
+    asked: Arc<AtomicUsize>,
+    names: Mutex<Vec<String>>,
+}
+
+impl Resolve for Flipping {
+    fn resolve<'a>(&'a self, name: &'a str, _port: u16) -> Resolved<'a> {
+        let number = self.asked.fetch_add(1, Ordering::Relaxed);
+        self.names.lock().unwrap().push(name.to_owned());
+        let answer = self.answers[number % self.answers.len()].clone();
+        Box::pin(async move { Ok(answer) })
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+fn allowed(texts: &[&str]) -> Allowed {
+    let targets = texts.iter().map(|text| text.parse().unwrap()).collect();
+    Allowed::Listed(targets, LiveRanges::default())
+}
+
+fn named(name: &str) -> Place {
+    Place::Name(name.parse().unwrap())
+}
+
+async fn accepted(listener: &TcpListener) -> bool {
+    let waited = timeout(Duration::from_millis(20), listener.accept());
+    waited.await.is_ok()
+}
+
+/// S42: whatever a name turns into between calls, one call asks once and dials what it judged.
+#[tokio::test]
+async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialled() {
+    let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = good.local_addr().unwrap().port();
+    // The next call would meet the canary, and the one after it the metadata service.
+    let canary = TcpListener::bind(("127.0.0.2", port)).await.unwrap();
+    let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), port);
+    let asked = Arc::new(AtomicUsize::new(0));
+    let resolver = Flipping {
+        answers: vec![
+            vec![at("127.0.0.1")],
+            vec![at("127.0.0.2")],
+            vec![at("169.254.169.254")],
+            vec![at("127.0.0.2"), at("169.254.169.254"), at("127.0.0.1")],
+        ],
+        asked: asked.clone(),
+        ..Flipping::default()
+    };
+    let direct = Direct::resolving(allowed(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
+    let port = Port::new(port).unwrap();
+    let place = named("flip.example");
+    for round in 0..3 {
+        let expected = [Ok(()), Err(()), Err(()), Ok(())];
+        for (number, expected) in expected.into_iter().enumerate() {
+            let dialled = direct.dial(&place, port, "flip.example").await;
+            let outcome = dialled.as_ref().map(drop).map_err(|failure| {
+                assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{failure}");
+            });
+            assert_eq!(outcome, expected, "call {number} of round {round}");
+            assert_eq!(
+                asked.load(Ordering::Relaxed),
+                round * 4 + number + 1,
+                "asked once"
+            );
+            assert_eq!(accepted(&good).await, expected.is_ok());
+        }
+    }
+    assert!(!accepted(&canary).await);
+}
+
+/// T05: other spellings of addresses are names, and what they resolve to is judged.
+#[tokio::test]
+async fn t05_odd_spellings_of_loopback_reach_no_listener() {
+    let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
+    let direct = Direct::new(allowed(&["0.0.0.0/0", "::/0"]), LIMIT);
+    for spelling in [
+        "2130706433",
+        "0x7f000001",
+        "017700000001",
+        "127.1",
+        "0x7f.1",
+        "0177.0.0.1",
+        "localhost",
+        "localhost.",
+        "0",
+        "0x0",
+    ] {
+        let Ok(name) = spelling.parse() else {
+            // Refused as no name before anything is resolved.
+            continue;
+        };
+        let dialled = direct.dial(&Place::Name(name), port, spelling).await;
+        let failure = dialled
+            .err()
+            .unwrap_or_else(|| panic!("{spelling} was dialled"));
+        assert!(
+            matches!(
+                failure.outcome,
+                Outcome::RefusedByPolicy | Outcome::TargetRefused
+            ),
+            "{spelling}: {failure}"
+        );
+    }
+    for address in [
+        "127.0.0.1",
+        "::1",
+        "::ffff:127.0.0.1",
+        "0.0.0.0",
+        "169.254.169.254",
+    ] {
+        let place = Place::Addresses(vec![address.parse().unwrap()]);
+        let failure = direct.dial(&place, port, address).await.unwrap_err();
+        assert_eq!(
+            failure.outcome,
+            Outcome::RefusedByPolicy,
+            "{address}: {failure}"
+        );
+    }
+    assert!(!accepted(&canary).await);
+}
+
+#[tokio::test]
+async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let resolver = Flipping {
+        answers: vec![Vec::new()],
+        asked: asked.clone(),
+        ..Flipping::default()
+    };
+    let port = Port::new(1).unwrap();
+    let nothing = Direct::resolving(allowed(&[]), LIMIT, Box::new(resolver));
+    let failure = nothing.dial(&named("a.example"), port, "a.example:1").await;
+    let failure = failure.unwrap_err();
+    assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
+    assert!(failure.text.contains("--connect-direct"), "{failure}");
+    assert_eq!(asked.load(Ordering::Relaxed), 0);
+    let direct = Direct::new(allowed(&["127.0.0.0/8"]), LIMIT);
+    let closed = Place::Addresses(vec!["127.0.0.1".parse().unwrap()]);
+    let failure = direct.dial(&closed, port, "127.0.0.1:1").await.unwrap_err();
+    assert_eq!(failure.outcome, Outcome::TargetRefused, "{failure}");
+}

@@ -1,0 +1,137 @@
+use http::{HeaderValue, Request};
+
+use super::*;
+
+fn name(text: &str) -> NodeName {
+    text.parse().unwrap()
+}
+
+fn goal(method: &str, uri: &str, fields: &[(&'static str, &'static str)]) -> Result<Goal, Outcome> {
+    let mut request = Request::builder().method(method).uri(uri).body(()).unwrap();
+    for (name, value) in fields {
+        let value = HeaderValue::from_static(value);
+        request.headers_mut().append(*name, value);
+    }
+    Goal::of(request.method(), request.uri(), request.headers()).map_err(|failure| failure.outcome)
+}
+
+#[test]
+fn connect_takes_its_target_from_the_request_line_alone() {
+    for (uri, expected) in [
+        ("worker-1:10250", Ok("worker-1:10250")),
+        ("WORKER-1.:10250", Ok("worker-1:10250")),
+        ("192.0.2.1:443", Ok("192.0.2.1:443")),
+        ("[2001:db8::1]:443", Ok("[2001:db8::1]:443")),
+        ("worker-1", Err(Outcome::BadRequest)),
+        ("worker-1:0", Err(Outcome::BadRequest)),
+        ("user@worker-1:10250", Err(Outcome::BadRequest)),
+        ("http://worker-1:10250/", Err(Outcome::BadRequest)),
+        ("/worker-1:10250", Err(Outcome::BadRequest)),
+    ] {
+        let told = goal("CONNECT", uri, &[("host", "whatever:1")]);
+        let told = told.map(|goal| {
+            assert_eq!(goal.form, Form::Connect);
+            goal.to_string()
+        });
+        assert_eq!(told.as_deref(), expected.as_ref().copied(), "{uri}");
+    }
+    let with_body = |field| goal("CONNECT", "worker-1:1", &[field]);
+    assert_eq!(with_body(("content-length", "5")), Err(Outcome::BadRequest));
+    assert_eq!(
+        with_body(("transfer-encoding", "chunked")),
+        Err(Outcome::BadRequest)
+    );
+}
+
+#[test]
+fn s44_plain_requests_only_read_and_never_switch_protocols() {
+    let url = "http://worker-1:9100/metrics?a=b";
+    for method in ["GET", "HEAD"] {
+        let told = goal(method, url, &[]).unwrap();
+        assert_eq!(
+            (told.form, told.to_string().as_str()),
+            (Form::Read, "worker-1:9100")
+        );
+    }
+    assert_eq!(
+        goal("GET", "http://worker-1/", &[]).unwrap().to_string(),
+        "worker-1:80"
+    );
+    for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"] {
+        assert_eq!(
+            goal(method, url, &[]),
+            Err(Outcome::RefusedByPolicy),
+            "{method}"
+        );
+    }
+    for fields in [
+        &[("upgrade", "websocket"), ("connection", "Upgrade")][..],
+        &[("upgrade", "SPDY/3.1")],
+        &[("connection", "keep-alive, upgrade")],
+    ] {
+        assert_eq!(
+            goal("GET", url, fields),
+            Err(Outcome::RefusedByPolicy),
+            "{fields:?}"
+        );
+    }
+    for (uri, expected) in [
+        ("https://worker-1:10250/metrics", Outcome::BadRequest),
+        ("http://user:pass@worker-1:9100/", Outcome::BadRequest),
+        ("/metrics", Outcome::BadRequest),
+    ] {
+        assert_eq!(goal("GET", uri, &[]), Err(expected), "{uri}");
+    }
+}
+
+#[test]
+fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
+    let (edge, cloud) = (name("edge-1"), name("cloud-1"));
+    let twin = name("edge-2");
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    let (own, shared, far) = (ip("10.0.0.1"), ip("192.168.33.221"), ip("10.0.0.9"));
+    let routes = RouteTable::new([
+        (&edge, &[own, shared][..]),
+        (&twin, &[shared][..]),
+        (&cloud, &[far][..]),
+    ]);
+    let policy = PortPolicy {
+        http: "9100".parse().unwrap(),
+        ..PortPolicy::default()
+    };
+    let mut cluster = ClusterRanges::default();
+    cluster.cloud_nodes.insert(cloud.clone(), vec![far]);
+    let way = |target: &str, agents: &[&NodeName]| {
+        let goal = goal("CONNECT", target, &[]).unwrap();
+        goal.way(&routes, &policy, &cluster, |node| agents.contains(&node))
+            .map_err(|failure| failure.outcome)
+    };
+    let agent = |node: &NodeName, port| {
+        let target = policy.target(Port::new(port).unwrap()).unwrap();
+        Ok(Way::Agent(Destination {
+            node: node.clone(),
+            target,
+        }))
+    };
+    let direct = |addresses: &[IpAddr]| Ok(Way::Direct(Place::Addresses(addresses.to_vec())));
+    assert_eq!(way("edge-1:10250", &[]), agent(&edge, 10250));
+    assert_eq!(way("10.0.0.1:9100", &[]), agent(&edge, 9100));
+    assert_eq!(way("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
+    assert_eq!(way("edge-1:22", &[]), Err(Outcome::RefusedByPolicy));
+    assert_eq!(
+        way("192.168.33.221:10250", &[]),
+        Err(Outcome::AmbiguousAddress)
+    );
+    assert_eq!(way("cloud-1:10250", &[]), direct(&[far]));
+    assert_eq!(way("10.0.0.9:10250", &[]), direct(&[far]));
+    assert_eq!(
+        way("cloud-1:10250", &[&cloud]),
+        agent(&cloud, 10250),
+        "it has an agent"
+    );
+    assert_eq!(way("10.96.0.10:443", &[]), direct(&[ip("10.96.0.10")]));
+    assert_eq!(
+        way("hook.default.svc:443", &[]),
+        Ok(Way::Direct(Place::Name(name("hook.default.svc"))))
+    );
+}

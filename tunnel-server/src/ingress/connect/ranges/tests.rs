@@ -1,0 +1,104 @@
+use super::*;
+
+fn listed(texts: &[&str]) -> Allowed {
+    let targets = texts.iter().map(|text| text.parse().unwrap()).collect();
+    Allowed::Listed(targets, LiveRanges::default())
+}
+
+fn judge(allowed: &Allowed, address: &str) -> &'static str {
+    match allowed.judge(address.parse().unwrap()) {
+        Ok(_) => "dialled",
+        Err(Refused::Never(..)) => "never",
+        Err(Refused::NotListed(_)) => "not listed",
+    }
+}
+
+/// T05: with everything listed, what is still not dialled; and what a narrow list lets through.
+#[test]
+fn t05_table_of_addresses_that_are_never_dialled_directly() {
+    let all = listed(&["0.0.0.0/0", "::/0"]);
+    for ip in [
+        "169.254.0.1",
+        "169.254.169.254",
+        "169.254.170.2",
+        "169.254.255.255",
+        "100.100.100.200",
+        "192.0.0.192",
+        "168.63.129.16",
+        "0.0.0.0",
+        "0.1.2.3",
+        "224.0.0.1",
+        "239.255.255.255",
+        "255.255.255.255",
+        "[::]",
+        "[fe80::1]",
+        "[febf:ffff::1]",
+        "[ff02::1]",
+        "[fd00:ec2::254]",
+        "[fd00:ec2::23]",
+        "[fd20:ce::254]",
+        "[::ffff:169.254.169.254]",
+        "[::ffff:100.100.100.200]",
+        "[::ffff:0.0.0.0]",
+        "[::ffff:224.0.0.1]",
+        "[64:ff9b::169.254.169.254]",
+        "[64:ff9b::a83f:8110]",
+        "[64:ff9b::127.0.0.1]",
+        "[64:ff9b::10.0.0.5]",
+    ] {
+        for port in [80, 443, 2379, 10250] {
+            assert_eq!(judge(&all, &format!("{ip}:{port}")), "never", "{ip}:{port}");
+        }
+    }
+    for ip in ["127.0.0.1", "127.8.8.8", "[::1]", "[::ffff:127.0.0.1]"] {
+        assert_eq!(judge(&all, &format!("{ip}:10265")), "not listed", "{ip}");
+    }
+    for ip in ["10.0.0.5", "8.8.8.8", "[2001:db8::1]", "[::ffff:10.0.0.5]"] {
+        assert_eq!(judge(&all, &format!("{ip}:443")), "dialled", "{ip}");
+    }
+    assert_eq!(judge(&all, "10.0.0.5:0"), "not listed");
+    let narrow = listed(&["10.96.0.0/12:443", "[fd00::/8]:443-444", "127.0.0.0/8:8443"]);
+    for (address, expected) in [
+        ("10.96.0.10:443", "dialled"),
+        ("10.96.0.10:80", "not listed"),
+        ("10.112.0.1:443", "not listed"),
+        ("[fd00::1]:444", "dialled"),
+        ("[fd00::1]:445", "not listed"),
+        ("127.0.0.1:8443", "dialled"),
+        ("127.0.0.1:8444", "not listed"),
+    ] {
+        assert_eq!(judge(&narrow, address), expected, "{address}");
+    }
+}
+
+#[test]
+fn what_is_judged_is_what_is_dialled() {
+    let all = listed(&["10.0.0.0/8"]);
+    let judged = all.judge("[::ffff:10.0.0.5]:443".parse().unwrap());
+    assert_eq!(judged, Ok("10.0.0.5:443".parse().unwrap()));
+}
+
+#[test]
+fn nothing_is_allowed_before_the_cluster_has_told_of_itself() {
+    let ranges = LiveRanges::default();
+    let allowed = Allowed::Cluster(ranges.clone());
+    assert!(allowed.is_nothing());
+    assert_eq!(judge(&allowed, "10.96.0.1:443"), "not listed");
+    ranges.set_services(vec!["10.96.0.0/12".parse().unwrap()]);
+    let cloud = (
+        "cloud-1".parse().unwrap(),
+        vec!["10.0.0.9".parse().unwrap()],
+    );
+    ranges.set_nodes(vec!["10.244.1.0/24".parse().unwrap()], [cloud].into());
+    for (address, expected) in [
+        ("10.96.0.1:443", "dialled"),
+        ("10.244.1.7:8443", "dialled"),
+        ("10.244.2.7:8443", "not listed"),
+        ("10.0.0.9:10250", "dialled"),
+        ("10.0.0.9:2379", "not listed"),
+        ("10.0.0.10:10250", "not listed"),
+    ] {
+        assert_eq!(judge(&allowed, address), expected, "{address}");
+    }
+    assert!(listed(&[]).is_nothing() && !listed(&["10.0.0.0/8"]).is_nothing());
+}

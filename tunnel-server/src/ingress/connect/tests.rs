@@ -1,0 +1,288 @@
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tunnel_proto::process::base64;
+use tunnel_proto::wire::code::RefusalCode;
+
+use super::passwords::{LivePasswords, Passwords};
+use super::ranges::{Allowed, LiveRanges};
+use super::{Direct, Gate};
+use crate::ingress::Door;
+use crate::ingress::http::tests::bench::{Bench, HI, head};
+use crate::testing::within;
+
+mod fuzz;
+
+/// All that a granted CONNECT is answered with.
+const GRANTED: &str = "HTTP/1.1 200 OK\r\n\r\n";
+const ASK: &str = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
+
+fn open_door(direct: &[&str]) -> Arc<Door> {
+    door(None, direct)
+}
+
+fn door(passwords: Option<&str>, direct: &[&str]) -> Arc<Door> {
+    let listed = direct.iter().map(|text| text.parse().unwrap()).collect();
+    let allowed = Allowed::Listed(listed, LiveRanges::default());
+    let passwords = passwords.map(|text| {
+        let path = std::env::temp_dir().join(format!("culvert-auth-{:x}", rand::random::<u64>()));
+        std::fs::write(&path, text).unwrap();
+        let (_, passwords) = Passwords::load(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        Arc::new(LivePasswords::new(passwords))
+    });
+    Bench::gate(Gate {
+        passwords,
+        also_plain: true,
+        direct: Arc::new(Direct::new(allowed, Duration::from_secs(5))),
+    })
+}
+
+/// P4: status 200 and not a byte behind the head before the caller speaks; what came behind the caller's head is the
+/// target's.
+#[tokio::test]
+async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    for (early, late) in [("", "hello"), ("he", "llo"), ("hello", "")] {
+        let mut caller = bench.connect_at(open_door(&[]));
+        let asks = async {
+            caller
+                .write_all(format!("{ASK}{early}").as_bytes())
+                .await
+                .unwrap();
+            let granted = head(&mut caller).await;
+            assert_eq!(granted, GRANTED);
+            let silent = tokio::time::timeout(Duration::from_millis(20), caller.read_u8()).await;
+            assert!(silent.is_err(), "a byte came before the caller spoke");
+            caller.write_all(late.as_bytes()).await.unwrap();
+        };
+        let (mut stream, ()) = tokio::join!(agent.accepts(), asks);
+        let mut heard = [0; 5];
+        within(stream.read_exact(&mut heard)).await.unwrap();
+        assert_eq!(&heard, b"hello");
+        stream.write_all(b"answer").await.unwrap();
+        stream.shutdown().await.unwrap();
+        let mut answer = String::new();
+        within(caller.read_to_string(&mut answer)).await.unwrap();
+        assert_eq!(answer, "answer");
+    }
+}
+
+#[tokio::test]
+async fn half_close_is_kept_also_before_the_answer() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.dial_at(open_door(&[])).await;
+    caller
+        .write_all(format!("{ASK}all").as_bytes())
+        .await
+        .unwrap();
+    caller.shutdown().await.unwrap();
+    let mut stream = agent.accepts().await;
+    let mut all = String::new();
+    within(stream.read_to_string(&mut all)).await.unwrap();
+    assert_eq!(all, "all");
+    stream.write_all(b"late").await.unwrap();
+    stream.shutdown().await.unwrap();
+    let mut answer = String::new();
+    within(caller.read_to_string(&mut answer)).await.unwrap();
+    assert_eq!(answer, format!("{GRANTED}late"));
+}
+
+#[tokio::test]
+async fn cut_is_a_cut_on_either_side() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    // The target's side: the stream is dropped midway.
+    let mut caller = bench.dial_at(open_door(&[])).await;
+    caller.write_all(ASK.as_bytes()).await.unwrap();
+    let mut stream = agent.accepts().await;
+    stream.write_all(b"part").await.unwrap();
+    assert_eq!(head(&mut caller).await, GRANTED);
+    drop(stream);
+    let mut rest = Vec::new();
+    let ended = within(caller.read_to_end(&mut rest)).await.unwrap_err();
+    assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
+    // The caller's side: a reset of its socket.
+    let mut caller = bench.dial_at(open_door(&[])).await;
+    caller.write_all(ASK.as_bytes()).await.unwrap();
+    let mut stream = agent.accepts().await;
+    assert_eq!(head(&mut caller).await, GRANTED);
+    tunnel_proto::tcp::abort_on_close(&caller).unwrap();
+    drop(caller);
+    let mut rest = Vec::new();
+    within(stream.read_to_end(&mut rest)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn refusals_are_told_and_the_connection_may_ask_again() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let mut caller = bench.connect_at(open_door(&[]));
+    for (target, code) in [
+        ("worker-1:22", "refused_by_policy"),
+        ("stranger:443", "refused_by_policy"),
+        ("169.254.169.254:80", "refused_by_policy"),
+    ] {
+        let ask = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+        caller.write_all(ask.as_bytes()).await.unwrap();
+        let answer = head(&mut caller).await;
+        assert!(answer.starts_with("HTTP/1.1 403 "), "{target}: {answer}");
+        assert!(
+            answer.contains(&format!("X-Tunnel-Error: {code}")),
+            "{answer}"
+        );
+        while within(caller.read_u8()).await.unwrap() != b'\n' {}
+    }
+    caller.write_all(ASK.as_bytes()).await.unwrap();
+    agent.refuses(RefusalCode::TargetRefused).await;
+    let answer = head(&mut caller).await;
+    assert!(answer.starts_with("HTTP/1.1 502 "), "{answer}");
+    assert!(agent.is_left_alone().await);
+}
+
+/// S44: a password for metrics opens no stream for anything but a plain read.
+#[tokio::test]
+async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n";
+    let exec = "http://worker-1:9100/exec/a/b/c?command=sh";
+    for (method, fields) in [
+        ("GET", websocket),
+        ("GET", "Upgrade: SPDY/3.1\r\n"),
+        ("GET", "Connection: Upgrade\r\n"),
+        ("POST", ""),
+        ("POST", "Content-Length: 0\r\n"),
+        ("PUT", ""),
+        ("DELETE", ""),
+        ("OPTIONS", ""),
+        ("PATCH", ""),
+    ] {
+        let ask = format!("{method} {exec} HTTP/1.1\r\nHost: worker-1:9100\r\n{fields}\r\n");
+        let mut caller = bench.connect_at(open_door(&[]));
+        caller.write_all(ask.as_bytes()).await.unwrap();
+        let answer = head(&mut caller).await;
+        assert!(
+            answer.starts_with("HTTP/1.1 403 "),
+            "{method} {fields}: {answer}"
+        );
+    }
+    assert!(agent.is_left_alone().await);
+}
+
+#[tokio::test]
+async fn passwords_are_asked_for_and_never_passed_on() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let auth = |pair: &str| {
+        let pair = base64::encode(pair.as_bytes());
+        format!("Proxy-Authorization: Basic {pair}\r\n")
+    };
+    let url = "GET http://worker-1:9100/metrics?x=1 HTTP/1.1\r\nHost: elsewhere\r\n";
+    let connect = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: x\r\n";
+    for ask in [url, connect] {
+        for fields in [String::new(), auth("prometheus:wrong"), auth("other:right")] {
+            let ask = format!("{ask}{fields}\r\n");
+            let answer = bench
+                .ask_at(door(Some("prometheus:right"), &[]), &ask)
+                .await;
+            assert!(answer.starts_with("HTTP/1.1 407 "), "{answer}");
+            assert!(
+                answer.contains("Proxy-Authenticate: Basic realm="),
+                "{answer}"
+            );
+        }
+    }
+    assert!(agent.is_left_alone().await);
+    let ask = format!("{url}{}Connection: close\r\n\r\n", auth("prometheus:right"));
+    let asks = bench.ask_at(door(Some("prometheus:right"), &[]), &ask);
+    let (answer, seen) = tokio::join!(asks, agent.answers());
+    assert!(answer.ends_with("hi"), "{answer}");
+    assert!(seen.starts_with("GET /metrics?x=1 HTTP/1.1\r\n"), "{seen}");
+    assert!(seen.contains("worker-1:9100\r\n"), "{seen}");
+    assert!(!seen.to_lowercase().contains("proxy-"), "{seen}");
+    assert!(!seen.contains("elsewhere"), "{seen}");
+}
+
+#[tokio::test]
+async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
+    let bench = Bench::new();
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = target.local_addr().unwrap();
+    let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
+    let mut caller = bench.connect_at(open_door(&["10.0.0.0/8"]));
+    caller.write_all(ask.as_bytes()).await.unwrap();
+    let answer = head(&mut caller).await;
+    assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+
+    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    caller
+        .write_all(format!("{ask}ping").as_bytes())
+        .await
+        .unwrap();
+    let (mut socket, _) = within(target.accept()).await.unwrap();
+    assert_eq!(head(&mut caller).await, GRANTED);
+    let mut ping = [0; 4];
+    within(socket.read_exact(&mut ping)).await.unwrap();
+    assert_eq!(bench.metric("tunnel_server_connect_direct_open"), 1);
+    // A cut of the target's is one for the caller, and the other way round.
+    tunnel_proto::tcp::abort_on_close(&socket).unwrap();
+    drop(socket);
+    within(caller.read_u8()).await.unwrap_err();
+    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    caller.write_all(ask.as_bytes()).await.unwrap();
+    let (mut socket, _) = within(target.accept()).await.unwrap();
+    assert_eq!(head(&mut caller).await, GRANTED);
+    tunnel_proto::tcp::abort_on_close(&caller).unwrap();
+    drop(caller);
+    let cut = within(socket.read_u8()).await.unwrap_err();
+    assert_eq!(cut.kind(), io::ErrorKind::ConnectionReset);
+
+    // A plain request of another host, with the Host that the URL says.
+    let ask = format!("GET http://{address}/m HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    let serves = async {
+        let (mut socket, _) = within(target.accept()).await.unwrap();
+        let seen = head(&mut socket).await;
+        socket.write_all(HI.as_bytes()).await.unwrap();
+        seen
+    };
+    let asks = bench.ask_at(open_door(&["127.0.0.1/32"]), &ask);
+    let (seen, answer) = tokio::join!(serves, asks);
+    assert!(seen.starts_with("GET /m HTTP/1.1\r\n"), "{seen}");
+    assert!(seen.contains(&format!("{address}\r\n")), "{seen}");
+    assert!(answer.ends_with("hi"), "{answer}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_head_that_does_not_come_is_not_waited_for() {
+    let bench = Bench::new();
+    for begun in ["", "CONNECT worker-1:9100 HT"] {
+        let mut caller = bench.connect_at(open_door(&[]));
+        caller.write_all(begun.as_bytes()).await.unwrap();
+        let began = tokio::time::Instant::now();
+        let mut rest = Vec::new();
+        let _ended = caller.read_to_end(&mut rest).await;
+        assert!(rest.is_empty());
+        let took = began.elapsed();
+        assert!((10..11).contains(&took.as_secs()), "{took:?}");
+    }
+}
+
+#[tokio::test]
+async fn caller_that_ends_between_requests_is_let_go() {
+    let bench = Bench::new();
+    let mut caller = bench.dial_at(open_door(&[])).await;
+    caller
+        .write_all(b"CONNECT worker-1:22 HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let _refused = head(&mut caller).await;
+    caller.shutdown().await.unwrap();
+    let mut rest = Vec::new();
+    within(caller.read_to_end(&mut rest)).await.unwrap();
+}

@@ -1,0 +1,167 @@
+//! Random bytes as heads of the CONNECT door, through hyper's parser and what is made of them, with the generator of the
+//! other doors; `CULVERT_FUZZ_EXECUTIONS` and `CULVERT_FUZZ_SEED` as there.
+
+use std::cell::RefCell;
+use std::convert::Infallible;
+use std::net::Ipv6Addr;
+use std::task::{Context, Waker};
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+
+use super::super::goal::{Form, Goal, Way};
+use super::super::ranges::ClusterRanges;
+use crate::ingress::answer::Failure;
+use crate::ingress::body::DoorBody;
+use crate::ingress::http::builder;
+use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
+use crate::ingress::http::tests::fuzz::run;
+
+/// Heads as callers send them, and as attackers do.
+const HEADS: &[&str] = &[
+    "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "CONNECT worker-1:10250 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n\u{16}\u{3}\u{1} and bytes",
+    "CONNECT 192.0.2.1:9100 HTTP/1.1\r\nHost: x\r\nUser-Agent: Go-http-client/1.1\r\n\r\n",
+    "CONNECT [2001:db8::1]:443 HTTP/1.1\r\nHost: [2001:db8::1]:443\r\n\r\n",
+    "CONNECT WORKER-2.:9100 HTTP/1.0\r\nProxy-Authorization: Basic dTpw\r\n\r\nGET / HTTP/1.1\r\n\r\n",
+    "CONNECT hook.default.svc:443 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
+    "CONNECT worker-1:9100 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "GET http://worker-1:9100/metrics?a=b HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n",
+    "HEAD http://192.0.2.1:9100/ HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "GET http://worker-1:9100/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+    "POST http://worker-1:9100/ HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi",
+    "GET http://u:p@worker-1:9100/ HTTP/1.1\r\nHost: x\r\n\r\nCONNECT worker-2:9100 HTTP/1.1\r\n\r\n",
+];
+
+/// What was made of one request.
+struct Seen {
+    method: String,
+    told: Result<(Goal, bool), Failure>,
+}
+
+fn judge(request: &Request<Incoming>) -> Seen {
+    let goal = Goal::of(request.method(), request.uri(), request.headers());
+    let told = goal.and_then(|goal| {
+        let way = goal.way(&ROUTES, &POLICY, &ClusterRanges::default(), |_| false)?;
+        Ok((goal, matches!(way, Way::Agent(_))))
+    });
+    Seen {
+        method: request.method().to_string(),
+        told,
+    }
+}
+
+#[test]
+fn connect_heads_lead_where_they_say_and_lose_no_byte() {
+    run(HEADS, &[], |input, _| check(input));
+}
+
+/// Says whether the first request would have been carried.
+fn check(input: &[u8]) -> bool {
+    let wire = Wire::new(input);
+    let seen = RefCell::new(Vec::new());
+    let service = service_fn(|request: Request<Incoming>| {
+        let judged = judge(&request);
+        let response = match &judged.told {
+            Ok(_) => Response::new(DoorBody::empty()),
+            Err(failure) => failure.response(),
+        };
+        seen.borrow_mut().push(judged);
+        std::future::ready(Ok::<_, Infallible>(response))
+    });
+    let mut builder = builder(&LIMITS);
+    builder.half_close(true);
+    let mut connection = builder.serve_connection(wire.clone(), service);
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut before = (usize::MAX, 0);
+    let mut ended = false;
+    while !ended {
+        ended = connection.poll_without_shutdown(&mut cx).is_ready();
+        let now = (wire.progress(), seen.borrow().len());
+        if std::mem::replace(&mut before, now) == now {
+            break;
+        }
+    }
+    let read_ahead = connection.into_parts().read_buf;
+    let seen = seen.into_inner();
+    let Some(Seen { method, told }) = seen.first() else {
+        return false;
+    };
+    let Ok((goal, by_agent)) = told else {
+        return false;
+    };
+    match goal.form {
+        Form::Connect => {
+            assert_eq!(method, "CONNECT");
+            assert_eq!(
+                seen.len(),
+                1,
+                "what follows is the target's, and no request"
+            );
+            let output = wire.output();
+            let output = String::from_utf8_lossy(&output);
+            let granted = output.strip_prefix("HTTP/1.").map(|rest| &rest[1..]);
+            // The field repeats what a caller said.
+            let plain = [" 200 OK\r\n\r\n", " 200 OK\r\nConnection: close\r\n\r\n"];
+            assert!(
+                granted.is_some_and(|head| plain.contains(&head)),
+                "{output:?}"
+            );
+            let tail = [&read_ahead[..], &wire.unread()].concat();
+            check_split(input, &tail);
+            check_goal(input, goal);
+        }
+        Form::Read => {
+            assert!(method == "GET" || method == "HEAD", "{method}");
+            let head = String::from_utf8_lossy(input).to_lowercase();
+            let head = head.split("\r\n\r\n").next().unwrap_or_default();
+            assert!(!head.contains("\nupgrade:"), "an upgrade was passed");
+        }
+    }
+    *by_agent || goal.form == Form::Connect
+}
+
+/// The head is everything up to its empty line, and the rest is there to the byte.
+fn check_split(input: &[u8], tail: &[u8]) {
+    assert!(input.ends_with(tail), "bytes were lost");
+    let head = &input[..input.len() - tail.len()];
+    assert!(
+        head.ends_with(b"\n\r\n") || head.ends_with(b"\n\n"),
+        "a byte of the tunnel was taken"
+    );
+    let lines = head.split(|byte| *byte == b'\n');
+    let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+    let lines: Vec<_> = lines.skip_while(|line| line.is_empty()).collect();
+    let first_empty = lines.iter().position(|line| line.is_empty());
+    // What is behind the last line end is no line.
+    assert_eq!(
+        first_empty,
+        Some(lines.len() - 2),
+        "a byte of the tunnel was taken for a field"
+    );
+}
+
+/// The target is that of the request line, whatever the fields say.
+fn check_goal(input: &[u8], goal: &Goal) {
+    let text = String::from_utf8_lossy(input);
+    let line = text
+        .lines()
+        .find(|line| !line.is_empty())
+        .unwrap_or_default();
+    let target = line.split(' ').nth(1).unwrap_or_default();
+    let (host, port) = target.rsplit_once(':').expect("a port");
+    assert_eq!(port.parse(), Ok(goal.port.get()), "{target}");
+    let told = goal.host.to_string();
+    let bare = host.trim_matches(['[', ']']);
+    match bare.parse::<Ipv6Addr>() {
+        Ok(address) => {
+            let address = address.to_canonical().to_string();
+            assert_eq!(told.trim_matches(['[', ']']), address);
+        }
+        Err(_other) => {
+            let host = host.to_ascii_lowercase();
+            assert_eq!(told, host.strip_suffix('.').unwrap_or(&host), "{target}");
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Who a caller is: where its connection comes from, and what it has shown of itself.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+
+/// The other end of a caller's connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peer {
+    /// Over TCP.
+    Tcp(SocketAddr),
+    /// Over a Unix socket of this host.
+    Unix,
+}
+
+impl Peer {
+    /// What places for strangers are counted by: Unix callers are one source.
+    #[must_use]
+    pub fn source(self) -> IpAddr {
+        match self {
+            Self::Tcp(address) => address.ip(),
+            Self::Unix => Ipv6Addr::UNSPECIFIED.into(),
+        }
+    }
+}
+
+impl From<SocketAddr> for Peer {
+    fn from(address: SocketAddr) -> Self {
+        Self::Tcp(address)
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(formatter),
+            Self::Unix => formatter.write_str("unix"),
+        }
+    }
+}
+
+/// What a caller has proved.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum CallerName {
+    /// Nothing.
+    #[default]
+    Unnamed,
+    /// A certificate of the callers' CA, with the common name of its subject (empty when it has no single one).
+    Certificate(Arc<str>),
+    /// A name and its password.
+    User(Arc<str>),
+    /// The user whose process is at the other end of a Unix socket.
+    Uid(u32),
+}
+
+impl fmt::Display for CallerName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unnamed => Ok(()),
+            Self::Certificate(name) => write!(formatter, "certificate:{name}"),
+            Self::User(name) => write!(formatter, "user:{name}"),
+            Self::Uid(uid) => write!(formatter, "uid:{uid}"),
+        }
+    }
+}

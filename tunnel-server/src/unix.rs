@@ -1,0 +1,141 @@
+//! Unix sockets that the server offers: made beside their name and moved there when they are ready, so that none ever has
+//! another mode or owner; one that a dead server left is replaced, one that answers is not.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+
+use tokio::net::UnixListener;
+
+/// Who may use a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access {
+    /// Its mode.
+    pub mode: u32,
+    /// Its owner and group, where they are not the process's own.
+    pub owner: Option<(u32, Option<u32>)>,
+}
+
+/// Binds a socket. To be called within a runtime.
+///
+/// # Errors
+/// When something that is no socket is in the way, somebody answers there, or the system refuses; with the path.
+pub fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFile)> {
+    let named =
+        |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    make_way(path).map_err(named)?;
+    bind_anew(path, access).map_err(named)
+}
+
+fn make_way(path: &Path) -> io::Result<()> {
+    let metadata = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?,
+    };
+    if !metadata.file_type().is_socket() {
+        let problem = "is not a socket; remove it";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+        Err(error) => Err(error),
+        Ok(_answered) => {
+            let problem = "another process answers on this socket";
+            Err(io::Error::new(io::ErrorKind::AddrInUse, problem))
+        }
+    }
+}
+
+fn bind_anew(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFile)> {
+    let mut fresh = path.as_os_str().to_owned();
+    fresh.push(format!(".{}.new", std::process::id()));
+    let fresh = PathBuf::from(fresh);
+    let _nothing_left_over = fs::remove_file(&fresh);
+    let listener = UnixListener::bind(&fresh)?;
+    let dressed = (|| {
+        if let Some((user, group)) = access.owner {
+            chown(&fresh, Some(user), group)?;
+        }
+        fs::set_permissions(&fresh, Permissions::from_mode(access.mode))?;
+        let metadata = fs::symlink_metadata(&fresh)?;
+        fs::rename(&fresh, path)?;
+        Ok((metadata.dev(), metadata.ino()))
+    })();
+    match dressed {
+        Ok(inode) => Ok((
+            listener,
+            SocketFile {
+                path: path.to_owned(),
+                inode,
+            },
+        )),
+        Err(error) => {
+            let _best_effort = fs::remove_file(&fresh);
+            Err(error)
+        }
+    }
+}
+
+/// Removes the socket when it goes, unless another one has taken its name.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    inode: (u64, u64),
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let found = fs::symlink_metadata(&self.path);
+        if found.is_ok_and(|found| (found.dev(), found.ino()) == self.inode) {
+            let _best_effort = fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PRIVATE: Access = Access {
+        mode: 0o600,
+        owner: None,
+    };
+
+    fn scratch(name: &str) -> PathBuf {
+        let folder =
+            std::env::temp_dir().join(format!("culvert-unix-{}-{name}", std::process::id()));
+        let _absent = fs::remove_dir_all(&folder);
+        fs::create_dir(&folder).unwrap();
+        folder
+    }
+
+    #[tokio::test]
+    async fn only_a_socket_that_nobody_answers_gives_way() {
+        let folder = scratch("stale");
+        let path = folder.join("door.sock");
+        let (listener, file) = bind(&path, PRIVATE).unwrap();
+        let mode = fs::metadata(&path).unwrap().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let taken = bind(&path, PRIVATE).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
+        drop(listener);
+        // As after a crash: the file is there and nobody listens.
+        let wide = Access {
+            mode: 0o660,
+            ..PRIVATE
+        };
+        let (_listener, second) = bind(&path, wide).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
+        drop(file);
+        assert!(path.exists(), "the newer socket stays");
+        drop(second);
+        assert!(!path.exists());
+        fs::write(&path, "precious").unwrap();
+        let refused = bind(&path, PRIVATE).unwrap_err().to_string();
+        assert!(refused.contains("not a socket"), "{refused}");
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "nothing is left");
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
