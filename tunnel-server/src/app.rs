@@ -165,6 +165,7 @@ impl App {
                 routes: &routes,
                 records: &records,
                 policy: &policy,
+                ranges: &ranges,
                 registry: &registry,
                 metrics: &metrics,
                 readiness: &readiness,

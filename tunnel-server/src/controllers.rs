@@ -29,6 +29,7 @@ use tunnel_proto::wire::name::NodeName;
 use crate::config::KubernetesSettings;
 use crate::data::DataDir;
 use crate::dns::{RecordSet, Records};
+use crate::ingress::connect::ranges::LiveRanges;
 use crate::metrics::Metrics;
 use crate::pods::Question;
 use crate::policy::{LivePolicy, PortPolicy};
@@ -48,6 +49,7 @@ pub mod objects;
 mod pods;
 mod ports;
 mod problems;
+mod ranges;
 mod reviews;
 mod service;
 #[cfg(test)]
@@ -94,6 +96,8 @@ pub struct Parts {
     pub shutdown: Shutdown,
     /// The doors that the Service's ports lead to.
     pub doors: DoorPorts,
+    /// Gets what the CONNECT doors may dial, when there are any.
+    pub ranges: Option<LiveRanges>,
     /// Questions of the doors about pods.
     pub questions: Option<mpsc::Receiver<Question>>,
     /// Questions of enrolments about tokens.
@@ -179,7 +183,12 @@ fn run(
             &parts.shutdown,
         );
     }
+    if let Some(ranges) = parts.ranges.clone() {
+        let following = ranges::follow(connection.client.clone(), ranges);
+        parts.shutdown.spawn_service(following);
+    }
     let publisher = Publisher {
+        ranges: parts.ranges,
         own: Own {
             policy: PortPolicy::clone(&parts.policy.load()),
             doors: parts.doors,
@@ -356,6 +365,7 @@ struct Publisher {
     routes: Routes,
     records: Records,
     policy: LivePolicy,
+    ranges: Option<LiveRanges>,
     /// When connected agents make edge nodes.
     agents: Option<Arc<Registry>>,
     route_metrics: Metrics,
@@ -396,6 +406,10 @@ impl Publisher {
         let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
         if !self.last_nodes.as_ref().is_some_and(is_same) {
             self.last_nodes = Some(world.nodes.clone());
+            if let Some(ranges) = &self.ranges {
+                let (pods, nodes) = world.nodes.in_the_cloud();
+                ranges.set_nodes(pods, nodes);
+            }
             let table = self.routes.set(Source::Cluster, world.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());

@@ -58,7 +58,11 @@ fn row(right: &Right) -> Vec<String> {
 async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
     lab.guide().await?;
-    let server = lab.server("a").await?;
+    let socket = lab.scratch.path().join("connect.sock");
+    let setup = lab
+        .setup("a")?
+        .args(&["--connect-uds", &socket.to_string_lossy()]);
+    let server = setup.start().await?;
     lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     lab.objects()

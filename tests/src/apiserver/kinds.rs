@@ -51,7 +51,7 @@ const fn of(group: &'static str, plural: &'static str, kind: &'static str) -> Ki
 const RBAC: &str = "rbac.authorization.k8s.io";
 
 /// What is served; the order is that of discovery.
-pub(super) static KINDS: [Kind; 24] = [
+pub(super) static KINDS: [Kind; 25] = [
     Kind {
         namespaced: false,
         has_status: true,
@@ -125,6 +125,11 @@ pub(super) static KINDS: [Kind; 24] = [
     Kind {
         created_by_update: true,
         ..of("discovery.k8s.io", "endpointslices", "EndpointSlice")
+    },
+    Kind {
+        namespaced: false,
+        has_status: true,
+        ..of("networking.k8s.io", "servicecidrs", "ServiceCIDR")
     },
     Kind {
         created_by_update: true,

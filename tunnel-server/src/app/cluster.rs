@@ -12,6 +12,7 @@ use crate::attest::Attestor;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::Records;
+use crate::ingress::connect::ranges::LiveRanges;
 use crate::metrics::Metrics;
 use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
@@ -27,6 +28,7 @@ pub(super) struct Following<'a> {
     pub(super) routes: &'a Routes,
     pub(super) records: &'a Records,
     pub(super) policy: &'a LivePolicy,
+    pub(super) ranges: &'a LiveRanges,
     pub(super) registry: &'a Arc<Registry>,
     pub(super) metrics: &'a Metrics,
     pub(super) readiness: &'a Readiness,
@@ -83,6 +85,7 @@ pub(super) async fn follow_cluster(
         routes: parts.routes.clone(),
         records: parts.records.clone(),
         policy: parts.policy.clone(),
+        ranges: config.connect.is_some().then(|| parts.ranges.clone()),
         registry: parts.registry.clone(),
         metrics: parts.metrics.clone(),
         readiness: parts.readiness.clone(),

@@ -9,6 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
 use kube::runtime::watcher::Event;
 use serde::{Deserialize, Serialize};
+use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::objects::EDGE_VALUE;
@@ -24,7 +25,15 @@ pub(super) struct NodeObject {
     #[serde(default)]
     metadata: ObjectMeta,
     #[serde(default)]
+    spec: Option<Spec>,
+    #[serde(default)]
     status: Option<Status>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+struct Spec {
+    #[serde(rename = "podCIDRs", default)]
+    pod_cidrs: Option<Vec<String>>,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -91,6 +100,8 @@ pub(super) struct NodeFacts {
     external: Vec<IpAddr>,
     is_edge: bool,
     kubelet_port: Option<u16>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pod_networks: Vec<Box<str>>,
 }
 
 impl NodeFacts {
@@ -107,6 +118,7 @@ impl NodeFacts {
                 .collect()
         };
         let hostname = addresses.iter().find(|address| address.kind == "Hostname");
+        let pod_networks = object.spec.and_then(|spec| spec.pod_cidrs);
         let endpoint = status.daemon_endpoints.and_then(|all| all.kubelet_endpoint);
         Self {
             internal: of_kind("InternalIP"),
@@ -116,6 +128,12 @@ impl NodeFacts {
                 .is_some_and(|value| value == EDGE_VALUE),
             kubelet_port: endpoint.and_then(|endpoint| u16::try_from(endpoint.port).ok()),
             hostname: hostname.map(|address| address.address.as_str().into()),
+            pod_networks: pod_networks
+                .into_iter()
+                .flatten()
+                .filter(|network| network.parse::<Cidr>().is_ok())
+                .map(String::into_boxed_str)
+                .collect(),
         }
     }
 }
@@ -279,6 +297,17 @@ impl NodeSet {
                 addresses: [&*node.facts.internal, &*node.facts.external].concat(),
             })
             .collect()
+    }
+
+    /// Nodes in the cloud with their addresses, and the networks of their Pods.
+    pub(super) fn in_the_cloud(&self) -> (Vec<Cidr>, BTreeMap<NodeName, Vec<IpAddr>>) {
+        let nodes = self.nodes.iter().filter(|node| !node.facts.is_edge);
+        let networks = nodes.clone().flat_map(|node| &node.facts.pod_networks);
+        let networks = networks.filter_map(|network| network.parse().ok());
+        let addresses =
+            |node: &ClusterNode| [&*node.facts.internal, &*node.facts.external].concat();
+        let addresses = nodes.map(|node| (node.name.clone(), addresses(node)));
+        (networks.collect(), addresses.collect())
     }
 
     /// Every node as the records see it; `has_agent` makes an edge node of one that has no label.

@@ -59,7 +59,14 @@ pub const RIGHTS: &[Right] = &[
         resource: "nodes",
         scope: Scope::Cluster,
         verbs: &["list", "watch"],
-        purpose: "names, addresses, edge label and kubelet port of nodes",
+        purpose: "names, addresses, edge label, kubelet port and Pods' networks of nodes",
+    },
+    Right {
+        group: "networking.k8s.io",
+        resource: "servicecidrs",
+        scope: Scope::Cluster,
+        verbs: &["list"],
+        purpose: "the ranges of Services, with --connect-uds or --connect-listen; can do without",
     },
     Right {
         group: "",

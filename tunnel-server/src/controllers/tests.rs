@@ -62,6 +62,7 @@ fn bench(data: &DataDir) -> Bench {
         questions: Some(questions),
         attestations: None,
         kubelets: None,
+        ranges: None,
     };
     let fed = (
         parts.routes.clone(),

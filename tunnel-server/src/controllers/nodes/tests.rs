@@ -300,3 +300,36 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
     }
     assert!(good > 10_000, "{good}");
 }
+
+#[test]
+fn cloud_nodes_and_their_pods_are_told_apart_from_those_at_the_edge() {
+    let facts = |is_edge: bool, address: &str, networks: &[&str]| {
+        let object = serde_json::json!({
+            "metadata": { "labels": { "edge": is_edge.to_string() } },
+            "spec": { "podCIDR": networks[0], "podCIDRs": networks },
+            "status": { "addresses": [{ "type": "InternalIP", "address": address }] },
+        });
+        NodeFacts::of(serde_json::from_value(object).unwrap(), "edge")
+    };
+    let nodes = [
+        (
+            "cloud-1".into(),
+            facts(false, "10.0.0.9", &["10.244.1.0/24", "fd00:1::/64", "odd"]),
+        ),
+        (
+            "edge-1".into(),
+            facts(true, "192.168.33.221", &["10.244.2.0/24"]),
+        ),
+    ];
+    let (pods, cloud) = NodeSet::new(&nodes.into()).in_the_cloud();
+    let pods: Vec<_> = pods.iter().map(ToString::to_string).collect();
+    assert_eq!(pods, ["10.244.1.0/24", "fd00:1::/64"]);
+    let cloud: Vec<_> = cloud.into_iter().collect();
+    assert_eq!(
+        cloud,
+        [(
+            "cloud-1".parse().unwrap(),
+            vec!["10.0.0.9".parse().unwrap()]
+        )]
+    );
+}
