@@ -5,6 +5,8 @@
 #   curl dig ip ...   installed with apt-get when run as root, else unpacked under target/tools
 #   prometheus, node_exporter always unpacked under target/tools, so that no service starts
 #   kubectl                   Debian's is always unpacked there too, beside what is installed: the oldest that has to work
+#   sshd, sftp-server         unpacked as well: a test starts its own
+#   ansible                   of ansible-core: Debian's when run as root, else PyPI's in a venv under target/tools
 set -u
 cd "$(dirname "$0")/.." || exit 1
 target=${CARGO_TARGET_DIR:-target}
@@ -73,9 +75,17 @@ want ip iproute2 libbpf1 libmnl0 libelf1
 want nft nftables libnftables1 libnftnl11 libmnl0 libjansson4 libxtables12 libedit2 libbsd0 libmd0 libgmp10
 want unshare util-linux
 want prlimit util-linux
+want ssh openssh-client
+want ssh-keygen openssh-client
 for package in prometheus prometheus-node-exporter; do
   have "$package" || unpack "$package" || missing="$missing $package"
 done
+have sshd || unpack openssh-server openssh-sftp-server libwrap0 || missing="$missing sshd"
+if ! have ansible && ! [ -x "$tools/venv/bin/ansible" ]; then
+  { [ "$(id -u)" -eq 0 ] && say "installing ansible-core" && apt install -y --no-install-recommends ansible-core; } ||
+    { python3 -m venv "$tools/venv" && "$tools/venv/bin/pip" install --quiet ansible-core; } >>"$tools/apt.log" 2>&1 ||
+    missing="$missing ansible"
+fi
 [ -x "$tools/root/usr/bin/kubectl" ] || unpack kubernetes-client || have kubectl || missing="$missing kubectl"
 [ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"
 exit 0

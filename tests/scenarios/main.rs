@@ -4,6 +4,7 @@ mod abuse;
 mod answers;
 mod binaries;
 mod cluster;
+mod connect;
 mod credentials;
 mod cuts;
 mod dns;

@@ -1,6 +1,7 @@
 //! Raw clients for the tunnel's doors: they send exactly what a test says and tell exactly how the answer ended.
 
 mod byte_stream;
+mod connect;
 mod door;
 mod exchange;
 mod raw_request;
@@ -9,6 +10,7 @@ mod upgrade;
 
 pub use crate::targets::BodyEnd;
 pub use byte_stream::{ByteStream, Reading};
+pub use connect::{Bytes, EgressDialer, Tunnel, ask_through, over_tls};
 pub use door::Door;
 pub use exchange::{Exchange, HttpReply, KeepAliveClient, request};
 pub use raw_request::RawRequest;

@@ -71,6 +71,22 @@ impl Cluster {
                 ApiServer::Real(Box::new(Real::start(&binaries, families).await?))
             }
         };
+        Self::of(server).await.map(Some)
+    }
+
+    /// A real one with further flags of kube-apiserver; `None`, with a note, where its binaries are missing.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub async fn real_with(flags: &[String]) -> Result<Option<Self>> {
+        let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
+            return Ok(None);
+        };
+        let real = Real::start_with(&binaries, Families::V4, flags).await?;
+        Self::of(ApiServer::Real(Box::new(real))).await.map(Some)
+    }
+
+    async fn of(server: ApiServer) -> Result<Self> {
         let kubeconfig = match &server {
             ApiServer::StandIn(stand_in) => stand_in.admin_kubeconfig()?,
             ApiServer::Real(real) => real.admin_kubeconfig(),
@@ -79,7 +95,7 @@ impl Cluster {
         let cluster = Self { server, admin };
         cluster.wait_for_namespace().await;
         cluster.grant().await?;
-        Ok(Some(cluster))
+        Ok(cluster)
     }
 
     /// Everything is allowed here.

@@ -30,6 +30,14 @@ pub enum Tool {
     Prlimit,
     /// `kubectl`.
     Kubectl,
+    /// `ssh` of OpenSSH.
+    Ssh,
+    /// `ssh-keygen` of OpenSSH.
+    SshKeygen,
+    /// `sshd` of OpenSSH.
+    Sshd,
+    /// `ansible` of ansible-core.
+    Ansible,
 }
 
 impl Tool {
@@ -46,6 +54,10 @@ impl Tool {
             Self::Nsenter => "nsenter",
             Self::Prlimit => "prlimit",
             Self::Kubectl => "kubectl",
+            Self::Ssh => "ssh",
+            Self::SshKeygen => "ssh-keygen",
+            Self::Sshd => "sshd",
+            Self::Ansible => "ansible",
         }
     }
 
@@ -66,6 +78,7 @@ impl Tool {
                     root.join("usr/bin"),
                     root.join("usr/sbin"),
                     root.join("sbin"),
+                    root.join("../venv/bin"),
                 ]
             }))
             .map(|folder| folder.join(self.program()))

@@ -346,11 +346,11 @@ fn token_id(created: &Finished) -> Result<String> {
 }
 
 /// Binary, verb, and words that its help has to contain.
-const HELP: [(&str, &str, &str); 18] = [
+const HELP: [(&str, &str, &str); 19] = [
     (
         SERVER,
         "",
-        "run check-config token nodes ca healthcheck completion version",
+        "run check-config token nodes ca connect healthcheck completion version",
     ),
     (
         SERVER,
@@ -367,6 +367,11 @@ const HELP: [(&str, &str, &str); 18] = [
     (SERVER, "nodes", "--output table json forget"),
     (SERVER, "nodes forget", "--data-dir"),
     (SERVER, "ca", "--data-dir"),
+    (
+        SERVER,
+        "connect",
+        "--server --cert-file --key-file --ca-file --uds --data-dir",
+    ),
     (SERVER, "healthcheck", "--meta-listen"),
     (SERVER, "completion", "bash"),
     (

@@ -50,6 +50,16 @@ impl Api {
         }
     }
 
+    /// The text at a path.
+    ///
+    /// # Errors
+    /// Any other answer than 200.
+    pub async fn text(&self, path: &str) -> Result<String> {
+        let request = http::Request::get(path).header(USER_AGENT, self.agent.as_str());
+        let answer = self.client.request_text(request.body(Vec::new())?).await;
+        answer.with_context(|| format!("GET {path}"))
+    }
+
     /// The items of the list at a path.
     ///
     /// # Errors

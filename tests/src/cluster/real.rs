@@ -47,6 +47,21 @@ impl Real {
     /// # Panics
     /// When the API server does not become ready.
     pub async fn start(binaries: &Path, families: Families) -> Result<Self> {
+        Self::start_with(binaries, families, &[]).await
+    }
+
+    /// The same with further flags of kube-apiserver.
+    ///
+    /// # Errors
+    /// As [`Real::start`].
+    ///
+    /// # Panics
+    /// As [`Real::start`].
+    pub async fn start_with(
+        binaries: &Path,
+        families: Families,
+        flags: &[String],
+    ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;
         let etcd = Program::at(&binaries.join("etcd"))
@@ -99,6 +114,7 @@ impl Real {
                 format!("--service-account-key-file={}", key.display()),
                 format!("--service-account-signing-key-file={}", key.display()),
             ])
+            .args(flags)
             .start()?;
         let real = Self {
             scratch,

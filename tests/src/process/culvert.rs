@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::{Process, Program};
+use super::{Log, Process, Program};
 use crate::eventually::eventually;
 use crate::netns::Namespace;
 
@@ -155,6 +155,16 @@ impl Server {
             }
         }
         setup
+    }
+
+    /// Its `--data-dir`.
+    pub fn data_dir(&self) -> &str {
+        &self.setup.data_dir
+    }
+
+    /// What it has written.
+    pub fn log(&self) -> &Log {
+        self.process.log()
     }
 
     /// The process itself.

@@ -7,6 +7,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -144,8 +145,31 @@ impl Program {
     /// # Errors
     /// It cannot be run, or is not done after a minute.
     pub async fn run(self) -> Result<Finished> {
+        self.run_with(b"").await
+    }
+
+    /// The same with this on its standard input.
+    ///
+    /// # Errors
+    /// As [`Program::run`].
+    pub async fn run_with(self, input: &[u8]) -> Result<Finished> {
         let mut command = self.command()?;
-        let output = command.stdin(Stdio::null()).kill_on_drop(true).output();
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("run {}", self.label))?;
+        let stdin = child.stdin.take();
+        let feed = async {
+            if let Some(mut stdin) = stdin {
+                // A program that does not care for its input may have ended.
+                let _ended = stdin.write_all(input).await;
+            }
+        };
+        let output = async { tokio::join!(child.wait_with_output(), feed).0 };
         let output = timeout(scaled(RUN_PATIENCE), output).await;
         let output = output.with_context(|| format!("{} does not end", self.label))?;
         let output = output.with_context(|| format!("run {}", self.label))?;

@@ -1,0 +1,108 @@
+//! The CONNECT doors: kube-apiserver's egress selector, Prometheus' proxy_url, ssh and ansible.
+
+mod doors;
+mod egress;
+mod people;
+mod prometheus;
+mod stalls;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use rustls::RootCertStore;
+use rustls_pki_types::pem::PemObject as _;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tunnel_server::config::RawConfig;
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientCertificate, ClientTls, EgressDialer};
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::targets::{StandInKubelet, TargetTls};
+use tunnel_tests::world::World;
+
+const NODE: &str = "worker-1";
+
+/// A world with a CONNECT door on a Unix socket, which may also dial this host's loopback itself.
+struct Lab {
+    world: World,
+    socket: PathBuf,
+    _scratch: ScratchDir,
+}
+
+impl Lab {
+    async fn start() -> Result<Self> {
+        Self::start_with(|_| {}).await
+    }
+
+    async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let socket = scratch.path().join("connect.sock");
+        let world = World::start_with(|settings| {
+            settings.connect_uds = Some(socket.to_string_lossy().into_owned());
+            settings.connect_direct = vec!["127.0.0.0/8".to_owned()];
+            change(settings);
+        });
+        Ok(Self {
+            world: world.await?,
+            socket,
+            _scratch: scratch,
+        })
+    }
+
+    fn dialer(&self) -> EgressDialer {
+        EgressDialer::uds(&self.socket)
+    }
+}
+
+/// The CA of a cluster: of kubelets' serving certificates and of callers'.
+struct Pki {
+    ca: TestCa,
+}
+
+impl Pki {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            ca: TestCa::new("cluster")?,
+        })
+    }
+
+    fn serving(&self, dns: &str) -> Result<TargetTls> {
+        let issued = self.ca.issue(&Leaf {
+            uri: None,
+            dns: Some(dns.to_owned()),
+            ..Leaf::server()
+        })?;
+        TargetTls::from_pem(&issued.certificate, &issued.key)
+    }
+
+    fn client(&self) -> Result<Issued> {
+        self.ca.issue(&Leaf {
+            uri: None,
+            ..Leaf::agent("")
+        })
+    }
+
+    /// What a caller with this certificate makes of a server.
+    fn tls(&self, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.ca.root().clone())?;
+        ClientTls::verifying(name, roots, certificate.map(parts).transpose()?)
+    }
+}
+
+fn parts(issued: &Issued) -> Result<ClientCertificate> {
+    let chain = CertificateDer::from_pem_slice(issued.certificate.as_bytes())?;
+    let key = PrivateKeyDer::from_pem_slice(issued.key.as_bytes())?;
+    Ok((vec![chain], key))
+}
+
+/// A kubelet of [`NODE`] with a certificate that the cluster's CA has signed.
+async fn kubelet(pki: &Pki) -> Result<StandInKubelet> {
+    let any: SocketAddr = ([127, 0, 0, 1], 0).into();
+    StandInKubelet::start_on(any, NODE, Some(pki.serving(NODE)?)).await
+}
+
+/// A request that ends its connection.
+fn get(host: &str, path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
+}

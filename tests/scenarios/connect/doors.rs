@@ -1,0 +1,238 @@
+//! The doors themselves: the verb `connect`, passwords that are followed, ends of tunnels, and drains.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{AgentSetup, Listener, ScratchDir, ServerSetup};
+use tunnel_tests::targets::{
+    EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
+};
+use tunnel_tests::world::PATIENCE;
+
+use super::{Lab, NODE};
+
+/// `aladdin:opensesame` and `aladdin:changed`.
+const OLD: &str = "Basic YWxhZGRpbjpvcGVuc2VzYW1l";
+const NEW: &str = "Basic YWxhZGRpbjpjaGFuZ2Vk";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connect_verb_passes_bytes_and_says_why_not() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let (echo, late) = (
+        EchoTarget::start().await?,
+        HalfCloseTarget::start(70_000).await?,
+    );
+    let reset = ResetTarget::start_waiting(10).await?;
+    let ports = [echo.addr(), late.addr(), reset.addr()].map(|addr| addr.port().to_string());
+    let callers = TestCa::new("callers")?;
+    let person = Leaf {
+        uri: None,
+        ..Leaf::agent("")
+    };
+    let (own, key) = callers.issue(&person)?.write(scratch.path(), "person")?;
+    let caller_ca = scratch.file("callers.crt", callers.pem())?;
+    let caller_ca = caller_ca.to_string_lossy();
+    let data = scratch.path().join("server");
+    let setup = ServerSetup::on_loopback(&data).args(&[
+        "--http-proxy-ports",
+        &ports.join(","),
+        "--proxy-port-listen",
+        "off",
+        "--connect-listen",
+        "127.0.0.1:0",
+        "--client-ca",
+        &caller_ca,
+    ]);
+    let mut server = setup.start().await?;
+    let door = server.process().wait_for_line("connect", PATIENCE, |line| {
+        let line: serde_json::Value = serde_json::from_str(line).ok()?;
+        let is_it = line["listener"] == "connect";
+        line["address"]
+            .as_str()
+            .filter(|_| is_it)
+            .map(str::to_owned)
+    });
+    let door = door.await?;
+    let token = server.token(NODE, None).await?;
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"));
+    let _agent = agent.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+
+    let server_ca = data.join("ca.crt").to_string_lossy().into_owned();
+    let (own, key) = (own.to_string_lossy(), key.to_string_lossy());
+    let over_tcp = [
+        "--server",
+        &door,
+        "--cert-file",
+        &own,
+        "--key-file",
+        &key,
+        "--ca-file",
+        &server_ca,
+    ];
+    for way in [&[][..], &over_tcp] {
+        let run = |port: &str| server.verb(&[&["connect", NODE, port], way].concat());
+        let said = deterministic_bytes(7, 300);
+        let said = said
+            .iter()
+            .map(|byte| byte % 26 + b'a')
+            .collect::<Vec<u8>>();
+        let echoed = run(&ports[0])?.run_with(&said).await?.ok()?;
+        ensure!(echoed.as_bytes() == said, "{way:?}: {echoed:?}");
+        // The node's side speaks after the caller's end: a half-close got through.
+        let spoken = run(&ports[1])?.run_with(b"bye").await?;
+        ensure!(
+            spoken.code() == Some(0) && spoken.out.len() > 1000,
+            "{way:?}"
+        );
+        let cut = run(&ports[2])?.run_with(b"go").await?;
+        // A Unix socket cannot tell a cut from an end.
+        ensure!(
+            way.is_empty() || cut.code() == Some(1),
+            "{way:?}: {}",
+            cut.err
+        );
+        for (node, port, hint) in [(NODE, "22", "not allowed"), ("worker-9", "22", "worker-9")] {
+            let refused = server.verb(&[&["connect", node, port], way].concat())?;
+            let refused = refused.run().await?;
+            ensure!(refused.code() == Some(1), "{way:?}: {:?}", refused.code());
+            ensure!(refused.err.contains(hint), "{way:?}: {}", refused.err);
+        }
+    }
+    let usage = server.verb(&["connect", NODE, "0"])?.run().await?;
+    ensure!(usage.code() == Some(64));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p11_passwords_are_followed_and_a_wrong_one_is_told() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", "aladdin:opensesame\n")?;
+    let lab = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let lab = lab.await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let exporter = Exporter::start(NODE).await?;
+    let door = lab.world.bound().connect.context("a door")?;
+    let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
+    let ask = async |password: Option<&str>| {
+        let ask = RawRequest::get("whatever", &url);
+        let ask = match password {
+            Some(password) => ask.header("Proxy-Authorization", password),
+            None => ask,
+        };
+        request(door, &ask).await
+    };
+    ensure!(ask(Some(OLD)).await?.status == 200);
+    for wrong in [None, Some(NEW), Some("Basic !"), Some("Bearer x")] {
+        let reply = ask(wrong).await?;
+        ensure!(reply.status == 407, "{wrong:?}: {}", reply.status);
+        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+    }
+    // What cannot be used changes nothing.
+    for bad in ["", "aladdin\n"] {
+        replace(&file, bad.as_bytes())?;
+        lab.world.reload();
+        ensure!(ask(Some(OLD)).await?.status == 200);
+    }
+    replace(&file, b"aladdin:changed\n")?;
+    lab.world.reload();
+    eventually("the new password", PATIENCE, async || {
+        let (old, new) = (ask(Some(OLD)).await?.status, ask(Some(NEW)).await?.status);
+        ensure!((old, new) == (407, 200), "{old} {new}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", "aladdin:opensesame\n")?;
+    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o666))?;
+    let started = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let told = started.await.err().context("started")?;
+    let told = format!("{told:#}");
+    ensure!(
+        told.contains("--connect-auth") && told.contains("chmod"),
+        "{told}"
+    );
+    Ok(())
+}
+
+/// A plain door on loopback needs nothing; a cut is a reset there, and an end is an end.
+#[tokio::test(flavor = "multi_thread")]
+async fn ends_and_cuts_are_told_apart_through_a_tunnel() -> Result<()> {
+    let lab = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+    });
+    let lab = lab.await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let door = lab.world.bound().connect.context("a door")?;
+    let (late, cut) = (
+        HalfCloseTarget::start(200_000).await?,
+        ResetTarget::start_waiting(10).await?,
+    );
+    for by_node in [true, false] {
+        for (target, is_cut) in [(late.addr(), false), (cut.addr(), true)] {
+            let target = if by_node {
+                format!("{NODE}:{}", target.port())
+            } else {
+                target.to_string()
+            };
+            let mut stream = ByteStream::connect(door).await?;
+            let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+            stream.send(head.as_bytes()).await?;
+            let granted = b"HTTP/1.1 200 OK\r\n\r\n";
+            let mut told = [0; 19];
+            stream.read_exact(&mut told).await?;
+            ensure!(
+                &told == granted,
+                "{target}: {}",
+                String::from_utf8_lossy(&told)
+            );
+            let reading = stream.talk(b"go").await?;
+            let is_reset = matches!(reading.ended, BodyEnd::Reset(_));
+            ensure!(is_reset == is_cut, "{target}: {:?}", reading.ended);
+            ensure!(is_cut || reading.bytes == deterministic_bytes(0, 200_000));
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
+    let mut lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let echo = EchoTarget::start().await?;
+    let target = format!("{NODE}:{}", echo.addr().port());
+    let mut tunnel = lab.dialer().dial(&target).await?;
+    lab.world.drain_server();
+    let dialer = lab.dialer();
+    eventually("the socket to go", PATIENCE, async || {
+        ensure!(!lab.socket.exists() && dialer.dial(&target).await.is_err());
+        Ok(())
+    })
+    .await;
+    tunnel.write_all(b"still here").await?;
+    let mut heard = [0; 10];
+    tunnel.read_exact(&mut heard).await?;
+    tunnel.shutdown().await?;
+    let mut rest = Vec::new();
+    tunnel.read_to_end(&mut rest).await?;
+    ensure!(&heard == b"still here" && rest.is_empty());
+    tokio::time::timeout(Duration::from_secs(60), lab.world.stop_server()).await??;
+    Ok(())
+}

@@ -1,0 +1,316 @@
+//! kube-apiserver's egress selector, by a dialer that follows its source: TLS is between it and the kubelet.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::Instant;
+use tunnel_tests::ca::Leaf;
+use tunnel_tests::client::{ClientTls, Door, EgressDialer, Tunnel, ask_through, over_tls};
+use tunnel_tests::cluster::{Cluster, Real};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::targets::{EchoTarget, Exporter, StandInKubelet, TargetTls, sha256_hex};
+use tunnel_tests::tools::or_skip;
+use tunnel_tests::world::PATIENCE;
+
+use super::{Lab, NODE, Pki, get, kubelet};
+
+/// One upgraded stream as exec, attach and port-forward are: it echoes.
+async fn exec(dialer: &EgressDialer, target: &str, tls: &ClientTls, path: &str) -> Result<()> {
+    let mut stream = over_tls(dialer.dial(target).await?, tls).await?;
+    let request = format!(
+        "POST {path} HTTP/1.1\r\nHost: {target}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
+         X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n"
+    );
+    stream.write_all(request.as_bytes()).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let head = String::from_utf8_lossy(&head);
+    ensure!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    stream.write_all(b"whoami").await?;
+    let mut echoed = [0; 6];
+    stream.read_exact(&mut echoed).await?;
+    ensure!(&echoed == b"whoami", "{echoed:?}");
+    stream.shutdown().await?;
+    let mut rest = Vec::new();
+    stream.read_to_end(&mut rest).await?;
+    ensure!(rest.is_empty(), "{rest:?}");
+    Ok(())
+}
+
+async fn logs(dialer: &EgressDialer, target: &str, tls: &ClientTls) -> Result<String> {
+    let stream = over_tls(dialer.dial(target).await?, tls).await?;
+    Ok(ask_through(stream, &get(target, "/containerLogs/default/web/app")).await?)
+}
+
+/// P3: kubeadm's order of addresses (InternalIP first) works while they are unique; when they repeat the caller is told, and
+/// the order with Hostname first works.
+#[tokio::test(flavor = "multi_thread")]
+async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not() -> Result<()> {
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let pki = Pki::new()?;
+    let kubelet = kubelet(&pki).await?;
+    let port = kubelet.addr().port();
+    let caller = pki.client()?;
+    let tls = pki.tls(NODE, Some(&caller))?;
+    let address: IpAddr = Ipv4Addr::new(192, 168, 33, 221).into();
+    lab.world.nodes().record(&NODE.parse()?, &[address]);
+    let by_address = format!("{address}:{port}");
+    let path = "/exec/default/web/app?command=sh";
+    eventually("the address", PATIENCE, async || {
+        exec(&lab.dialer(), &by_address, &tls, path).await
+    })
+    .await;
+    lab.world.nodes().record(&"worker-2".parse()?, &[address]);
+    let refusal = eventually("the twin", PATIENCE, async || {
+        let refused = lab.dialer().dial(&by_address).await.err();
+        refused.context("still unique")
+    })
+    .await;
+    let told = refusal.to_string();
+    ensure!(told.contains("code 400"), "{told}");
+    ensure!(told.contains("worker-1, worker-2"), "{told}");
+    exec(&lab.dialer(), &format!("{NODE}:{port}"), &tls, path).await
+}
+
+/// P4a over a Unix socket: kubelets through their agents, and what else the API server calls.
+#[tokio::test(flavor = "multi_thread")]
+async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> {
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let pki = Pki::new()?;
+    let kubelet = kubelet(&pki).await?;
+    let caller = pki.client()?;
+    let tls = pki.tls(NODE, Some(&caller))?;
+    let target = format!("{NODE}:{}", kubelet.addr().port());
+    let dialer = lab.dialer();
+    let answer = logs(&dialer, &target, &tls).await?;
+    ensure!(answer.contains("worker-1: log of web/app"), "{answer}");
+    for path in [
+        "/exec/default/web/app?command=sh",
+        "/attach/default/web/app?x=1",
+        "/portForward/default/web?port=80",
+    ] {
+        exec(&dialer, &target, &tls, path).await.context(path)?;
+    }
+    // A webhook behind a Service, and an aggregated API: the server dials them itself, by address and by name.
+    let webhook = StandInKubelet::start_on(
+        ([127, 0, 0, 1], 0).into(),
+        "webhook",
+        Some(pki.serving("hook.default.svc")?),
+    );
+    let webhook = webhook.await?;
+    let port = webhook.addr().port();
+    let hook_tls = pki.tls("hook.default.svc", Some(&caller))?;
+    for target in [format!("127.0.0.1:{port}"), format!("localhost:{port}")] {
+        let stream = over_tls(dialer.dial(&target).await?, &hook_tls).await?;
+        let answer = ask_through(stream, &get("hook.default.svc", "/healthz")).await?;
+        ensure!(answer.ends_with("ok"), "{target}: {answer}");
+    }
+    // What is neither is refused at once.
+    let began = Instant::now();
+    for (target, code) in [
+        ("203.0.113.7:443", "code 403"),
+        ("169.254.169.254:80", "code 403"),
+        ("worker-1:22", "code 403"),
+        ("127.0.0.1:1", "code 502"),
+    ] {
+        let told = dialer.dial(target).await.err().context("was dialled")?;
+        ensure!(told.to_string().contains(code), "{target}: {told}");
+    }
+    ensure!(
+        began.elapsed() < scaled(Duration::from_secs(1)),
+        "{:?}",
+        began.elapsed()
+    );
+    Ok(())
+}
+
+/// P4a with a real kube-apiserver that gets the egress file, and knows no other way to the node.
+#[tokio::test(flavor = "multi_thread")]
+async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> Result<()> {
+    if or_skip(Real::binaries()).is_none() {
+        return Ok(());
+    }
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let pki = Pki::new()?;
+    let kubelet = kubelet(&pki).await?;
+    let scratch = ScratchDir::new()?;
+    let selector = json!({
+        "apiVersion": "apiserver.k8s.io/v1beta1",
+        "kind": "EgressSelectorConfiguration",
+        "egressSelections": [{ "name": "cluster", "connection": {
+            "proxyProtocol": "HTTPConnect",
+            "transport": { "uds": { "udsName": lab.socket } },
+        } }],
+    });
+    let selector = scratch.file("egress.yaml", selector.to_string())?;
+    let ca = scratch.file("kubelets.crt", pki.ca.pem())?;
+    let (certificate, key) = pki.client()?.write(scratch.path(), "apiserver")?;
+    let flags = [
+        ("egress-selector-config-file", selector),
+        ("kubelet-certificate-authority", ca),
+        ("kubelet-client-certificate", certificate),
+        ("kubelet-client-key", key),
+    ];
+    let flags = flags.map(|(flag, file)| format!("--{flag}={}", file.display()));
+    let Some(cluster) = Cluster::real_with(&flags).await? else {
+        return Ok(());
+    };
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE },
+        "status": {
+            "addresses": [{ "type": "Hostname", "address": NODE }],
+            "daemonEndpoints": { "kubeletEndpoint": { "Port": kubelet.addr().port() } },
+        },
+    });
+    cluster.admin().create("/api/v1/nodes", &node).await?;
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "web" },
+        "spec": { "nodeName": NODE, "containers": [{ "name": "app", "image": "none" }] },
+    });
+    let pods = "/api/v1/namespaces/default/pods";
+    cluster.admin().create(pods, &pod).await?;
+    let log = cluster.admin().text(&format!("{pods}/web/log")).await?;
+    ensure!(log.contains("worker-1: log of web/app"), "{log}");
+    Ok(())
+}
+
+/// P4a: while the server is away callers hear so at once, and nothing has to be restarted when it is back.
+#[tokio::test(flavor = "multi_thread")]
+async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
+    let mut lab = Lab::start().await?;
+    let echo = EchoTarget::start().await?;
+    let dialer = lab.dialer();
+    let target = echo.addr().to_string();
+    talk(dialer.dial(&target).await?).await?;
+    let agents = lab.world.bound().agents;
+    lab.world.stop_server().await?;
+    let began = Instant::now();
+    let told = dialer.dial(&target).await.err().context("answered")?;
+    ensure!(began.elapsed() < scaled(Duration::from_secs(1)), "{told}");
+    lab.world.start_server_at(agents).await?;
+    talk(dialer.dial(&target).await?).await
+}
+
+async fn talk(mut tunnel: Tunnel) -> Result<()> {
+    tunnel.write_all(b"hello").await?;
+    let mut heard = [0; 5];
+    tunnel.read_exact(&mut heard).await?;
+    ensure!(&heard == b"hello");
+    tunnel.shutdown().await?;
+    let mut rest = Vec::new();
+    tunnel.read_to_end(&mut rest).await?;
+    ensure!(rest.is_empty());
+    Ok(())
+}
+
+/// P8 8a: the caller judges the kubelet's certificate, so one of a foreign CA is refused by the caller, with the tunnel none
+/// the wiser.
+#[tokio::test(flavor = "multi_thread")]
+async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<()> {
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let (pki, foreign) = (Pki::new()?, Pki::new()?);
+    let caller = pki.client()?;
+    let tls = pki.tls(NODE, Some(&caller))?;
+    let good = kubelet(&pki).await?;
+    let target = format!("{NODE}:{}", good.addr().port());
+    ensure!(
+        logs(&lab.dialer(), &target, &tls)
+            .await?
+            .contains("log of web")
+    );
+    let swapped = kubelet(&foreign).await?;
+    let unsigned = StandInKubelet::start_on(
+        ([127, 0, 0, 1], 0).into(),
+        NODE,
+        Some(TargetTls::self_signed(&[NODE])?),
+    );
+    let unsigned = unsigned.await?;
+    for port in [swapped.addr().port(), unsigned.addr().port()] {
+        let tunnel = lab.dialer().dial(&format!("{NODE}:{port}")).await?;
+        let told = over_tls(tunnel, &tls).await.err().context("was accepted")?;
+        ensure!(told.to_string().contains("certificate"), "{told}");
+    }
+    Ok(())
+}
+
+/// P9: the kubelet sees the caller's own certificate, or none; the tunnel has none to lend.
+#[tokio::test(flavor = "multi_thread")]
+async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let pki = Pki::new()?;
+    let kubelet = kubelet(&pki).await?;
+    let target = format!("{NODE}:{}", kubelet.addr().port());
+    let caller = pki.client()?;
+    let leaf = caller.own.cert.first().context("a leaf")?;
+    let own = sha256_hex(leaf);
+    for (certificate, expected) in [(Some(&caller), own.as_str()), (None, "none")] {
+        let tls = pki.tls(NODE, certificate)?;
+        let stream = over_tls(lab.dialer().dial(&target).await?, &tls).await?;
+        let answer = ask_through(stream, &get(&target, "/client-certificate")).await?;
+        ensure!(answer.trim_end().ends_with(expected), "{answer}");
+    }
+    Ok(())
+}
+
+/// P4a over TCP with mutual TLS: no ALPN is needed, nobody comes in without a certificate, and no session is resumed.
+#[tokio::test(flavor = "multi_thread")]
+async fn p04a_mutual_tls_door_takes_certificates_of_its_ca_alone() -> Result<()> {
+    let (pki, foreign) = (Pki::new()?, Pki::new()?);
+    let scratch = ScratchDir::new()?;
+    let ca = scratch.file("ca.crt", pki.ca.pem())?;
+    let serving = pki.ca.issue(&Leaf {
+        uri: None,
+        dns: Some("tunnel.example".to_owned()),
+        ..Leaf::server()
+    })?;
+    let (certificate, key) = serving.write(scratch.path(), "door")?;
+    let lab = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.client_ca = Some(ca.to_string_lossy().into_owned());
+        settings.https_cert_file = Some(certificate.to_string_lossy().into_owned());
+        settings.https_key_file = Some(key.to_string_lossy().into_owned());
+    });
+    let lab = lab.await?;
+    let exporter = Exporter::start("cloud").await?;
+    let target = exporter.addr().to_string();
+    let address = lab.world.bound().connect.context("a door")?;
+    let (good, bad) = (pki.client()?, foreign.client()?);
+    let tls = pki.tls("tunnel.example", Some(&good))?;
+    let dialer = EgressDialer::tcp(Door::tls(address, tls.clone()));
+    for _ in 0..2 {
+        let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
+        ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    let tcp = tokio::net::TcpStream::connect(address).await?;
+    for _ in 0..2 {
+        let again = tokio::net::TcpStream::connect(address).await?;
+        let mut stream = over_tls(Box::new(again), &tls).await?;
+        stream.write_all(b"CONNECT x:1 HTTP/1.1\r\n\r\n").await?;
+        let _answered = stream.read_u8().await?;
+        let kind = stream.get_ref().1.handshake_kind();
+        ensure!(kind == Some(rustls::HandshakeKind::Full), "{kind:?}");
+    }
+    drop(tcp);
+    for certificate in [None, Some(&bad)] {
+        let tls = pki.tls("tunnel.example", certificate)?;
+        let dialer = EgressDialer::tcp(Door::tls(address, tls));
+        ensure!(dialer.dial(&target).await.is_err(), "a stranger came in");
+    }
+    let plain = EgressDialer::tcp(address);
+    ensure!(
+        plain.dial(&target).await.is_err(),
+        "a caller came in without TLS"
+    );
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! P11 11a: a real Prometheus scrapes real node_exporters through the CONNECT door, by `proxy_url` and nothing else.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_tests::ca::Leaf;
+use tunnel_tests::demo::get;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Topology};
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
+use tunnel_tests::tools::{Tool, or_skip, require};
+
+use super::{NODE, Pki};
+use crate::prometheus::prometheus;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password_is_down()
+-> Result<()> {
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter]);
+    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+        return Ok(());
+    };
+    let scratch = ScratchDir::new()?;
+    let [edge, _] = sites.edges();
+    let pki = Pki::new()?;
+    let serving = pki.ca.issue(&Leaf {
+        uri: None,
+        dns: Some(NODE.to_owned()),
+        ..Leaf::server()
+    })?;
+    let (certificate, key) = serving.write(scratch.path(), "exporter")?;
+    let ca = scratch.file("ca.crt", pki.ca.pem())?;
+    let web = format!(
+        "tls_server_config: {{ cert_file: {}, key_file: {} }}\n",
+        certificate.display(),
+        key.display()
+    );
+    let web = scratch.file("web.yml", web)?;
+    let exporter = |port: u16| -> Result<Program> {
+        Ok(Program::tool(Tool::NodeExporter)?
+            .arg(format!("--web.listen-address={EDGE_ADDRESS}:{port}"))
+            .args(["--collector.disable-defaults", "--collector.uname"])
+            .inside(Some(edge.node())))
+    };
+    let _plain = exporter(9100)?.start()?;
+    let secure = exporter(9101)?.arg(format!("--web.config.file={}", web.display()));
+    let _secure = secure.start()?;
+    let passwords = scratch.file("passwords", "prometheus:right\n")?;
+    let (door, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
+    let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
+    let setup = setup.args(&[
+        "--http-proxy-ports",
+        "9100, 9101",
+        "--proxy-port-listen",
+        "off",
+    ]);
+    let setup = setup.args(&["--connect-listen", &door, "--connect-auth", &passwords]);
+    let server = setup.start().await?;
+    let token = server.token(NODE, Some(EDGE_ADDRESS.into())).await?;
+    let agents = SocketAddr::new(
+        CLOUD_ADDRESS.into(),
+        server.address(Listener::Agents).port(),
+    );
+    let folder = scratch.path().join("agent");
+    let agent = AgentSetup::new(NODE, agents, &folder, Some(edge.node()));
+    let _agent = agent.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+
+    let scrapes = SCRAPES.replace("CA", &ca.to_string_lossy());
+    let prometheus = prometheus(sites.cloud(), &scratch, &scrapes, API)?;
+    let expected = [
+        ("by-name", "up", ""),
+        ("http", "up", ""),
+        ("https", "up", ""),
+        ("no-such-node", "down", "403"),
+        ("wrong-http", "down", "407"),
+        // Go shows the words of the status line alone.
+        ("wrong-https", "down", "password of --connect-auth"),
+    ];
+    eventually("the scrapes", PATIENCE, async || {
+        let targets = active_targets(&sites).await?;
+        for (job, health, hint) in expected {
+            let target = targets.iter().find(|target| target["labels"]["job"] == job);
+            let target = target.with_context(|| format!("{job} is missing"))?;
+            let error = target["lastError"].as_str().unwrap_or_default();
+            ensure!(
+                target["health"] == health && error.contains(hint),
+                "{job}: {target:#}; {prometheus}"
+            );
+        }
+        ensure!(targets.len() == expected.len());
+        Ok(())
+    })
+    .await;
+    // What PromQL sees.
+    let query = "/api/v1/query?query=up%7Bjob%3D%22wrong-http%22%7D";
+    let found = ask(&sites, query).await?;
+    ensure!(found["data"]["result"][0]["value"][1] == "0", "{found}");
+    Ok(())
+}
+
+async fn active_targets(sites: &Topology) -> Result<Vec<Value>> {
+    let answer = ask(sites, "/api/v1/targets?state=active").await?;
+    let targets = answer["data"]["activeTargets"].as_array();
+    Ok(targets.context("no targets")?.clone())
+}
+
+async fn ask(sites: &Topology, path: &str) -> Result<Value> {
+    let (_, body) = get(Some(sites.cloud()), API.parse()?, API, path).await?;
+    serde_json::from_str::<Value>(&body).with_context(|| format!("Prometheus answered {body}"))
+}
+
+/// Targets as service discovery finds them, by address; one by name; one that is nowhere.
+const SCRAPES: &str = r#"
+global: { scrape_interval: 1s, scrape_timeout: 1s }
+scrape_configs:
+  - job_name: http
+    proxy_url: http://prometheus:right@10.77.0.1:8131
+    static_configs: [{ targets: ["192.168.33.221:9100"] }]
+  - job_name: https
+    proxy_url: http://prometheus:right@10.77.0.1:8131
+    scheme: https
+    tls_config: { ca_file: CA, server_name: worker-1 }
+    static_configs: [{ targets: ["192.168.33.221:9101"] }]
+  - job_name: by-name
+    proxy_url: http://prometheus:right@10.77.0.1:8131
+    static_configs: [{ targets: ["worker-1:9100"] }]
+  - job_name: no-such-node
+    proxy_url: http://prometheus:right@10.77.0.1:8131
+    static_configs: [{ targets: ["nowhere:9100"] }]
+  - job_name: wrong-http
+    proxy_url: http://prometheus:wrong@10.77.0.1:8131
+    static_configs: [{ targets: ["192.168.33.221:9100"] }]
+  - job_name: wrong-https
+    proxy_url: http://prometheus:wrong@10.77.0.1:8131
+    scheme: https
+    tls_config: { ca_file: CA, server_name: worker-1 }
+    static_configs: [{ targets: ["192.168.33.221:9101"] }]
+"#;
+
+/// Prometheus itself, inside the cloud's namespace.
+const API: &str = "127.0.0.1:9090";
+
+/// Start of Prometheus and a few scrapes.
+const PATIENCE: Duration = Duration::from_secs(30);

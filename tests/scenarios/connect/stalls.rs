@@ -1,0 +1,65 @@
+//! Readers of tunnels that never read harm nobody else.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
+use tunnel_tests::client::Tunnel;
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::targets::{EchoTarget, HalfCloseTarget};
+use tunnel_tests::world::PATIENCE;
+
+use super::{Lab, NODE};
+
+/// More than any window on the way.
+const ENDLESS: u64 = 1 << 30;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stalled_readers_1_8_and_64_do_not_harm_others() -> Result<()> {
+    let lab = Lab::start().await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let flood = HalfCloseTarget::start(ENDLESS).await?;
+    let echo = EchoTarget::start().await?;
+    let (flood, echo) = (
+        format!("{NODE}:{}", flood.addr().port()),
+        format!("{NODE}:{}", echo.addr().port()),
+    );
+    let dialer = lab.dialer();
+    let mut before = dialer.dial(&echo).await?;
+    let quiet = round_trip(&mut before).await?;
+    let mut stalled = Vec::new();
+    for count in [1, 8, 64] {
+        while stalled.len() < count {
+            let mut reader = dialer.dial(&flood).await?;
+            // The flood begins with the caller's end, and is not read any further than its beginning.
+            reader.shutdown().await?;
+            let mut first = [0; 1];
+            reader.read_exact(&mut first).await?;
+            stalled.push(reader);
+        }
+        let mut slowest = Duration::ZERO;
+        for _ in 0..10 {
+            slowest = slowest.max(round_trip(&mut before).await?);
+            let mut fresh = timeout(scaled(PATIENCE), dialer.dial(&echo)).await;
+            let fresh = fresh.as_mut().ok().context("no new tunnel")?;
+            let fresh = fresh.as_mut().map_err(|error| anyhow::anyhow!("{error}"))?;
+            slowest = slowest.max(round_trip(fresh).await?);
+        }
+        let bound = scaled(Duration::from_secs(1)) + quiet;
+        ensure!(
+            slowest < bound,
+            "{count} stalled: {slowest:?}, without any {quiet:?}"
+        );
+    }
+    Ok(())
+}
+
+async fn round_trip(tunnel: &mut Tunnel) -> Result<Duration> {
+    let began = Instant::now();
+    tunnel.write_all(b"ping").await?;
+    let mut heard = [0; 4];
+    timeout(scaled(PATIENCE), tunnel.read_exact(&mut heard)).await??;
+    ensure!(&heard == b"ping");
+    Ok(began.elapsed())
+}

@@ -1,0 +1,118 @@
+//! A dialer through a CONNECT door, as kube-apiserver's egress selector is one: HTTPConnect over a Unix socket or over TCP,
+//! where it is told nothing but the status line, and takes no byte behind the head before it has spoken
+//! (`egressselector.tunnelHTTPConnect`).
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio_rustls::client::TlsStream;
+
+use super::{ClientTls, Door};
+
+/// Bytes both ways.
+pub trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
+
+/// A connection to a target.
+pub type Tunnel = Box<dyn Bytes>;
+
+/// Dials targets through a CONNECT door, a connection for each.
+#[derive(Clone)]
+pub struct EgressDialer(Transport);
+
+#[derive(Clone)]
+enum Transport {
+    Unix(PathBuf),
+    Tcp(Door),
+}
+
+impl fmt::Debug for EgressDialer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Transport::Unix(path) => write!(f, "EgressDialer({})", path.display()),
+            Transport::Tcp(door) => write!(f, "EgressDialer({door:?})"),
+        }
+    }
+}
+
+impl EgressDialer {
+    /// `transport: { uds: { udsName } }`.
+    #[must_use]
+    pub fn uds(path: &Path) -> Self {
+        Self(Transport::Unix(path.to_owned()))
+    }
+
+    /// `transport: { tcp: { url, tlsConfig } }`.
+    pub fn tcp(door: impl Into<Door>) -> Self {
+        Self(Transport::Tcp(door.into()))
+    }
+
+    /// Connects to `HOST:PORT`.
+    ///
+    /// # Errors
+    /// In the words of kube-apiserver.
+    pub async fn dial(&self, target: &str) -> Result<Tunnel> {
+        let mut tunnel: Tunnel = match &self.0 {
+            Transport::Unix(path) => Box::new(
+                UnixStream::connect(path)
+                    .await
+                    .with_context(|| format!("failed to dial to {}", path.display()))?,
+            ),
+            Transport::Tcp(door) => Box::new(door.connect().await?),
+        };
+        let request = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
+        tunnel.write_all(request.as_bytes()).await?;
+        tunnel.flush().await?;
+        // As bufio.NewReader: whatever is there in one read.
+        let (mut read, mut piece) = (Vec::new(), [0; 4096]);
+        let head_end = loop {
+            if let Some(at) = read.windows(4).position(|four| four == b"\r\n\r\n") {
+                break at + 4;
+            }
+            let count = tunnel.read(&mut piece).await?;
+            ensure!(
+                count > 0,
+                "reading HTTP response from CONNECT to {target} failed: unexpected EOF"
+            );
+            read.extend_from_slice(&piece[..count]);
+        };
+        let head = String::from_utf8_lossy(&read[..head_end]).into_owned();
+        let line = head.lines().next().unwrap_or_default();
+        let status = line.split_once(' ').map_or("", |(_, status)| status);
+        let code = status.get(..3).unwrap_or_default();
+        if code != "200" {
+            bail!("proxy error while dialing {target}, code {code}: {status}");
+        }
+        let buffered = read.len() - head_end;
+        ensure!(
+            buffered == 0,
+            "unexpected {buffered} bytes of buffered data from CONNECT proxy"
+        );
+        Ok(tunnel)
+    }
+}
+
+/// TLS with the target, inside the tunnel.
+///
+/// # Errors
+/// The handshake fails.
+pub async fn over_tls(tunnel: Tunnel, tls: &ClientTls) -> io::Result<TlsStream<Tunnel>> {
+    tls.connector().connect(tls.server_name(), tunnel).await
+}
+
+/// Sends a request and reads up to the end of the connection.
+///
+/// # Errors
+/// The connection breaks.
+pub async fn ask_through(mut tunnel: impl Bytes, request: &str) -> io::Result<String> {
+    tunnel.write_all(request.as_bytes()).await?;
+    tunnel.flush().await?;
+    let mut answer = Vec::new();
+    tunnel.read_to_end(&mut answer).await?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
