@@ -86,6 +86,14 @@ impl Gate {
     }
 }
 
+/// What a request is called in its record: without a name and password that somebody put into the URL, and without its query.
+pub(super) fn subject<B>(request: &Request<B>) -> String {
+    let (method, uri) = (request.method(), request.uri());
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    let host = authority.rsplit('@').next().unwrap_or_default();
+    format!("{method} {host}{}", uri.path())
+}
+
 /// Answers one request of a CONNECT door.
 pub(super) async fn forward(
     gate: &Gate,

@@ -227,11 +227,9 @@ impl Caller {
         let underway = self.course.request(!request.body().is_end_stream());
         let pending = hyper::upgrade::on(&mut request);
         *self.upgrade.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
-        let subject = match (&self.door.connect, request.uri().authority()) {
-            (Some(_), Some(host)) => {
-                format!("{} {host}{}", request.method(), request.uri().path())
-            }
-            _ => format!("{} {}", request.method(), request.uri().path()),
+        let subject = match &self.door.connect {
+            Some(_) => connect::subject(&request),
+            None => format!("{} {}", request.method(), request.uri().path()),
         };
         let mut record = Record::begin(self.door.name, self.peer, &subject, &self.doors.metrics);
         record.caller(&self.name);

@@ -18,7 +18,7 @@ use super::super::record::Record;
 use super::super::socket::Fate;
 use super::goal::{Form, Goal};
 use super::ranges::{Allowed, LiveRanges};
-use super::{Direct, Gate, Tunnel, open, pass, way};
+use super::{Direct, Gate, Tunnel, open, pass, subject, way};
 
 /// Tunnels of people at once.
 const TUNNELS_MAX: usize = 256;
@@ -53,8 +53,8 @@ impl Tunnels {
         mut request: Request<Incoming>,
         user: Option<u32>,
     ) -> Response<Full<Bytes>> {
-        let subject = format!("CONNECT {}", request.uri());
-        let mut record = Record::begin("admin", Peer::Unix, &subject, &self.doors.metrics);
+        let mut record =
+            Record::begin("admin", Peer::Unix, &subject(&request), &self.doors.metrics);
         if let Some(user) = user {
             record.caller(&CallerName::Uid(user));
         }

@@ -286,3 +286,21 @@ async fn caller_that_ends_between_requests_is_let_go() {
     let mut rest = Vec::new();
     within(caller.read_to_end(&mut rest)).await.unwrap();
 }
+
+#[test]
+fn records_name_neither_passwords_nor_queries() {
+    for (method, uri, expected) in [
+        ("CONNECT", "worker-1:9100", "CONNECT worker-1:9100"),
+        ("CONNECT", "u:secret@worker-1:9100", "CONNECT worker-1:9100"),
+        (
+            "GET",
+            "http://u:secret@worker-1:9100/m?token=secret",
+            "GET worker-1:9100/m",
+        ),
+        ("GET", "/m?token=secret", "GET /m"),
+    ] {
+        let request = http::Request::builder().method(method).uri(uri);
+        let request = request.body(()).unwrap();
+        assert_eq!(super::subject(&request), expected);
+    }
+}
