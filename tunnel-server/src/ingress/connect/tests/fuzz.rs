@@ -114,9 +114,11 @@ fn check(input: &[u8]) -> bool {
         }
         Form::Read => {
             assert!(method == "GET" || method == "HEAD", "{method}");
-            let head = String::from_utf8_lossy(input).to_lowercase();
-            let head = head.split("\r\n\r\n").next().unwrap_or_default();
-            assert!(!head.contains("\nupgrade:"), "an upgrade was passed");
+            let text = String::from_utf8_lossy(input).to_lowercase();
+            let lines = text.lines().skip_while(|line| line.is_empty());
+            let mut head = lines.take_while(|line| !line.is_empty());
+            let upgrades = head.any(|line| line.starts_with("upgrade:"));
+            assert!(!upgrades, "an upgrade was passed");
         }
     }
     *by_agent || goal.form == Form::Connect
