@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Builds the two images with docker, buildah or podman, whichever works here.
+#
+#   deploy/images.sh                          builds static binaries for this machine first
+#   BINARIES=DIR deploy/images.sh             takes DIR/tunnel-server and DIR/tunnel-agent, static ones
+#   ENGINE=podman                             insists on one engine
+#   TARGETARCH=arm64 BINARIES=DIR             another architecture than this machine's: its binaries have to be given
+#   PREFIX=registry.example.com/culvert/ TAG=0.1.0
+#
+# Makes ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG (prefix culvert/, tag: the version).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+target=${CARGO_TARGET_DIR:-target}
+
+say() { printf 'images: %s\n' "$*"; }
+fail() { say "$*" >&2; exit 1; }
+
+works() {
+  case $1 in
+    docker) command -v docker >/dev/null && docker version >/dev/null 2>&1 ;;
+    *) command -v "$1" >/dev/null ;;
+  esac
+}
+
+engine=${ENGINE:-}
+if [ -n "$engine" ]; then
+  works "$engine" || fail "$engine does not work here"
+else
+  for candidate in docker buildah podman; do
+    if works "$candidate"; then engine=$candidate; break; fi
+  done
+  [ -n "$engine" ] || fail "needs docker (with its daemon running), buildah or podman; on Debian: apt-get install podman runc netavark"
+fi
+
+case $(uname -m) in
+  x86_64) host=amd64 ;;
+  aarch64) host=arm64 ;;
+  *) host=$(uname -m) ;;
+esac
+arch=${TARGETARCH:-$host}
+binaries=${BINARIES:-}
+if [ -z "$binaries" ]; then
+  [ "$arch" = "$host" ] || fail "BINARIES=DIR has to name static binaries for $arch: this machine builds for $host"
+  say "building static binaries (the first time takes some minutes)"
+  binaries=$(deploy/static.sh)
+fi
+
+context=$target/images
+rm -rf "$context"
+mkdir -p "$context/$arch" "$context/data"
+for name in tunnel-server tunnel-agent; do
+  [ -f "$binaries/$name" ] || fail "$binaries/$name is missing"
+  if command -v file >/dev/null && file -bL "$binaries/$name" | grep -q 'dynamically linked'; then
+    fail "$binaries/$name needs shared libraries, which the image does not have; deploy/static.sh builds one that does not"
+  fi
+  install -m 0755 "$binaries/$name" "$context/$arch/$name"
+done
+# The folder becomes the data directory, for its owner alone.
+chmod 0700 "$context/data"
+
+version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
+revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
+prefix=${PREFIX-culvert/}
+tag=${TAG:-$version}
+common=(--build-arg "TARGETARCH=$arch" --build-arg "VERSION=$version" --build-arg "REVISION=$revision" -f deploy/docker/Dockerfile)
+for part in server agent; do
+  name=${prefix}tunnel-$part:$tag
+  say "building $name with $engine for $arch"
+  case $engine in
+    docker) docker build --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
+    buildah) buildah bud --format docker --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
+    podman) podman build --format docker --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
+    *) fail "no such engine: $engine" ;;
+  esac
+  size=$(stat -c %s "$context/$arch/tunnel-$part")
+  say "$name holds a binary of $((size / 1048576)) MiB ($size bytes)"
+done
