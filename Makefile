@@ -4,10 +4,10 @@ ARGS ?=
 HOURS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak faults lint audit docs tools
+.PHONY: help demo test soak faults lint audit docs tools static images images-test manifests
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 demo: ## the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
@@ -42,6 +42,18 @@ audit: ## licences, advisories and banned crates (cargo-deny)
 
 docs: ## writes the configuration reference anew from the code
 	cargo run -p tunnel-tests --bin reference
+
+static: ## the two binaries without shared libraries, small: what images and packages carry (about 12 minutes of one core)
+	@deploy/static.sh
+
+images: ## container images of both, with docker, buildah or podman; PREFIX=registry.example.com/ TAG=0.1.0 BINARIES=DIR
+	@deploy/images.sh
+
+images-test: static ## builds the images and runs them with podman: hardened, healthy, an enrolment and a request
+	@tests/images.sh "$$(deploy/static.sh 2>/dev/null)" || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+manifests: tools ## renders deploy/manifests/install.yaml
+	@deploy/manifests.sh
 
 tools: ## the real programs that tests run against: Prometheus, node_exporter, kubectl, curl, dig, ip, nft
 	@tests/tools.sh
