@@ -241,7 +241,7 @@ fn write(
     let mut election = Election::new(
         Api::<Lease>::namespaced(client.clone(), namespace),
         (settings.names.leader_lease.clone(), identity.clone()),
-        metrics.clone(),
+        (problems.clone(), metrics.clone()),
         throttle.clone(),
     );
     let mut writers = Writers {

@@ -15,6 +15,7 @@ use super::{FIRST, GUIDE_RECORDS, Lab, Site, told};
 on_both!(
     dns_8_another_server_writes_when_the_leader_is_killed,
     dns_8_a_deposed_leader_keeps_serving_and_writes_nothing,
+    second_server_says_that_one_is_the_limit_until_the_other_is_gone,
 );
 
 const LEASE: &str =
@@ -87,6 +88,32 @@ async fn dns_8_another_server_writes_when_the_leader_is_killed(lab: Lab) -> Resu
     );
     long.goes_on().await?;
     site.serves(&other).await
+}
+
+async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(lab: Lab) -> Result<()> {
+    lab.guide().await?;
+    let mut first = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    let second = lab.server("b").await?;
+    let says = async |server: &Server| -> Result<bool> {
+        let text = told(server, "/readyz?verbose").await?;
+        Ok(text.contains("[!] replicas: ") && text.contains("Run one server"))
+    };
+    eventually("the second one's word", FIRST, async || {
+        ensure!(says(&second).await?, "nothing yet");
+        Ok(())
+    })
+    .await;
+    ensure!(!says(&first).await?, "the first one is not too many");
+
+    first.process().signal(Signal::Kill)?;
+    eventually("the word to be taken back", TAKEOVER, async || {
+        ensure!(!says(&second).await?, "still said");
+        Ok(())
+    })
+    .await;
+    Ok(())
 }
 
 async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(lab: Lab) -> Result<()> {

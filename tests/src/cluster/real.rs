@@ -57,11 +57,7 @@ impl Real {
     ///
     /// # Panics
     /// As [`Real::start`].
-    pub async fn start_with(
-        binaries: &Path,
-        families: Families,
-        flags: &[String],
-    ) -> Result<Self> {
+    pub async fn start_with(binaries: &Path, families: Families, flags: &[String]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;
         let etcd = Program::at(&binaries.join("etcd"))

@@ -49,6 +49,7 @@ impl EventLog {
             Part::NodeNames
             | Part::Service
             | Part::KubeletCa
+            | Part::Replicas
             | Part::Watching(_)
             | Part::Writing(_) => {
                 return Ok(());

@@ -15,6 +15,7 @@ use tracing::{info, warn};
 
 use super::failure::{Failure, FailureKind, Throttle};
 use super::metrics::{ClusterMetrics, Object};
+use super::problems::{Part, Problems};
 
 /// `leaseDurationSeconds`: others take a Lease that was not renewed for this long.
 const DURATION: Duration = Duration::from_secs(15);
@@ -60,6 +61,8 @@ struct Candidate {
     identity: String,
     /// The Lease as last seen to change, by this process's clock: clocks of others do not count.
     observed: Option<(LeaseSpec, Instant)>,
+    /// Whether its holder renewed it meanwhile: it is alive, not one that was killed.
+    holder_lives: bool,
 }
 
 impl Candidate {
@@ -78,6 +81,11 @@ impl Candidate {
         let seen_at = match &self.observed {
             Some((seen, at)) if seen == found => *at,
             Some(_) | None => {
+                let before = self
+                    .observed
+                    .as_ref()
+                    .map(|(seen, _)| &seen.holder_identity);
+                self.holder_lives = before == Some(&found.holder_identity);
                 self.observed = Some((found.clone(), now));
                 now
             }
@@ -110,6 +118,7 @@ pub(super) struct Election {
     candidate: Candidate,
     until: watch::Sender<Option<Instant>>,
     metrics: ClusterMetrics,
+    problems: Problems,
     throttle: Throttle,
 }
 
@@ -117,7 +126,7 @@ impl Election {
     pub(super) fn new(
         api: Api<Lease>,
         (name, identity): (String, String),
-        metrics: ClusterMetrics,
+        (problems, metrics): (Problems, ClusterMetrics),
         throttle: Throttle,
     ) -> Self {
         Self {
@@ -126,9 +135,11 @@ impl Election {
             candidate: Candidate {
                 identity,
                 observed: None,
+                holder_lives: false,
             },
             until: watch::Sender::new(None),
             metrics,
+            problems,
             throttle,
         }
     }
@@ -231,6 +242,9 @@ impl Election {
                 if self.until.borrow().is_some() {
                     warn!(lease = self.name, holder, "another server took the Lease");
                 }
+                if self.candidate.holder_lives {
+                    self.problems.set(Part::Replicas, vec![beside(&holder)]);
+                }
                 return Ok(false);
             }
             (Step::Take(spec), Some(mut lease)) => {
@@ -252,6 +266,7 @@ impl Election {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
+                self.problems.set(Part::Replicas, Vec::new());
                 Ok(true)
             }
             // Somebody was faster; the next try sees who.
@@ -280,6 +295,14 @@ impl Election {
             );
         }
     }
+}
+
+/// What is wrong with a server beside another one.
+fn beside(holder: &str) -> String {
+    format!(
+        "{holder} serves this cluster too and holds the Lease. Servers do not pass requests on to each other: an agent that is \
+         connected there is not reached from here. Run one server (replicas: 1, strategy: Recreate)"
+    )
 }
 
 #[cfg(test)]

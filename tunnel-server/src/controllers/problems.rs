@@ -76,6 +76,8 @@ pub(super) enum Part {
     RecordsSize,
     /// The CA of kubelets' client certificates.
     KubeletCa,
+    /// Other servers beside this one.
+    Replicas,
     /// Following objects.
     Watching(Object),
     /// Writing an object.
@@ -90,6 +92,7 @@ impl Part {
             Self::Service => "service",
             Self::RecordsSize => "records size",
             Self::KubeletCa => "kubelet client CA",
+            Self::Replicas => "replicas",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",
             Self::Watching(Object::Ports) => "watching ports",

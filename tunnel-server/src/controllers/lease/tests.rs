@@ -1,5 +1,7 @@
 use serde_json::{Value, json};
 
+use tunnel_proto::process::meta::Readiness;
+
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 
@@ -21,6 +23,7 @@ fn candidate() -> Candidate {
     Candidate {
         identity: "me".into(),
         observed: None,
+        holder_lives: false,
     }
 }
 
@@ -76,12 +79,31 @@ async fn own_and_free_leases_are_taken_at_once() {
     );
 }
 
+#[tokio::test(start_paused = true)]
+async fn holder_counts_as_alive_only_once_it_was_seen_to_renew() {
+    let (mut me, now, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
+    for (holder, renewed, lives) in [
+        ("killed", 100, false),
+        ("killed", 100, false),
+        ("other", 101, false),
+        ("other", 103, true),
+        ("third", 105, false),
+    ] {
+        let step = me.step(Some(&spec(holder, renewed)), now, wall);
+        assert_eq!(step, Step::Follow(holder.into()));
+        assert_eq!(me.holder_lives, lives, "{holder} {renewed}");
+    }
+    assert!(beside("other").starts_with("other serves this cluster too"));
+}
+
 fn election() -> (Election, ApiServer) {
     let (client, server) = api_server();
+    let metrics = ClusterMetrics::default();
+    let problems = Problems::new(Readiness::default(), metrics.clone());
     let election = Election::new(
         Api::namespaced(client, NAMESPACE),
         ("l".into(), "me".into()),
-        ClusterMetrics::default(),
+        (problems, metrics),
         Throttle::default(),
     );
     (election, server)
