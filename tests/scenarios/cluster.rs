@@ -27,6 +27,7 @@ macro_rules! on_both {
 
 mod agents;
 mod hosts_file;
+mod install;
 mod kubectl;
 mod leader;
 mod names;
@@ -45,6 +46,8 @@ use tunnel_tests::cluster::{Cluster, Families, Kind, Objects, cloud, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
+
+pub(crate) use kubectl::kubectls;
 
 /// A cluster and a folder for the servers that follow it.
 struct Lab {

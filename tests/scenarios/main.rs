@@ -19,4 +19,5 @@ mod prometheus;
 mod request;
 mod scripted;
 mod security;
+mod ship;
 mod transports;

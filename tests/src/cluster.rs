@@ -15,7 +15,9 @@ use serde_json::{Value, json};
 use crate::apiserver::{Setup, StandIn};
 
 pub use api::{Api, is_status};
-pub use objects::{Node, Objects, SERVICE_ACCOUNT, cloud, edge, endpoints, internal_service};
+pub use objects::{
+    Node, Objects, SERVICE_ACCOUNT, cloud, edge, endpoints, internal_service, server_roles,
+};
 pub use real::Real;
 
 /// Which API server a scenario runs against.
@@ -158,7 +160,7 @@ impl Cluster {
     async fn grant(&self) -> Result<()> {
         let (namespace, name) = SERVICE_ACCOUNT;
         let subject = json!([{ "kind": "ServiceAccount", "namespace": namespace, "name": name }]);
-        for role in objects::roles() {
+        for role in server_roles() {
             let kind = role["kind"].as_str().unwrap_or_default().to_owned();
             let collection = |kind: &str| match role["metadata"]["namespace"].as_str() {
                 Some(namespace) => {
@@ -183,7 +185,7 @@ impl Cluster {
     /// # Errors
     /// The API refuses.
     pub async fn allow_server(&self, allowed: bool) -> Result<()> {
-        for role in objects::roles() {
+        for role in server_roles() {
             let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
             let name = role["metadata"]["name"].as_str().unwrap_or_default();
             let path = match role["metadata"]["namespace"].as_str() {

@@ -10,6 +10,12 @@ use std::process::Command;
 /// A program that is not ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tool {
+    /// `systemd-analyze`.
+    SystemdAnalyze,
+    /// Debian's `promtool`, of `prometheus`.
+    Promtool,
+    /// `bash`.
+    Bash,
     /// Debian's `prometheus`.
     Prometheus,
     /// Debian's `prometheus-node-exporter`.
@@ -44,6 +50,9 @@ impl Tool {
     /// The name of the program's file.
     pub fn program(self) -> &'static str {
         match self {
+            Self::SystemdAnalyze => "systemd-analyze",
+            Self::Promtool => "promtool",
+            Self::Bash => "bash",
             Self::Prometheus => "prometheus",
             Self::NodeExporter => "prometheus-node-exporter",
             Self::Curl => "curl",

@@ -36,14 +36,14 @@ impl Kubectl {
         self.run(words).await?.ok()
     }
 
-    async fn json(&self, words: &[&str]) -> Result<Value> {
+    pub(super) async fn json(&self, words: &[&str]) -> Result<Value> {
         let words = [words, &["-o", "json"]].concat();
         Ok(serde_json::from_str(&self.ok(&words).await?)?)
     }
 }
 
 /// All that are here.
-pub(super) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
+pub(crate) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
     let all = Tool::Kubectl.find_all();
     if all.is_empty() {
         return Err(Skip::because("needs kubectl"));

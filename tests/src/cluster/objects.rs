@@ -262,7 +262,8 @@ pub fn endpoints(service: &Value, address: &str) -> Value {
 }
 
 /// The roles that the server's table of rights comes to: one of the cluster, one of the namespace.
-pub(super) fn roles() -> [Value; 2] {
+#[must_use]
+pub fn server_roles() -> [Value; 2] {
     let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
         .iter()
         .partition(|right| right.scope == Scope::Cluster);

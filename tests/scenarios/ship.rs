@@ -1,0 +1,7 @@
+//! What is shipped: manifests, images, units, examples and guides, in agreement with the code and with each other.
+
+mod examples;
+mod guides;
+mod images;
+mod manifests;
+mod troubleshooting;

@@ -1,0 +1,104 @@
+//! Examples, units and the compose file: each is loaded by the program that it is for.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_tests::manifests::{documents, items, repository};
+use tunnel_tests::process::{Program, ScratchDir};
+use tunnel_tests::tools::{Tool, or_skip};
+
+/// Files below a folder of the repository whose names begin so.
+fn files(folder: &str, begin: &str) -> Result<Vec<std::path::PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(repository().join(folder))? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(begin) {
+            found.push(entry.path());
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[tokio::test]
+async fn example_configurations_are_valid_without_a_warning() -> Result<()> {
+    for (program, more, least) in [
+        ("tunnel-server", &["--kubernetes", "off"][..], 2),
+        ("tunnel-agent", &["--token", TOKEN][..], 1),
+    ] {
+        let examples = files("deploy/examples", program)?;
+        ensure!(examples.len() >= least, "{program}: {examples:?}");
+        for example in examples {
+            let check = Program::ours(program)?.arg("check-config").arg("--config");
+            let said = check.arg(&example).args(more).run().await?;
+            let text = said.to_string();
+            said.ok().with_context(|| example.display().to_string())?;
+            ensure!(!text.contains("warning"), "{}: {text}", example.display());
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn compose_file_gives_each_program_arguments_that_it_takes() -> Result<()> {
+    let text = std::fs::read_to_string(repository().join("deploy/compose/compose.yaml"))?;
+    let compose = documents(&text)?.pop().context("a document")?;
+    let services = compose["services"].as_object().context("services")?;
+    let mut checked = 0;
+    for (name, service) in services {
+        let image = service["image"].as_str().unwrap_or_default();
+        let Some(program) = ["tunnel-server", "tunnel-agent"]
+            .into_iter()
+            .find(|program| image.contains(program))
+        else {
+            continue;
+        };
+        let words: Vec<&str> = items(&service["command"])
+            .filter_map(Value::as_str)
+            .collect();
+        ensure!(words.first() == Some(&"run"), "{name}: {words:?}");
+        let mut check = Program::ours(program)?
+            .arg("check-config")
+            .args(&words[1..]);
+        if program == "tunnel-agent" {
+            check = check.args(["--token", TOKEN]);
+        }
+        let said = check.run().await?;
+        said.ok().with_context(|| name.clone())?;
+        checked += 1;
+    }
+    ensure!(checked == 3, "{checked} services run our programs");
+    Ok(())
+}
+
+/// With the programs where the units expect them, by a copy of each unit that names ours.
+#[tokio::test]
+async fn systemd_analyze_verifies_the_units() -> Result<()> {
+    let Some(analyze) = or_skip(Program::tool(Tool::SystemdAnalyze)) else {
+        return Ok(());
+    };
+    let scratch = ScratchDir::new()?;
+    let mut verify = analyze.arg("verify").arg("--man=no");
+    let units = files("deploy/systemd", "tunnel-")?;
+    ensure!(units.len() == 2, "{units:?}");
+    for unit in units {
+        let name = unit.file_name().context("a name")?.to_owned();
+        let text = std::fs::read_to_string(&unit)?;
+        let program = Path::new(&name).with_extension("");
+        let installed = format!("/usr/local/bin/{}", program.display());
+        ensure!(text.contains(&installed), "{}", unit.display());
+        // Any program will do for the check; ours need not be installed.
+        let copy = scratch.path().join(&name);
+        std::fs::write(&copy, text.replace(&installed, "/bin/true"))?;
+        verify = verify.arg(copy);
+    }
+    let said = verify.run().await?;
+    let text = said.to_string();
+    let out = said.ok()?;
+    ensure!(out.is_empty() && !text.contains(".service:"), "{text}");
+    Ok(())
+}
+
+/// The form of a join token.
+const TOKEN: &str = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63.aa2c57d1b9ba4495a3c267c1720747aec738a61428304ba2a6e8dd2e15639143";

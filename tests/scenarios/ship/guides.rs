@@ -1,0 +1,340 @@
+//! The guides: every block of commands runs here or says why not, links lead somewhere, and the actions of the cluster's
+//! tutorial are few.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
+use tunnel_tests::guides::{blocks, links, page, pages, script};
+use tunnel_tests::manifests::repository;
+use tunnel_tests::netns::Namespace;
+use tunnel_tests::process::{Finished, Program, ScratchDir};
+use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
+
+use crate::cluster::kubectls;
+use crate::dns::tell;
+
+/// The pages whose blocks are all marked.
+const GUIDES: [&str; 9] = [
+    "docs/README.md",
+    "docs/explanation.md",
+    "docs/how-to/compose.md",
+    "docs/how-to/migrate.md",
+    "docs/how-to/openyurt.md",
+    "docs/how-to/prometheus.md",
+    "docs/how-to/systemd.md",
+    "docs/troubleshooting.md",
+    "docs/tutorial-cluster.md",
+];
+const STANDALONE: &str = "docs/tutorial-standalone.md";
+
+/// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
+const OLD_ACTIONS: usize = 16;
+const ACTIONS_MAX: usize = 4;
+
+#[test]
+fn every_block_of_commands_runs_here_or_says_why_not() -> Result<()> {
+    for guide in GUIDES.iter().chain([&STANDALONE]) {
+        for block in blocks(&page(guide)?) {
+            let marked = block.is_run() || block.reason().is_some();
+            ensure!(
+                !block.is_commands() || marked,
+                "{guide}:{}: {:?}",
+                block.line,
+                block.mark
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn links_of_all_pages_lead_to_files() -> Result<()> {
+    for path in pages()? {
+        let folder = repository().join(&path);
+        let folder = folder.parent().context("a folder")?;
+        for link in links(&page(&path)?) {
+            ensure!(folder.join(&link).exists(), "{path}: {link}");
+        }
+    }
+    Ok(())
+}
+
+/// P6: what a person does, from a clean cluster to `kubectl logs`.
+#[test]
+fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Result<()> {
+    let text = page("docs/tutorial-cluster.md")?;
+    let actions = blocks(&text).into_iter().filter(|block| block.is_action());
+    let actions: Vec<_> = actions.map(|block| block.text).collect();
+    let headings = text.lines().filter(|line| line.starts_with("## Action "));
+    let (_, table) = text.split_once("| | touched |\n").context("the old way")?;
+    let rows = table
+        .lines()
+        .take_while(|line| line.starts_with('|'))
+        .skip(1);
+    let old = rows.count();
+    tell(&format!(
+        "P6: {} actions, {old} with yurt-tunnel",
+        actions.len()
+    ));
+    for (index, action) in actions.iter().enumerate() {
+        let first = action.lines().next().unwrap_or_default();
+        tell(&format!("  {}. {first}", index + 1));
+    }
+    ensure!(
+        headings.count() == actions.len(),
+        "a heading for each action"
+    );
+    ensure!(old == OLD_ACTIONS, "{old} rows of the old way");
+    ensure!(actions.len() <= ACTIONS_MAX, "{actions:#?}");
+    // One block is one thing: a command, or an edit of one file.
+    for action in &actions {
+        let commands = action.replace("\\\n", " ");
+        let is_edit = action.starts_with("spec:");
+        ensure!(is_edit || commands.lines().count() == 1, "{action}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
+    let needs = require(&[Tool::Bash, Tool::Curl]);
+    let scratch = ScratchDir::new()?;
+    let hosts = scratch.file("hosts", "127.0.0.1 localhost\n")?;
+    // Its ports are the default ones: they are free in a network of its own.
+    let network = needs.and_then(|()| Namespace::new("tutorial", &hosts));
+    let Some(network) = or_skip(network) else {
+        return Ok(());
+    };
+    let text = script(&blocks(&page(STANDALONE)?));
+    let finished = bash(&text, scratch.path(), &[])?
+        .inside(Some(&network))
+        .run()
+        .await?;
+    let shown = finished.to_string();
+    finished.ok()?;
+    ensure!(shown.contains("tunnel_agent_session_connected"), "{shown}");
+    ensure!(
+        !scratch.path().join("tunnel").exists(),
+        "it leaves its folder"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
+    let Some(lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
+    lab.cluster.objects().add(&node).await?;
+    let finished = lab.run("docs/tutorial-cluster.md", "", &[]).await?;
+    let told = finished.ok()?;
+    let service = Objects::path("services", "tunnel-dns");
+    let service = lab.object(&service).await?;
+    let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
+    ensure!(told.contains(address), "{told}");
+    let node = lab.object("/api/v1/nodes/worker-1").await?;
+    ensure!(
+        node["metadata"]["labels"]["openyurt.io/is-edge-worker"] == "true",
+        "{node}"
+    );
+    let map = lab
+        .object(&Objects::path("configmaps", "tunnel-agent"))
+        .await?;
+    ensure!(map["data"]["server"] == "cloud.example.com:31008", "{map}");
+    let secret = Objects::path("secrets", "tunnel-kubelet-client");
+    let secret = lab.object(&secret).await?;
+    ensure!(secret["data"]["tls.crt"].is_string(), "no certificate");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()> {
+    let Some(lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    lab.run("docs/how-to/openyurt.md", "", &[]).await?.ok()?;
+    let path = "/apis/apps/v1/namespaces/kube-system/deployments/tunnel-server";
+    let server = lab.object(path).await?;
+    let selector = &server["spec"]["template"]["spec"]["nodeSelector"];
+    ensure!(
+        selector["openyurt.io/is-edge-worker"] == "false",
+        "{selector}"
+    );
+    if or_skip(require(&[Tool::Promtool])).is_none() {
+        return Ok(());
+    }
+    lab.run("docs/how-to/prometheus.md", "", &[]).await?.ok()?;
+    let ports = Objects::path("configmaps", "yurt-tunnel-server-cfg");
+    let ports = lab.object(&ports).await?;
+    ensure!(ports["data"]["http-proxy-ports"] == "9100, 9256", "{ports}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Result<()> {
+    let Some(lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    let backup = lab.scratch.path().join("backup.yaml");
+    let variables = [("BACKUP", backup.as_os_str().to_owned())];
+    let finished = lab.run("docs/how-to/migrate.md", OLD, &variables).await?;
+    finished.ok()?;
+    let kept = std::fs::read_to_string(backup)?;
+    ensure!(kept.contains("x-tunnel-server-svc") && kept.contains("yurt-tunnel-nodes"));
+    let service = Objects::path("services", "x-tunnel-server-internal-svc");
+    let service = lab.object(&service).await?;
+    ensure!(service["spec"]["clusterIP"] == "10.106.217.16", "{service}");
+    let selector = json!({
+        "app.kubernetes.io/name": "tunnel-server", "app.kubernetes.io/component": "server",
+    });
+    ensure!(service["spec"]["selector"] == selector, "{service}");
+    let old = "/apis/apps/v1/namespaces/kube-system/daemonsets/yurt-tunnel-agent";
+    ensure!(lab.cluster.admin().get(old).await?.is_none(), "still there");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn systemd_guide_checks_its_configurations() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let text = script(&blocks(&page("docs/how-to/systemd.md")?));
+    let token = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63";
+    let variables = [("TOKEN", OsString::from(token))];
+    let ca = "aa2c57d1b9ba4495a3c267c1720747aec738a61428304ba2a6e8dd2e15639143";
+    let text = format!("TOKEN=$TOKEN.{ca}\ncd {}\n{text}", repository().display());
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    bash(&text, scratch.path(), &variables)?.run().await?.ok()?;
+    Ok(())
+}
+
+/// An API server, and a person with kubectl in a clone.
+struct Lab {
+    cluster: Cluster,
+    kubectl: std::path::PathBuf,
+    scratch: ScratchDir,
+}
+
+impl Lab {
+    async fn start() -> Result<Option<Self>> {
+        let files = kubectls().and_then(|files| require(&[Tool::Bash]).map(|()| files));
+        let Some(files) = or_skip(files) else {
+            return Ok(None);
+        };
+        // The oldest, which speaks JSON alone, as the stand-in does.
+        let kubectl = files.into_iter().next_back().context("one at least")?;
+        let Some(cluster) = Cluster::start(Kind::StandIn).await? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            cluster,
+            kubectl,
+            scratch: ScratchDir::new()?,
+        }))
+    }
+
+    async fn object(&self, path: &str) -> Result<Value> {
+        let object = self.cluster.admin().get(path).await?;
+        object.with_context(|| path.to_owned())
+    }
+
+    /// Runs a guide's blocks after `prologue`.
+    async fn run(
+        &self,
+        guide: &str,
+        prologue: &str,
+        variables: &[(&str, OsString)],
+    ) -> Result<Finished> {
+        let folder = self.scratch.path();
+        let pki = folder.join("pki");
+        let text = script(&blocks(&page(guide)?));
+        if text.contains(PKI) {
+            self.kubelet_client(&pki)?;
+        }
+        let text = text.replace(PKI, &pki.display().to_string());
+        let text = format!("cd {}\n{prologue}\n{text}", repository().display());
+        let kubectl = self.kubectl.parent().context("a folder")?;
+        let prometheus = Tool::Promtool.find();
+        let prometheus = prometheus.as_deref().and_then(Path::parent);
+        let mut program = bash(&text, folder, variables)?;
+        let path = path_with([Some(kubectl), prometheus].into_iter().flatten())?;
+        program = program
+            .env("PATH", path)
+            .env("KUBECONFIG", self.cluster.admin_kubeconfig()?);
+        program.run().await
+    }
+
+    /// What kubeadm has on a control plane.
+    fn kubelet_client(&self, folder: &Path) -> Result<()> {
+        std::fs::create_dir_all(folder)?;
+        let pair = rcgen::generate_simple_self_signed(vec!["kubelet-client".to_owned()])?;
+        let file = |end: &str| folder.join(format!("apiserver-kubelet-client.{end}"));
+        std::fs::write(file("crt"), pair.cert.pem())?;
+        std::fs::write(file("key"), pair.signing_key.serialize_pem())?;
+        Ok(())
+    }
+}
+
+/// A script of bash with our binaries in its path.
+fn bash(text: &str, folder: &Path, variables: &[(&str, OsString)]) -> Result<Program> {
+    let text = format!("cd {}\n{text}", folder.display());
+    let program = Program::tool(Tool::Bash)?.arg("-c").arg(text);
+    let program = program.env("PATH", path_with([])?).env("HOME", folder);
+    Ok(variables
+        .iter()
+        .fold(program, |program, (name, value)| program.env(name, value)))
+}
+
+fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString> {
+    let ours = bin_dir().ok_or_else(|| Skip::because("needs the binaries"))?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = folders.into_iter().map(Path::to_owned).chain([ours]);
+    Ok(std::env::join_paths(
+        folders.chain(std::env::split_paths(&path)),
+    )?)
+}
+
+/// Where kubeadm keeps certificates.
+const PKI: &str = "/etc/kubernetes/pki";
+
+/// What yurt-tunnel's manifests leave in a cluster, as far as the guide touches it.
+const OLD: &str = r"
+kubectl -n kube-system create configmap yurt-tunnel-nodes --from-literal=tunnel-nodes=
+kubectl -n kube-system create configmap yurt-tunnel-server-cfg --from-literal=http-proxy-ports=9445
+kubectl -n kube-system create deployment yurt-tunnel-server --image=example.com/yurt-tunnel-server:v1.0
+kubectl create clusterrole yurt-tunnel-server --verb=list --resource=nodes
+kubectl create clusterrolebinding yurt-tunnel-server --clusterrole=yurt-tunnel-server --serviceaccount=kube-system:yurt-tunnel-server
+kubectl create -f - <<END
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: { name: yurt-tunnel-agent, namespace: kube-system }
+spec:
+  selector: { matchLabels: { k8s-app: yurt-tunnel-agent } }
+  template:
+    metadata: { labels: { k8s-app: yurt-tunnel-agent } }
+    spec: { containers: [{ name: yurt-tunnel-agent, image: example.com/yurt-tunnel-agent:v1.0 }] }
+---
+apiVersion: v1
+kind: Service
+metadata: { name: x-tunnel-server-internal-svc, namespace: kube-system, labels: { name: yurt-tunnel-server } }
+spec:
+  clusterIP: 10.106.217.16
+  selector: { k8s-app: yurt-tunnel-server }
+  ports:
+    - { name: http, port: 10255, targetPort: 10264 }
+    - { name: https, port: 10250, targetPort: 10263 }
+---
+apiVersion: v1
+kind: Service
+metadata: { name: x-tunnel-server-svc, namespace: kube-system, labels: { name: yurt-tunnel-server } }
+spec:
+  type: NodePort
+  selector: { k8s-app: yurt-tunnel-server }
+  ports:
+    - { name: tcp, port: 10262, targetPort: 10262, nodePort: 31008 }
+END
+";

@@ -1,0 +1,356 @@
+//! Manifests against the code: flags, variables, rights, names and ports; and each overlay by each kubectl that is here.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use clap::Command;
+use serde_json::{Value, json};
+use tunnel_server::config::{EDGE_LABEL, ObjectNames};
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles};
+use tunnel_tests::manifests::{
+    Container, Facts, INSTALLED, OVERLAYS, documents, find, installed, items, overlay, render,
+    repository,
+};
+use tunnel_tests::process::{Program, ScratchDir};
+use tunnel_tests::tools::{Skip, Tool, or_skip};
+
+use crate::cluster::kubectls;
+
+/// Overlays by their names, with their objects.
+type Rendered = Vec<(&'static str, Vec<Value>)>;
+
+/// Every overlay as the first kubectl here renders it.
+fn overlays() -> Result<Option<Rendered>> {
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(None);
+    };
+    let file = files.first().context("one at least")?;
+    let each = OVERLAYS.map(|name| Ok((name, render(file, &overlay(name))?)));
+    each.into_iter().collect::<Result<_>>().map(Some)
+}
+
+/// The two workloads, with the container of each.
+fn workloads(objects: &[Value]) -> Result<[(&'static str, Value, Container); 2]> {
+    let facts = Facts {
+        node: "worker-1".into(),
+        address: "192.168.33.221".into(),
+    };
+    let one = |name: &'static str, kind| -> Result<_> {
+        let workload = find(objects, kind, name)?;
+        Ok((
+            name,
+            workload.clone(),
+            Container::of(workload, objects, &facts)?,
+        ))
+    };
+    Ok([
+        one("tunnel-server", "Deployment")?,
+        one("tunnel-agent", "DaemonSet")?,
+    ])
+}
+
+#[test]
+fn every_kubectl_renders_each_overlay_and_install_yaml_is_the_plain_one() -> Result<()> {
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    let sorted = |mut objects: Vec<Value>| {
+        objects.sort_by_key(|object| format!("{}{}", object["kind"], object["metadata"]["name"]));
+        objects
+    };
+    for file in files {
+        for name in OVERLAYS {
+            let rendered = render(&file, &overlay(name))?;
+            ensure!(rendered.len() > 10, "{name}: {} objects", rendered.len());
+            ensure!(
+                name != INSTALLED || sorted(rendered) == sorted(installed()?),
+                "deploy/manifests/install.yaml is stale; run: make manifests"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn check_config_takes_the_arguments_and_variables_of_each_container() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    // What the server and the kubelet bring: the ConfigMap of our CA, and a node's certificate with its key.
+    let ca = TestCa::new("ca")?;
+    let node = ca.issue(&Leaf::agent("worker-1"))?;
+    let bundle = json!({
+        "kind": "ConfigMap", "metadata": { "name": "tunnel-ca" }, "data": { "ca.crt": ca.pem() },
+    });
+    for (overlay, mut objects) in overlays {
+        objects.push(bundle.clone());
+        for (name, _, container) in workloads(&objects)? {
+            let scratch = ScratchDir::new()?;
+            let args = container.laid_out(scratch.path(), &objects, TOKEN)?;
+            let kubelet = scratch.path().join("var/lib/kubelet/pki");
+            if kubelet.is_dir() {
+                let pair = format!("{}{}", node.certificate, node.key);
+                std::fs::write(kubelet.join("kubelet-client-current.pem"), pair)?;
+            }
+            ensure!(
+                args.first().map(String::as_str) == Some("run"),
+                "{overlay}: {args:?}"
+            );
+            let mut check = Program::ours(name)?.arg("check-config").args(&args[1..]);
+            // As in every container of a cluster.
+            check = check.env("KUBERNETES_SERVICE_HOST", "10.96.0.1");
+            for (variable, value) in &container.env {
+                check = check.env(variable, value);
+            }
+            let said = check.run().await?;
+            let text = format!("{said}");
+            said.ok()
+                .with_context(|| format!("{overlay}: {name}: {text}"))?;
+            ensure!(!text.contains("warning"), "{overlay}: {name}: {text}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn flags_and_variables_of_the_manifests_are_those_of_the_code() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    for (overlay, objects) in overlays {
+        for (name, _, container) in workloads(&objects)? {
+            let command = match name {
+                "tunnel-server" => tunnel_server::cli::command(),
+                _ => tunnel_agent::cli::command(),
+            };
+            let (flags, variables) = known(&command)?;
+            let mut seen = BTreeSet::new();
+            for word in &container.args[1..] {
+                let flag = word.split('=').next().unwrap_or_default();
+                ensure!(flags.contains(flag), "{overlay}: {name} has no flag {flag}");
+                ensure!(seen.insert(flag), "{overlay}: {name}: {flag} comes twice");
+            }
+            for variable in container.env.keys() {
+                ensure!(
+                    variables.contains(variable),
+                    "{overlay}: {name} reads no variable {variable}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Flags and variables of `run`; the agent's two from the downward API are read beside clap.
+fn known(command: &Command) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
+    let run = command.find_subcommand("run").context("run")?;
+    let flags = run.get_arguments().filter_map(|flag| flag.get_long());
+    let flags = flags.map(|flag| format!("--{flag}")).collect();
+    let variables = run.get_arguments().filter_map(|flag| flag.get_env());
+    let variables = variables.map(|name| name.to_string_lossy().into_owned());
+    let downward = ["NODE_NAME", "NODE_IP"].map(str::to_owned);
+    Ok((flags, variables.chain(downward).collect()))
+}
+
+#[test]
+fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    let wanted: BTreeSet<_> = server_roles().iter().flat_map(rights).collect();
+    for (overlay, objects) in overlays {
+        let roles = objects.iter().filter(|object| {
+            ["Role", "ClusterRole"]
+                .iter()
+                .any(|kind| object["kind"] == *kind)
+        });
+        let found: BTreeSet<_> = roles.flat_map(rights).collect();
+        let (more, less): (Vec<_>, Vec<_>) = (
+            found.difference(&wanted).collect(),
+            wanted.difference(&found).collect(),
+        );
+        ensure!(
+            more.is_empty() && less.is_empty(),
+            "{overlay}: too many {more:#?}, missing {less:#?}"
+        );
+        let (namespace, name) = SERVICE_ACCOUNT;
+        for binding in objects.iter().filter(|object| {
+            let kind = object["kind"].as_str().unwrap_or_default();
+            kind.ends_with("RoleBinding")
+        }) {
+            let subject =
+                json!([{ "kind": "ServiceAccount", "name": name, "namespace": namespace }]);
+            ensure!(binding["subjects"] == subject, "{overlay}: {binding}");
+        }
+    }
+    Ok(())
+}
+
+/// Each right of a role by itself: kind of role, group, resource, name, verb.
+fn rights(role: &Value) -> Vec<[String; 5]> {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let mut rights = Vec::new();
+    for rule in items(&role["rules"]) {
+        let any = json!(["any"]);
+        let names = rule.get("resourceNames").unwrap_or(&any);
+        for (group, resource) in items(&rule["apiGroups"])
+            .flat_map(|group| items(&rule["resources"]).map(move |resource| (group, resource)))
+        {
+            for (name, verb) in
+                items(names).flat_map(|name| items(&rule["verbs"]).map(move |verb| (name, verb)))
+            {
+                let kind = text(&role["kind"]);
+                rights.push([kind, text(group), text(resource), text(name), text(verb)]);
+            }
+        }
+    }
+    rights
+}
+
+#[test]
+fn names_and_ports_lead_to_each_other() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    let names = ObjectNames::default();
+    for (overlay, objects) in overlays {
+        find(&objects, "Service", &names.internal_service)?;
+        find(&objects, "ConfigMap", &names.ports_config_map)?;
+        let [(_, deployment, server), (_, daemons, agent)] = workloads(&objects)?;
+        let ports: BTreeSet<_> = items(&server.spec["ports"])
+            .map(|port| (port["protocol"].to_string(), port["containerPort"].as_u64()))
+            .collect();
+        let template = &deployment["spec"]["template"]["metadata"]["labels"];
+        for service in objects.iter().filter(|object| object["kind"] == "Service") {
+            for port in items(&service["spec"]["ports"]) {
+                let target = (port["protocol"].to_string(), port["targetPort"].as_u64());
+                ensure!(ports.contains(&target), "{overlay}: {port} leads nowhere");
+            }
+            let selector = service["spec"]["selector"]
+                .as_object()
+                .context("selector")?;
+            let selects = selector.iter().all(|(key, value)| template[key] == *value);
+            ensure!(selects, "{overlay}: {service} selects nothing");
+        }
+        let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
+        for port in items(&policy["spec"]["ingress"]).flat_map(|rule| items(&rule["ports"])) {
+            let target = (port["protocol"].to_string(), port["port"].as_u64());
+            ensure!(ports.contains(&target), "{overlay}: {port}");
+        }
+        for (door, port) in [("http", 10264), ("meta", 10265), ("dns", 10053)] {
+            let flag = format!("--{door}-listen=[::]:{port}");
+            ensure!(server.args.contains(&flag), "{overlay}: no {flag}");
+        }
+        let selector = &daemons["spec"]["template"]["spec"]["nodeSelector"];
+        ensure!(selector[EDGE_LABEL] == "true", "{overlay}: {selector}");
+        ensure!(agent.env["NODE_NAME"] == "worker-1", "{overlay}");
+    }
+    Ok(())
+}
+
+#[test]
+fn pods_have_no_more_than_they_need() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    for (overlay, objects) in overlays {
+        let [server, agent] = workloads(&objects)?;
+        ensure!(server.1["spec"]["replicas"] == 1, "{overlay}");
+        ensure!(
+            server.1["spec"]["strategy"] == json!({ "type": "Recreate" }),
+            "{overlay}"
+        );
+        for (name, workload, container) in [server, agent] {
+            let place = format!("{overlay}: {name}");
+            let (pod, spec) = (&container.pod, &container.spec);
+            let root = overlay == "kubelet-cert" && name == "tunnel-agent";
+            ensure!(container.uid == if root { 0 } else { 65532 }, "{place}");
+            let non_root = pod["securityContext"]["runAsNonRoot"].as_bool();
+            ensure!(non_root == (!root).then_some(true), "{place}");
+            let seccomp = &pod["securityContext"]["seccompProfile"]["type"];
+            ensure!(seccomp == "RuntimeDefault", "{place}");
+            let own = json!({
+                "allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true, "capabilities": { "drop": ["ALL"] },
+            });
+            ensure!(
+                spec["securityContext"] == own,
+                "{place}: {}",
+                spec["securityContext"]
+            );
+            ensure!(pod["enableServiceLinks"] == false, "{place}");
+            ensure!(pod["automountServiceAccountToken"] == false, "{place}");
+            ensure!(pod["dnsPolicy"] == "Default", "{place}");
+            let priority = pod["priorityClassName"].as_str().unwrap_or_default();
+            ensure!(priority.starts_with("system-"), "{place}: {priority}");
+            for probe in ["startupProbe", "livenessProbe"] {
+                ensure!(
+                    spec[probe]["httpGet"]["path"] == "/livez",
+                    "{place}: {probe}"
+                );
+            }
+            ensure!(
+                spec["readinessProbe"]["httpGet"]["path"] == "/readyz",
+                "{place}"
+            );
+            ensure!(spec["resources"]["limits"]["memory"].is_string(), "{place}");
+            ensure!(spec["resources"]["requests"]["cpu"].is_string(), "{place}");
+            let grace = pod["terminationGracePeriodSeconds"].as_u64();
+            ensure!(
+                grace > Some(30),
+                "{place}: {grace:?} is not above the drain"
+            );
+            for mount in items(&spec["volumeMounts"]) {
+                let writable = mount["name"] == "data";
+                ensure!(writable || mount["readOnly"] == true, "{place}: {mount}");
+            }
+            for object in [&workload, &workload["spec"]["template"]] {
+                let labels = &object["metadata"]["labels"];
+                for label in ["name", "component", "part-of"] {
+                    let label = format!("app.kubernetes.io/{label}");
+                    ensure!(labels[&label].is_string(), "{place}: no {label}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn examples_apart_from_the_manifests_are_objects_of_their_kinds() -> Result<()> {
+    let file = repository().join("deploy/examples/servicemonitor.yaml");
+    let objects = documents(&std::fs::read_to_string(file)?)?;
+    let kinds: Vec<_> = objects.iter().map(|object| &object["kind"]).collect();
+    ensure!(
+        kinds == ["Service", "ServiceMonitor", "ServiceMonitor"],
+        "{kinds:?}"
+    );
+    Ok(())
+}
+
+/// Prometheus' own check of the scrape configuration.
+#[test]
+fn promtool_takes_the_scrape_example() -> Result<()> {
+    let Some(promtool) = or_skip(
+        Tool::Promtool
+            .find()
+            .ok_or_else(|| Skip::because("needs promtool")),
+    ) else {
+        return Ok(());
+    };
+    for file in [
+        "deploy/examples/prometheus.yml",
+        "deploy/compose/prometheus.yml",
+    ] {
+        let output = std::process::Command::new(&promtool)
+            .args(["check", "config"])
+            .arg(repository().join(file))
+            .output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "{file}: {said}");
+    }
+    Ok(())
+}
+
+/// Of the form of a join token.
+const TOKEN: &str = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63";

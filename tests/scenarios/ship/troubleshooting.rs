@@ -1,0 +1,74 @@
+//! Every code that people may meet has its row in `docs/troubleshooting.md`, and no row is about a code that is none.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
+use tunnel_server::ingress::answer::Outcome;
+use tunnel_tests::guides::page;
+
+/// Numbers of codes are small; those that nobody has are told apart by their label.
+const NUMBERS: std::ops::Range<u32> = 0..256;
+
+fn labels(label: impl Fn(u32) -> &'static str) -> BTreeSet<String> {
+    let known = NUMBERS.map(label).filter(|label| *label != "unknown");
+    known.map(str::to_owned).collect()
+}
+
+/// The codes in the first column of the table below a heading.
+fn rows(page: &str, heading: &str) -> Result<BTreeSet<String>> {
+    let (_, below) = page
+        .split_once(&format!("\n## {heading}\n"))
+        .with_context(|| format!("no heading {heading:?}"))?;
+    let section = below.split("\n## ").next().unwrap_or_default();
+    let cells = section.lines().filter_map(|line| line.strip_prefix("| `"));
+    let codes = cells.filter_map(|cell| cell.split_once('`'));
+    Ok(codes.map(|(code, _)| code.to_owned()).collect())
+}
+
+#[test]
+fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
+    let page = page("docs/troubleshooting.md")?;
+    let answers = Outcome::ALL
+        .iter()
+        .filter(|outcome| **outcome != Outcome::Ok);
+    let answers = answers.map(|outcome| outcome.label().to_owned()).collect();
+    for (heading, codes) in [
+        ("Answers of the doors", answers),
+        (
+            "Streams that an agent refuses",
+            labels(|number| RefusalCode::from_number(number).label()),
+        ),
+        (
+            "Streams that are cut",
+            labels(|number| ResetCode::from_number(number).label()),
+        ),
+        (
+            "Sessions that are closed",
+            labels(|number| CloseCode::from_number(number).label()),
+        ),
+        (
+            "Enrolments and renewals that are refused",
+            labels(|number| EnrollCode::from_number(number).label()),
+        ),
+    ] {
+        let found = rows(&page, heading)?;
+        ensure!(found == codes, "{heading}: {found:?} instead of {codes:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn answers_are_told_with_their_status() -> Result<()> {
+    let page = page("docs/troubleshooting.md")?;
+    for outcome in Outcome::ALL {
+        let status = match outcome {
+            Outcome::Ok => continue,
+            Outcome::Cut | Outcome::CallerGone => "none".to_owned(),
+            other => other.status().as_u16().to_string(),
+        };
+        let row = format!("| `{}` | {status} |", outcome.label());
+        ensure!(page.contains(&row), "no {row}");
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! The guides of `docs/`: their blocks, what their marks say, and the blocks that run put together as one script.
+//!
+//! A block of commands begins ```` ```sh run ```` or ```` ```sh not run here: REASON ````; with the word `action` it is one of
+//! the things that a person has to do, which are counted.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use crate::manifests::repository;
+
+/// A fenced block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// Line of the opening fence, from 1.
+    pub line: usize,
+    /// First word behind the fence.
+    pub language: String,
+    /// The rest behind it.
+    pub mark: String,
+    /// What is inside, without the fence's indentation.
+    pub text: String,
+}
+
+impl Block {
+    /// Whether it holds commands for a shell.
+    #[must_use]
+    pub fn is_commands(&self) -> bool {
+        matches!(self.language.as_str(), "sh" | "bash" | "console" | "shell")
+    }
+
+    /// Whether a test runs it.
+    #[must_use]
+    pub fn is_run(&self) -> bool {
+        self.mark.split_whitespace().next() == Some("run")
+    }
+
+    /// Why no test runs it.
+    #[must_use]
+    pub fn reason(&self) -> Option<&str> {
+        let (_, reason) = self.mark.split_once("not run here:")?;
+        Some(reason.trim()).filter(|reason| !reason.is_empty())
+    }
+
+    /// Whether it is a thing to do that counts.
+    #[must_use]
+    pub fn is_action(&self) -> bool {
+        let (words, _) = self.mark.split_once("not run").unwrap_or((&self.mark, ""));
+        words.split_whitespace().any(|word| word == "action")
+    }
+}
+
+/// A page of the repository.
+///
+/// # Errors
+/// It is not there.
+pub fn page(path: &str) -> Result<String> {
+    fs::read_to_string(repository().join(path)).with_context(|| path.to_owned())
+}
+
+/// All pages: the README and what is below `docs/`, as paths in the repository.
+///
+/// # Errors
+/// A folder cannot be read.
+pub fn pages() -> Result<Vec<String>> {
+    let mut pages = vec!["README.md".to_owned()];
+    let mut folders = vec!["docs".to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(repository().join(&folder))? {
+            let entry = entry?;
+            let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
+            if entry.file_type()?.is_dir() {
+                folders.push(path);
+            } else if Path::new(&path).extension().is_some_and(|end| end == "md") {
+                pages.push(path);
+            }
+        }
+    }
+    pages.sort();
+    Ok(pages)
+}
+
+/// The fenced blocks of a page.
+#[must_use]
+pub fn blocks(page: &str) -> Vec<Block> {
+    let mut found = Vec::new();
+    let mut open: Option<(Block, usize)> = None;
+    for (index, line) in page.lines().enumerate() {
+        let indent = line.len() - line.trim_start().len();
+        let fence = line.trim_start().strip_prefix("```");
+        match (&mut open, fence) {
+            (Some(_), Some("")) => found.extend(open.take().map(|(block, _)| block)),
+            (Some((block, indent)), _) => {
+                block.text.push_str(line.get(*indent..).unwrap_or_default());
+                block.text.push('\n');
+            }
+            (None, Some(words)) => {
+                let (language, mark) = words.split_once(' ').unwrap_or((words, ""));
+                let block = Block {
+                    line: index + 1,
+                    language: language.to_owned(),
+                    mark: mark.trim().to_owned(),
+                    text: String::new(),
+                };
+                open = Some((block, indent));
+            }
+            (None, None) => {}
+        }
+    }
+    found
+}
+
+/// The blocks that run, as one script of bash that says which line of the page it is at and ends at the first failure. What
+/// it started in the background ends with it.
+#[must_use]
+pub fn script(blocks: &[Block]) -> String {
+    let mut script =
+        "set -euo pipefail\ntrap 'set +e; jobs -p | xargs -r kill; wait' EXIT\n".to_owned();
+    for block in blocks.iter().filter(|block| block.is_run()) {
+        script.push_str(&format!("echo '--- line {}'\n{}", block.line, block.text));
+    }
+    script
+}
+
+/// Where relative links of a page lead: the text of each link without its anchor.
+#[must_use]
+pub fn links(page: &str) -> Vec<String> {
+    let ends = page.split("](").skip(1);
+    let targets = ends.filter_map(|rest| rest.split_once(')').map(|(target, _)| target));
+    targets
+        .filter(|target| !target.contains("://") && !target.starts_with('#'))
+        .filter_map(|target| target.split('#').next().map(str::to_owned))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_keep_their_marks_and_lose_the_indentation_of_their_fence() {
+        let text = "x\n```sh run action\na\n```\n1. y\n   ```sh action not run here: no cluster\n   b\n     c\n   ```\n```yaml\nd\n```\n";
+        let found = blocks(text);
+        assert_eq!(found.len(), 3);
+        assert!(found[0].is_commands() && found[0].is_run() && found[0].is_action());
+        assert_eq!((found[0].line, found[0].text.as_str()), (2, "a\n"));
+        assert_eq!(found[1].reason(), Some("no cluster"));
+        assert!(found[1].is_action() && !found[1].is_run());
+        assert_eq!(found[1].text, "b\n  c\n");
+        assert!(!found[2].is_commands() && !found[2].is_action());
+        assert!(script(&found).ends_with("echo '--- line 2'\na\n"));
+    }
+
+    #[test]
+    fn links_are_relative_ones_without_their_anchors() {
+        let text = "[a](b.md) [c](https://example.com) [d](e/f.md#g) [h](#i)";
+        assert_eq!(links(text), ["b.md", "e/f.md"]);
+    }
+}

@@ -1,0 +1,247 @@
+//! The manifests of `deploy/manifests`: rendered by kubectl, read, and what their containers would be run with.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+/// The overlays, each a folder of `deploy/manifests/overlays`.
+pub const OVERLAYS: [&str; 3] = ["plain", "openyurt", "kubelet-cert"];
+/// The overlay that `install.yaml` is.
+pub const INSTALLED: &str = "plain";
+
+/// The top of the repository.
+#[must_use]
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The folder of the manifests.
+#[must_use]
+pub fn folder() -> PathBuf {
+    repository().join("deploy/manifests")
+}
+
+/// The folder of an overlay.
+#[must_use]
+pub fn overlay(name: &str) -> PathBuf {
+    folder().join("overlays").join(name)
+}
+
+/// The objects of `install.yaml`.
+///
+/// # Errors
+/// It cannot be read.
+pub fn installed() -> Result<Vec<Value>> {
+    let file = folder().join("install.yaml");
+    let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    documents(&text)
+}
+
+/// The documents of a YAML file, in their order.
+///
+/// # Errors
+/// One is malformed.
+pub fn documents(text: &str) -> Result<Vec<Value>> {
+    let mut documents = Vec::new();
+    let mut current = String::new();
+    for line in text.lines().chain(["---"]) {
+        if line != "---" {
+            current.push_str(line);
+            current.push('\n');
+            continue;
+        }
+        let begun = std::mem::take(&mut current);
+        let is_empty = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
+        if !begun.lines().all(is_empty) {
+            let document = serde_saphyr::from_str(&begun);
+            documents.push(document.with_context(|| begun.clone())?);
+        }
+    }
+    Ok(documents)
+}
+
+/// What `kubectl kustomize` makes of a folder.
+///
+/// # Errors
+/// kubectl refuses it.
+pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
+    let output = Command::new(kubectl)
+        .arg("kustomize")
+        .arg(folder)
+        .output()
+        .with_context(|| kubectl.display().to_string())?;
+    ensure!(
+        output.status.success(),
+        "{} kustomize {}: {}",
+        kubectl.display(),
+        folder.display(),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    documents(std::str::from_utf8(&output.stdout)?)
+}
+
+/// The object of a kind and name.
+///
+/// # Errors
+/// There is none.
+pub fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Result<&'a Value> {
+    objects
+        .iter()
+        .find(|object| object["kind"] == kind && object["metadata"]["name"] == name)
+        .with_context(|| format!("no {kind} {name}"))
+}
+
+/// The items of a list, none where there is no list.
+pub fn items(list: &Value) -> impl Iterator<Item = &Value> {
+    list.as_array().into_iter().flatten()
+}
+
+/// What a node tells its pods.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// `spec.nodeName`.
+    pub node: String,
+    /// `status.hostIP`.
+    pub address: String,
+}
+
+/// The only container of a workload, as a kubelet would run it.
+#[derive(Debug, Clone)]
+pub struct Container {
+    /// Arguments, without the program.
+    pub args: Vec<String>,
+    /// Environment that the manifest sets.
+    pub env: BTreeMap<String, String>,
+    /// Where volumes are mounted, with the volume.
+    pub mounts: Vec<(PathBuf, Value)>,
+    /// User of the process.
+    pub uid: u64,
+    /// The container as written.
+    pub spec: Value,
+    /// The pod as written.
+    pub pod: Value,
+}
+
+impl Container {
+    /// That of a Deployment or a DaemonSet; ConfigMaps are looked up among `objects`.
+    ///
+    /// # Errors
+    /// It has not one container, or refers to what is not there.
+    pub fn of(workload: &Value, objects: &[Value], facts: &Facts) -> Result<Self> {
+        let pod = &workload["spec"]["template"]["spec"];
+        let [spec] = pod["containers"].as_array().map_or(&[][..], Vec::as_slice) else {
+            bail!("not one container: {pod}");
+        };
+        let mut env = BTreeMap::new();
+        for entry in items(&spec["env"]) {
+            let name = entry["name"].as_str().context("a variable has a name")?;
+            env.insert(name.to_owned(), variable(entry, objects, facts)?);
+        }
+        let expanded = |word: &Value| -> Result<String> {
+            let mut word = word.as_str().context("an argument is a text")?.to_owned();
+            for (name, value) in &env {
+                word = word.replace(&format!("$({name})"), value);
+            }
+            Ok(word)
+        };
+        let args = items(&spec["args"])
+            .map(expanded)
+            .collect::<Result<Vec<_>>>()?;
+        let mut mounts = Vec::new();
+        for mount in items(&spec["volumeMounts"]) {
+            let volume = items(&pod["volumes"]).find(|volume| volume["name"] == mount["name"]);
+            let volume = volume.with_context(|| format!("no volume for {mount}"))?;
+            let path = mount["mountPath"].as_str().context("mountPath")?;
+            mounts.push((PathBuf::from(path), volume.clone()));
+        }
+        let uid = pod["securityContext"]["runAsUser"].as_u64();
+        Ok(Self {
+            args,
+            env,
+            mounts,
+            uid: uid.context("runAsUser")?,
+            spec: spec.clone(),
+            pod: pod.clone(),
+        })
+    }
+
+    /// Lays the mounts out under `root`, with the content of ConfigMaps and with `token` in place of ServiceAccount tokens,
+    /// and returns the arguments with their paths led there. Host paths stay what they are.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn laid_out(&self, root: &Path, objects: &[Value], token: &str) -> Result<Vec<String>> {
+        let mut args = self.args.clone();
+        for (path, volume) in &self.mounts {
+            let inside = root.join(path.strip_prefix("/").unwrap_or(path));
+            fs::create_dir_all(&inside)?;
+            for source in items(&volume["projected"]["sources"]).chain([volume]) {
+                fill(&inside, source, objects, token)?;
+            }
+            let (from, to) = (path.display().to_string(), inside.display().to_string());
+            for word in &mut args {
+                *word = word.replace(&format!("={from}"), &format!("={to}"));
+            }
+        }
+        Ok(args)
+    }
+}
+
+/// Writes what one source of a volume has.
+fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result<()> {
+    if let Some(path) = source["serviceAccountToken"]["path"].as_str() {
+        fs::write(folder.join(path), token)?;
+    }
+    if let Some(name) = source["configMap"]["name"].as_str()
+        && let Ok(map) = find(objects, "ConfigMap", name)
+    {
+        for item in items(&source["configMap"]["items"]) {
+            let (key, path) = (item["key"].as_str(), item["path"].as_str());
+            let (key, path) = key.zip(path).context("an item has key and path")?;
+            if let Some(text) = map["data"][key].as_str() {
+                fs::write(folder.join(path), text)?;
+            }
+        }
+    }
+    for item in items(&source["downwardAPI"]["items"]) {
+        let path = item["path"].as_str().context("an item has a path")?;
+        fs::write(folder.join(path), "kube-system")?;
+    }
+    Ok(())
+}
+
+fn variable(entry: &Value, objects: &[Value], facts: &Facts) -> Result<String> {
+    if let Some(value) = entry["value"].as_str() {
+        return Ok(value.to_owned());
+    }
+    let from = &entry["valueFrom"];
+    if let Some(name) = from["configMapKeyRef"]["name"].as_str() {
+        let key = from["configMapKeyRef"]["key"].as_str().context("key")?;
+        let value = find(objects, "ConfigMap", name)?["data"][key].as_str();
+        return Ok(value.with_context(|| format!("no key {key}"))?.to_owned());
+    }
+    match from["fieldRef"]["fieldPath"].as_str() {
+        Some("spec.nodeName") => Ok(facts.node.clone()),
+        Some("status.hostIP") => Ok(facts.address.clone()),
+        other => bail!("a variable from {other:?}: {entry}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_are_split_and_comments_alone_are_none() {
+        let text = "# a comment\n---\nkind: A\n---\n# only this\n---\nkind: B\nlist: [1, 2]\n";
+        let read = documents(text).unwrap();
+        let kinds: Vec<_> = read.iter().map(|document| &document["kind"]).collect();
+        assert_eq!(kinds, ["A", "B"]);
+        assert_eq!(items(&read[1]["list"]).count(), 2);
+        assert!(documents("kind: [").is_err());
+    }
+}
