@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::stage::Stage;
 use self::terminal::Terminal;
 
-pub use errand::{Tally, dial, get, resolver, site, tally};
+pub use errand::{ApiServer, Tally, api_server, dial, get, resolver, site, tally};
 
 /// What the program `demo` does with its arguments.
 ///
@@ -84,5 +84,6 @@ Small programs that the tour and the tests run inside namespaces:
   demo tally ADDR HOST PATH COUNT CONNECTIONS         counts the answers to many requests by status and first line
   demo dns ADDR NAME                                  the addresses that the DNS at ADDR has for NAME
   demo resolver ADDR answers|silent                   a stand-in resolver that tells what it is asked
+  demo apiserver NAMESPACE/ACCOUNT...                 a stand-in API server; tells where its kubeconfigs are
   demo dial ADDR                                      tells whether ADDR takes a TCP connection
 ";

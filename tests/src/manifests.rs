@@ -8,6 +8,10 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+mod pod;
+
+pub use pod::pod_program;
+
 /// The overlays, each a folder of `deploy/manifests/overlays`.
 pub const OVERLAYS: [&str; 3] = ["plain", "openyurt", "kubelet-cert"];
 /// The overlay that `install.yaml` is.

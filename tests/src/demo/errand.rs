@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{interval, timeout};
 
+use crate::apiserver::{Setup, StandIn};
 use crate::client::{ClientTls, Door, Exchange, KeepAliveClient, RawRequest, UpgradeClient};
 use crate::dns::{Behaviour, DnsClient, RecordType, StandInResolver};
 use crate::netns::Namespace;
@@ -118,6 +119,43 @@ pub async fn resolver(
     Ok(resolver)
 }
 
+/// A stand-in API server inside a namespace, on its loopback.
+#[derive(Debug)]
+pub struct ApiServer {
+    /// Ends it when it is dropped.
+    pub process: Process,
+    /// Allows everything.
+    pub admin: PathBuf,
+    /// Those of the ServiceAccounts, in the order they were asked for.
+    pub accounts: Vec<PathBuf>,
+}
+
+/// Starts a stand-in API server inside `namespace`, with ServiceAccounts written `NAMESPACE/NAME`.
+///
+/// # Errors
+/// It cannot be started; with what it printed.
+pub async fn api_server(namespace: Option<&Namespace>, accounts: &[&str]) -> Result<ApiServer> {
+    let program = Program::ours(PROGRAM)?
+        .arg("apiserver")
+        .args(accounts.to_vec());
+    let mut process = program.inside(namespace).in_own_group().start()?;
+    let mut files = Vec::new();
+    for user in std::iter::once(&ADMIN).chain(accounts) {
+        let found = process.wait_for_line("kubeconfig", SITE_START, |line| {
+            let file = line.strip_prefix("kubeconfig ")?;
+            let (of, file) = file.split_once(' ')?;
+            (of == *user).then(|| PathBuf::from(file))
+        });
+        files.push(found.await?);
+    }
+    let admin = files.remove(0);
+    Ok(ApiServer {
+        process,
+        admin,
+        accounts: files,
+    })
+}
+
 /// Does the errand of that name.
 pub(super) async fn run(name: &str, words: &[&str]) -> Result<ExitCode> {
     let words = Words::sort(words)?;
@@ -148,6 +186,7 @@ pub(super) async fn run(name: &str, words: &[&str]) -> Result<ExitCode> {
                 .iter()
                 .try_for_each(|record| print(&record.to_string()))
         }
+        ("apiserver", accounts) => serve_api(accounts).await,
         ("dial", &[address]) => {
             let address: SocketAddr = address.parse()?;
             timeout(DIAL_PATIENCE, TcpStream::connect(address))
@@ -257,6 +296,28 @@ async fn serve_resolver(address: SocketAddr, behaviour: &str) -> Result<()> {
     }
 }
 
+async fn serve_api(accounts: &[&str]) -> Result<()> {
+    let split = |account: &&str| {
+        let (namespace, name) = account.split_once('/')?;
+        Some((namespace.to_owned(), name.to_owned()))
+    };
+    let service_accounts: Option<Vec<_>> = accounts.iter().map(split).collect();
+    let service_accounts = service_accounts.context("accounts are NAMESPACE/NAME")?;
+    let server = StandIn::start(Setup {
+        service_accounts: service_accounts.clone(),
+        ..Setup::default()
+    })?;
+    print(&format!(
+        "kubeconfig {ADMIN} {}",
+        server.admin_kubeconfig()?.display()
+    ))?;
+    for (namespace, name) in service_accounts {
+        let file = server.service_account_kubeconfig(&namespace, &name)?;
+        print(&format!("kubeconfig {namespace}/{name} {}", file.display()))?;
+    }
+    std::future::pending().await
+}
+
 async fn print_answer(
     words: &Words<'_>,
     address: SocketAddr,
@@ -359,6 +420,9 @@ fn write_out(bytes: &[u8]) -> Result<()> {
 const PROGRAM: &str = "demo";
 
 const READY: &str = "ready";
+
+/// As the kubeconfig that allows everything is told.
+const ADMIN: &str = "admin";
 
 const SITE_START: Duration = Duration::from_secs(5);
 

@@ -1,0 +1,297 @@
+//! The whole way: kubectl applies `install.yaml`, and both programs run with the arguments, environment, mounts and user of
+//! the applied objects, in networks where Services lead where their ports say.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::demo::{ApiServer, api_server, site};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::manifests::{Container, Facts, find, folder, items, pod_program};
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
+use tunnel_tests::process::{Process, Program, ScratchDir};
+use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+
+use crate::cluster::kubectls;
+
+/// A cluster of processes.
+struct Lab {
+    api: ApiServer,
+    kubectl: std::path::PathBuf,
+    sites: Topology,
+    scratch: ScratchDir,
+}
+
+impl Lab {
+    async fn start() -> Result<Option<Self>> {
+        let tools = require(&[Tool::Curl, Tool::Nft, Tool::Unshare]);
+        let kubectls = tools.and_then(|()| kubectls());
+        let sites = kubectls.and_then(|files| Ok((files, Topology::new()?)));
+        let Some((files, sites)) = or_skip(sites) else {
+            return Ok(None);
+        };
+        let api = api_server(Some(sites.cloud()), &["kube-system/tunnel-server"]).await?;
+        Ok(Some(Self {
+            api,
+            kubectl: files.into_iter().next().context("one at least")?,
+            sites,
+            scratch: ScratchDir::new()?,
+        }))
+    }
+
+    async fn kubectl(&self, words: &[&str]) -> Result<String> {
+        let program = Program::at(&self.kubectl)
+            .env("KUBECONFIG", &self.api.admin)
+            .env("HOME", self.scratch.path())
+            .args(words.iter().copied());
+        program.inside(Some(self.sites.cloud())).run().await?.ok()
+    }
+
+    async fn create(&self, object: &Value) -> Result<()> {
+        let file = self.scratch.file("object.json", object.to_string())?;
+        let file = file.to_string_lossy().into_owned();
+        self.kubectl(&["create", "-f", &file]).await.map(drop)
+    }
+
+    /// The objects that matter, as the API server has them.
+    async fn objects(&self) -> Result<Vec<Value>> {
+        let kinds = "deployments,daemonsets,configmaps,services";
+        let list = self
+            .kubectl(&["-n", "kube-system", "get", kinds, "-o", "json"])
+            .await?;
+        let list: Value = serde_json::from_str(&list)?;
+        Ok(items(&list["items"]).cloned().collect())
+    }
+
+    /// What kube-proxy makes of Services whose only endpoint is the cloud's address.
+    async fn proxy(&self) -> Result<()> {
+        let mut rules = String::new();
+        for service in self
+            .objects()
+            .await?
+            .iter()
+            .filter(|object| object["kind"] == "Service")
+        {
+            let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
+            for port in items(&service["spec"]["ports"]) {
+                let protocol = port["protocol"]
+                    .as_str()
+                    .context("protocol")?
+                    .to_lowercase();
+                let to = format!("dnat to {CLOUD_ADDRESS}:{}", port["targetPort"]);
+                rules.push_str(&format!(
+                    "add rule ip services output ip daddr {address} {protocol} dport {} {to}\n",
+                    port["port"]
+                ));
+                if let Some(node_port) = port["nodePort"].as_u64() {
+                    rules.push_str(&format!(
+                        "add rule ip services prerouting {protocol} dport {node_port} {to}\n"
+                    ));
+                }
+            }
+        }
+        let script = format!(
+            "$IP route replace default dev lo src {CLOUD_ADDRESS}
+$NFT -f - <<'RULES'
+table ip services
+delete table ip services
+add table ip services
+add chain ip services output {{ type nat hook output priority -100; }}
+add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
+{rules}RULES"
+        );
+        self.sites.cloud().script(&script).context("services")?;
+        Ok(())
+    }
+
+    /// Starts the container of an applied workload.
+    async fn start_pod(
+        &self,
+        (kind, name): (&str, &str),
+        namespace: &Namespace,
+        facts: &Facts,
+        token: &str,
+    ) -> Result<Result<Process, Skip>> {
+        let objects = self.objects().await?;
+        let container = Container::of(find(&objects, kind, name)?, &objects, facts)?;
+        let root = self.scratch.path().join(name);
+        let program = match pod_program(&container, (&root, namespace), &objects, token)? {
+            Ok(program) => program,
+            Err(skip) => return Ok(Err(skip)),
+        };
+        let api = kubeconfig(&self.api.admin)?["clusters"][0]["cluster"]["server"].clone();
+        let api = api.as_str().and_then(|url| url.rsplit_once(':'));
+        let (_, port) = api.context("the API server has a port")?;
+        // Every container of a cluster has these two.
+        let program = program
+            .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+            .env("KUBERNETES_SERVICE_PORT", port);
+        Ok(Ok(program.start()?))
+    }
+
+    /// A verb of the server for the data directory of its pod.
+    async fn verb(&self, words: &[&str]) -> Result<String> {
+        let data = self
+            .scratch
+            .path()
+            .join("tunnel-server/var/lib/tunnel-server");
+        let verb = Program::ours("tunnel-server")?.args(words.iter().copied());
+        verb.arg("--data-dir").arg(data).run().await?.ok()
+    }
+}
+
+fn kubeconfig(file: &Path) -> Result<Value> {
+    Ok(serde_json::from_str(&std::fs::read_to_string(file)?)?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
+    let Some(lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    let manifest = folder().join("install.yaml");
+    let text = std::fs::read_to_string(manifest)?;
+    let here = format!("server: {CLOUD_ADDRESS}:31008");
+    let text = text.replace("server: tunnel.example.com:31008", &here);
+    ensure!(text.contains(&here), "the address of the server");
+    let manifest = lab.scratch.file("install.yaml", text)?;
+    lab.kubectl(&["apply", "-f", &manifest.to_string_lossy()])
+        .await?;
+    // What a controller of every cluster writes.
+    let ca = kubeconfig(&lab.api.admin)?["clusters"][0]["cluster"]["certificate-authority"].clone();
+    let ca = std::fs::read_to_string(ca.as_str().context("a CA")?)?;
+    lab.create(&config_map("kube-root-ca.crt", &ca)).await?;
+    for (name, edge, address) in [
+        ("worker-1", "true", EDGE_ADDRESS),
+        ("master-1", "false", CLOUD_ADDRESS),
+    ] {
+        let node = json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": name, "labels": { "openyurt.io/is-edge-worker": edge } },
+            "status": { "addresses": [{ "type": "InternalIP", "address": address.to_string() }] },
+        });
+        lab.create(&node).await?;
+    }
+    lab.proxy().await?;
+
+    let token = kubeconfig(&lab.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    let token = token.as_str().context("a token")?;
+    let cloud = Facts {
+        node: "master-1".into(),
+        address: CLOUD_ADDRESS.to_string(),
+    };
+    let server = ("Deployment", "tunnel-server");
+    let server = lab
+        .start_pod(server, lab.sites.cloud(), &cloud, token)
+        .await?;
+    let Some(server) = or_skip(server) else {
+        return Ok(());
+    };
+    // A verb without a running server would work on the files, as another user.
+    let socket = lab
+        .scratch
+        .path()
+        .join("tunnel-server/var/lib/tunnel-server/admin.sock");
+    eventually("the server", START, async || {
+        ensure!(socket.exists(), "{server}");
+        Ok(())
+    })
+    .await;
+
+    // An exporter and a kubelet on the node, and its agent. Its first credential is a join token in the place of the pod's.
+    let edge = &lab.sites.edges()[0];
+    let at = |port| Some(SocketAddr::new(EDGE_ADDRESS.into(), port));
+    let _site = site("worker-1", at(9100), at(10250), Some(edge.node())).await?;
+    let join = lab.verb(&["token", "create", "--node", "worker-1"]).await?;
+    lab.create(&config_map("tunnel-ca", &lab.verb(&["ca"]).await?))
+        .await?;
+    let facts = Facts {
+        node: "worker-1".into(),
+        address: EDGE_ADDRESS.to_string(),
+    };
+    let agent = ("DaemonSet", "tunnel-agent");
+    let agent = lab
+        .start_pod(agent, edge.node(), &facts, join.trim())
+        .await?;
+    let Some(agent) = or_skip(agent) else {
+        return Ok(());
+    };
+
+    let objects = lab.objects().await?;
+    let address = |name: &str| -> Result<String> {
+        let address = find(&objects, "Service", name)?["spec"]["clusterIP"].as_str();
+        Ok(address.context("clusterIP")?.to_owned())
+    };
+    let (doors, dns) = (
+        address("x-tunnel-server-internal-svc")?,
+        address("tunnel-dns")?,
+    );
+    let records = format!("{CLOUD_ADDRESS}\tmaster-1\n{doors}\tworker-1");
+    eventually("record, port and agent", START, async || {
+        let objects = lab.objects().await?;
+        let found = find(&objects, "ConfigMap", "yurt-tunnel-nodes");
+        let found = &found.with_context(|| server.to_string())?["data"]["tunnel-nodes"];
+        let mut found: Vec<_> = found.as_str().unwrap_or_default().lines().collect();
+        found.sort_unstable();
+        let mut wanted: Vec<_> = records.lines().collect();
+        wanted.sort_unstable();
+        ensure!(found == wanted, "{found:?}");
+        let service = find(&objects, "Service", "x-tunnel-server-internal-svc")?;
+        let extra = items(&service["spec"]["ports"]).any(|port| port["name"] == "dnat-9100");
+        ensure!(extra, "{service}");
+        let nodes: Value = serde_json::from_str(&lab.verb(&["nodes", "-o", "json"]).await?)?;
+        let connected = items(&nodes).any(|node| node["connected"] == true);
+        ensure!(connected, "{nodes}; {agent}; {server}");
+        Ok(())
+    })
+    .await;
+    lab.proxy().await?;
+
+    for (name, process) in [("server", &server), ("agent", &agent)] {
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", process.id().context("it runs")?))?;
+        let is = |line: &str| {
+            status
+                .lines()
+                .any(|found| found.split_whitespace().eq(line.split(' ')))
+        };
+        ensure!(is("Uid: 65532 65532 65532 65532"), "{name}: {status}");
+        ensure!(is("CapEff: 0000000000000000"), "{name}: {status}");
+        ensure!(is("NoNewPrivs: 1"), "{name}: {status}");
+    }
+
+    let resolver = format!("nameserver {dns}\noptions ndots:0\n");
+    let caller = lab
+        .sites
+        .cloud()
+        .with_resolver("caller", lab.scratch.path(), &resolver);
+    let caller = caller.context("a caller's resolver")?;
+    let curl = Program::tool(Tool::Curl)?.args(["-fsS", "--max-time", "10"]);
+    let metrics = curl
+        .arg("http://worker-1:9100/metrics")
+        .inside(Some(&caller));
+    let metrics = metrics.run().await?.ok()?;
+    ensure!(metrics.contains("worker-1"), "{metrics}");
+
+    let ca = lab.scratch.file("ca.crt", lab.verb(&["ca"]).await?)?;
+    let exec = Program::ours("demo")?
+        .args(["exec", &format!("{doors}:10250"), "worker-1:10250"])
+        .args(["/exec/default/pod/main?command=cat", "through the tunnel"])
+        .arg("--ca")
+        .arg(ca);
+    let said = exec.inside(Some(&caller)).run().await?.ok()?;
+    ensure!(said.starts_with("101 Switching Protocols\n"), "{said}");
+    ensure!(said.contains("through the tunnel"), "{said}");
+    Ok(())
+}
+
+fn config_map(name: &str, ca: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name, "namespace": "kube-system" },
+        "data": { "ca.crt": ca },
+    })
+}
+
+const START: Duration = Duration::from_secs(20);
