@@ -2,12 +2,14 @@
 
 ARGS ?=
 HOURS ?= 1
+ROUNDS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak faults lint audit docs tools static images images-test manifests
+.PHONY: help demo test soak faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s
+", $$1, $$2 }'
 
 demo: ## the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
@@ -28,6 +30,19 @@ soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 fo
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-tests --test scenarios -- fuzz_
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
 	$(MAKE) faults
+
+bench: ## the benchmark, about 10 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path; FULL=1 takes 25 and writes docs/benchmarks.md
+	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
+	  $(if $(FULL),--full --docs docs/benchmarks.md) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)
+
+bench-compare: ## what became worse since an older target/bench/report.json; BASE=file, exits 1 when anything did
+	cargo build --release -p tunnel-tests --bin bench
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench compare $(BASE)
+
+bench-guards: ## instructions of framing, routes and policy, by valgrind; what a busy machine does not change
+	cargo build --release -p tunnel-tests --bin bench
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench guards
 
 lint: ## formatting, clippy, documentation, and what each crate may depend on
 	cargo fmt --all --check

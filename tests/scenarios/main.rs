@@ -2,6 +2,7 @@
 
 mod abuse;
 mod answers;
+mod benchmark;
 mod binaries;
 mod cluster;
 mod connect;

@@ -1,0 +1,91 @@
+//! The cases: what is done with each system in a round, and what is asked of it.
+
+use anyhow::Result;
+
+use crate::bench::Bench;
+use crate::target::Target;
+
+mod bulk;
+mod latency;
+mod memory;
+mod requests;
+mod restart;
+mod stalled;
+mod wan;
+
+/// One case.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Case {
+    pub(crate) number: u8,
+    pub(crate) title: &'static str,
+    pub(crate) targets: &'static [Target],
+    /// Rounds beyond these tell nothing new: memory and sizes hardly vary, restarts take long.
+    pub(crate) rounds_most: u32,
+    /// Whether it needs more than the direct connection and the floor.
+    pub(crate) of_culvert: bool,
+}
+
+const fn case(number: u8, title: &'static str, targets: &'static [Target]) -> Case {
+    Case {
+        number,
+        title,
+        targets,
+        rounds_most: u32::MAX,
+        of_culvert: true,
+    }
+}
+
+/// All cases in their order. Case 0 is the bench itself.
+pub(crate) const CASES: &[Case] = &[
+    Case {
+        of_culvert: false,
+        ..case(0, "the floor alone", &[])
+    },
+    case(1, "one stream down and up, h2 over TLS", bulk::OVER_TCP),
+    case(2, "one stream down and up, QUIC", bulk::OVER_QUIC),
+    case(3, "64 streams through one agent", bulk::MANY_STREAMS),
+    case(4, "64 kept-alive connections, 1 KiB", requests::KEPT),
+    case(5, "a new connection for each request", requests::FRESH),
+    case(6, "200 requests a second", latency::TARGETS),
+    case(
+        7,
+        "scrapes of 1 MiB, and of 143 KB as gzip makes of it",
+        requests::SCRAPES,
+    ),
+    case(8, "readers that never read", stalled::TARGETS),
+    Case {
+        rounds_most: 1,
+        ..case(9, "memory", memory::TARGETS)
+    },
+    Case {
+        rounds_most: 5,
+        ..case(10, "start and recovery", restart::TARGETS)
+    },
+    case(11, "50 ms and 200 Mbit/s, no loss", wan::CLEAN),
+    case(12, "50 ms and 200 Mbit/s, 1 % loss each way", wan::LOSSY),
+];
+
+impl Case {
+    /// Runs one round of it.
+    ///
+    /// # Errors
+    /// Nothing of it can be measured.
+    pub(crate) async fn run(&self, bench: &mut Bench) -> Result<()> {
+        match self.number {
+            0 => bulk::floor(bench).await,
+            1 => bulk::over_tcp(bench).await,
+            2 => bulk::over_quic(bench).await,
+            3 => bulk::many_streams(bench).await,
+            4 => requests::kept(bench).await,
+            5 => requests::fresh(bench).await,
+            6 => latency::open(bench).await,
+            7 => requests::scrapes(bench).await,
+            8 => stalled::run(bench).await,
+            9 => memory::run(bench).await,
+            10 => restart::run(bench).await,
+            11 => wan::run(bench, 0.0).await,
+            12 => wan::run(bench, 0.01).await,
+            other => anyhow::bail!("no case {other}"),
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Cases 1 to 3: bytes a second, and CPU time for each GiB.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::bench::{Bench, GIB};
+use crate::load;
+use crate::machine::Seen;
+use crate::metric::{
+    DOWN, DOWN_CPU, DOWN_CPU_AGENT, DOWN_CPU_SERVER, MANY, MANY_CPU, MANY_SLOWEST, Metric, UP,
+    UP_CPU,
+};
+use crate::parts::raw;
+use crate::systems::{
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RAW_H2, RAW_QUIC, System,
+};
+use crate::target::Bound::{AtLeast, AtMost};
+use crate::target::Of::{Itself, Ratio};
+use crate::target::Target;
+
+pub(super) const OVER_TCP: &[Target] = &[
+    Target::new(H2, &DOWN, Ratio(DIRECT), AtLeast(0.23)),
+    Target::new(H2, &DOWN, Ratio(FLOOR), AtLeast(0.55)),
+    Target::new(H2, &DOWN_CPU, Itself, AtMost(1.9)),
+    Target::new(H2, &UP, Ratio(DIRECT), AtLeast(0.23)),
+    Target::new(H2, &UP_CPU, Itself, AtMost(1.9)),
+    Target::new(H2_HTTP, &DOWN, Ratio(H2), AtLeast(0.85)),
+];
+
+pub(super) const OVER_QUIC: &[Target] = &[
+    Target::new(QUIC, &DOWN, Ratio(DIRECT), AtLeast(0.15)),
+    Target::new(QUIC, &DOWN_CPU, Itself, AtMost(3.4)),
+    Target::new(QUIC, &UP, Ratio(DIRECT), AtLeast(0.15)),
+    Target::new(QUIC, &UP_CPU, Itself, AtMost(3.4)),
+    Target::new(QUIC_HTTP, &DOWN, Ratio(QUIC), AtLeast(0.85)),
+];
+
+pub(super) const MANY_STREAMS: &[Target] = &[
+    Target::new(H2, &MANY, Ratio(DIRECT), AtLeast(0.25)),
+    Target::new(H2, &MANY_CPU, Itself, AtMost(2.0)),
+    Target::new(H2, &MANY_SLOWEST, Itself, AtLeast(0.7)),
+    Target::new(QUIC, &MANY_SLOWEST, Itself, AtLeast(0.7)),
+];
+
+const MIB: u64 = 1 << 20;
+const STREAMS: usize = 64;
+
+/// Systems without crypto are several times as fast and need more for the same time.
+fn size(system: &str) -> u64 {
+    match system {
+        DIRECT => 1536 * MIB,
+        FLOOR | DIRECT_TLS => 768 * MIB,
+        _ => 512 * MIB,
+    }
+}
+
+pub(super) async fn floor(bench: &mut Bench) -> Result<()> {
+    one_stream(bench, &[DIRECT, FLOOR]).await
+}
+
+pub(super) async fn over_tcp(bench: &mut Bench) -> Result<()> {
+    one_stream(bench, &[DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, RATHOLE]).await?;
+    raw_stream(bench, raw::Kind::H2, RAW_H2).await
+}
+
+pub(super) async fn over_quic(bench: &mut Bench) -> Result<()> {
+    one_stream(bench, &[DIRECT, FLOOR, QUIC, QUIC_HTTP]).await?;
+    raw_stream(bench, raw::Kind::Quic, RAW_QUIC).await
+}
+
+async fn one_stream(bench: &mut Bench, names: &[&str]) -> Result<()> {
+    for system in bench.turns(names) {
+        let bytes = bench.bytes(size(system.name));
+        match bench.watch(&[], load::down(&system.plain, bytes)).await {
+            Ok((took, seen)) => {
+                rate(bench, system.name, &DOWN, bytes, took, &seen);
+                cpu(
+                    bench,
+                    &system,
+                    [&DOWN_CPU, &DOWN_CPU_SERVER, &DOWN_CPU_AGENT],
+                    bytes,
+                    &seen,
+                );
+            }
+            Err(error) => bench.trouble(system.name, &error),
+        }
+        match bench.watch(&[], load::up(&system.plain, bytes)).await {
+            Ok((took, seen)) => {
+                rate(bench, system.name, &UP, bytes, took, &seen);
+                cpu(bench, &system, [&UP_CPU], bytes, &seen);
+            }
+            Err(error) => bench.trouble(system.name, &error),
+        }
+    }
+    Ok(())
+}
+
+/// One process to one process; the receiver is this one.
+async fn raw_stream(bench: &mut Bench, kind: raw::Kind, name: &'static str) -> Result<()> {
+    let bytes = bench.bytes(size(name));
+    let mut senders = bench.systems.raw.iter();
+    let sender = senders
+        .find(|(which, ..)| *which == kind)
+        .context("no such sender")?;
+    let (process, from) = (sender.1.id(), sender.2);
+    let root = bench.systems.edge.ca.root().clone();
+    let (took, seen) = bench
+        .watch(&[], raw::receive(kind, from, &root, bytes))
+        .await?;
+    rate(bench, name, &DOWN, bytes, took, &seen);
+    let system = System {
+        name,
+        plain: crate::systems::plain(from),
+        secure: None,
+        server: Some(std::process::id()),
+        agent: process,
+    };
+    cpu(
+        bench,
+        &system,
+        [&DOWN_CPU, &DOWN_CPU_SERVER, &DOWN_CPU_AGENT],
+        bytes,
+        &seen,
+    );
+    Ok(())
+}
+
+pub(super) async fn many_streams(bench: &mut Bench) -> Result<()> {
+    for system in bench.turns(&[DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, RATHOLE]) {
+        let each = bench.bytes(size(system.name)) / STREAMS as u64;
+        let bytes = each * STREAMS as u64;
+        match bench
+            .watch(&[], load::many(&system.plain, STREAMS, each))
+            .await
+        {
+            Ok((times, seen)) => {
+                let wall = Duration::from_secs_f64(seen.wall);
+                rate(bench, system.name, &MANY, bytes, wall, &seen);
+                cpu(bench, &system, [&MANY_CPU], bytes, &seen);
+                let rates: Vec<f64> = times.iter().map(|time| 1.0 / time.as_secs_f64()).collect();
+                #[expect(clippy::cast_precision_loss, reason = "64")]
+                let mean = rates.iter().sum::<f64>() / rates.len() as f64;
+                let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
+                bench.record(system.name, &MANY_SLOWEST, slowest / mean, seen.foreign);
+            }
+            Err(error) => bench.trouble(system.name, &error),
+        }
+    }
+    Ok(())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+fn rate(
+    bench: &mut Bench,
+    system: &str,
+    metric: &'static Metric,
+    bytes: u64,
+    took: Duration,
+    seen: &Seen,
+) {
+    bench.record(
+        system,
+        metric,
+        bytes as f64 / took.as_secs_f64() / 1e6,
+        seen.foreign,
+    );
+}
+
+/// The sum of both, then server and agent alone if asked.
+#[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+fn cpu<const N: usize>(
+    bench: &mut Bench,
+    system: &System,
+    metrics: [&'static Metric; N],
+    bytes: u64,
+    seen: &Seen,
+) {
+    if system.server.is_none() {
+        return;
+    }
+    let (server, agent) = (seen.cpu(system.server), seen.cpu(system.agent));
+    let each = |seconds: f64| seconds * GIB / bytes as f64;
+    for (metric, seconds) in metrics.into_iter().zip([server + agent, server, agent]) {
+        bench.record(system.name, metric, each(seconds), seen.foreign);
+    }
+}

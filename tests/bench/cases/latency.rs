@@ -1,0 +1,55 @@
+//! Case 6: how long requests take at a rate that no system feels.
+
+use anyhow::Result;
+use tunnel_tests::figures::percentile;
+
+use crate::bench::{Bench, micros};
+use crate::load;
+use crate::metric::{FAILED, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
+use crate::systems::{DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE};
+use crate::target::Bound::AtMost;
+use crate::target::Of::{Above, Ratio};
+use crate::target::Target;
+
+pub(super) const TARGETS: &[Target] = &[
+    Target::new(H2, &KEPT_P50, Above(DIRECT), AtMost(180.0)),
+    Target::new(H2, &KEPT_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(H2, &NEW_P50, Above(DIRECT), AtMost(250.0)),
+    Target::new(QUIC, &KEPT_P50, Above(DIRECT), AtMost(180.0)),
+    Target::new(QUIC, &KEPT_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(QUIC, &NEW_P50, Above(DIRECT), AtMost(250.0)),
+];
+
+const RATE: u32 = 200;
+
+pub(super) async fn open(bench: &mut Bench) -> Result<()> {
+    for system in bench.turns(&[
+        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+    ]) {
+        for keep in [true, false] {
+            let length = bench.length(1.5);
+            let asking = load::open(&system.plain, RATE, length, keep);
+            let (asked, seen) = bench.watch(&[], asking).await?;
+            let (half, slow) = if keep {
+                (&KEPT_P50, &KEPT_P99)
+            } else {
+                (&NEW_P50, &NEW_P99)
+            };
+            bench.record(
+                system.name,
+                half,
+                micros(percentile(&asked.times, 0.5)),
+                seen.foreign,
+            );
+            bench.record(
+                system.name,
+                slow,
+                micros(percentile(&asked.times, 0.99)),
+                seen.foreign,
+            );
+            #[expect(clippy::cast_precision_loss, reason = "a count for people")]
+            bench.record(system.name, &FAILED, asked.failed as f64, seen.foreign);
+        }
+    }
+    Ok(())
+}

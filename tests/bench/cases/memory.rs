@@ -1,0 +1,139 @@
+//! Case 9: what idle processes, agents and streams hold.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tunnel_tests::process::{Listener, Process};
+
+use crate::bench::Bench;
+use crate::load;
+use crate::machine::{Watch, cpu_seconds, resident_kib};
+use crate::metric::{
+    AGENT_MEMORY, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE, GIVEN_BACK,
+    HANDSHAKE_CPU, Metric, SERVER_MEMORY, STREAM_AGENT, STREAM_SERVER,
+};
+use crate::parts::{self, agents::ALL_READY};
+use crate::systems::{Culvert, H2, QUIC, Shape};
+use crate::target::Bound::AtMost;
+use crate::target::Of::Itself;
+use crate::target::Target;
+
+pub(super) const TARGETS: &[Target] = &[
+    Target::new(H2, &SERVER_MEMORY, Itself, AtMost(8.0)),
+    Target::new(H2, &AGENT_MEMORY, Itself, AtMost(10.0)),
+    Target::new(H2, &AGENTS_1000, Itself, AtMost(20.0)),
+    Target::new(H2, &STREAM_SERVER, Itself, AtMost(8.0)),
+    Target::new(H2, &STREAM_AGENT, Itself, AtMost(8.0)),
+    Target::new(H2, &GIVEN_BACK, Itself, AtMost(1.2)),
+    Target::new(QUIC, &SERVER_MEMORY, Itself, AtMost(8.0)),
+    Target::new(QUIC, &AGENT_MEMORY, Itself, AtMost(10.0)),
+    Target::new(QUIC, &AGENTS_1000, Itself, AtMost(40.0)),
+    Target::new(QUIC, &STREAM_SERVER, Itself, AtMost(8.0)),
+    Target::new(QUIC, &STREAM_AGENT, Itself, AtMost(8.0)),
+    Target::new(QUIC, &GIVEN_BACK, Itself, AtMost(1.2)),
+    Target::new(H2, &AGENT_SIZE, Itself, AtMost(8.0)),
+];
+
+const STREAMS: usize = 1000;
+const LIMITS: [&str; 1] = ["streamsPerAgent: 2048"];
+/// Time for what was started to come to rest.
+const REST: Duration = Duration::from_secs(1);
+const GIVE_BACK: Duration = Duration::from_secs(10);
+const IDLE: Duration = Duration::from_secs(10);
+/// For ten thousand handshakes on two busy processors.
+const ALL_CONNECT: Duration = Duration::from_secs(180);
+
+pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+    for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
+        streams(bench, name, transport).await?;
+        let mut sizes: Vec<(usize, &'static Metric)> =
+            vec![(100, &AGENTS_100), (1000, &AGENTS_1000)];
+        if bench.options.full {
+            sizes.push((10_000, &AGENTS_10000));
+        }
+        for (count, metric) in sizes {
+            if let Err(error) = agents(bench, name, transport, (count, metric)).await {
+                bench.trouble(name, &error);
+            }
+        }
+    }
+    let agent = tunnel_tests::tools::bin_dir().context("folder of the binaries")?;
+    let size = std::fs::metadata(agent.join("tunnel-agent"))?.len();
+    #[expect(clippy::cast_precision_loss, reason = "megabytes for people")]
+    bench.record(H2, &AGENT_SIZE, size as f64 / 1e6, 0.0);
+    Ok(())
+}
+
+/// One agent: idle, with idle streams, and after them.
+async fn streams(bench: &mut Bench, name: &'static str, transport: &str) -> Result<()> {
+    let shape = Shape {
+        transport,
+        limits: &LIMITS,
+        link: None,
+    };
+    let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+    let server = stack.server_process().context("no server")?;
+    let agent = stack.agent_process().context("no agent")?;
+    tokio::time::sleep(REST).await;
+    let before = (resident_kib(server), resident_kib(agent));
+    bench.record(name, &SERVER_MEMORY, before.0 / 1024.0, 0.0);
+    bench.record(name, &AGENT_MEMORY, before.1 / 1024.0, 0.0);
+    let held = load::hold(&stack.door(), STREAMS).await?;
+    tokio::time::sleep(REST).await;
+    let with = (resident_kib(server), resident_kib(agent));
+    #[expect(clippy::cast_precision_loss, reason = "a thousand")]
+    let each = |with: f64, before: f64| (with - before) / STREAMS as f64;
+    bench.record(name, &STREAM_SERVER, each(with.0, before.0), 0.0);
+    bench.record(name, &STREAM_AGENT, each(with.1, before.1), 0.0);
+    drop(held);
+    tokio::time::sleep(GIVE_BACK).await;
+    let after = resident_kib(server) + resident_kib(agent);
+    bench.record(name, &GIVEN_BACK, after / (before.0 + before.1), 0.0);
+    Ok(())
+}
+
+/// Many idle agents of one server.
+#[expect(clippy::cast_precision_loss, reason = "some thousands")]
+async fn agents(
+    bench: &mut Bench,
+    name: &'static str,
+    transport: &str,
+    (count, metric): (usize, &'static Metric),
+) -> Result<()> {
+    let shape = Shape {
+        transport,
+        ..Shape::default()
+    };
+    let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+    let server = stack.server_process().context("no server")?;
+    tokio::time::sleep(REST).await;
+    let (before, cpu) = (resident_kib(server), cpu_seconds(server));
+    let simulator = simulate(&stack, transport, count).await?;
+    tokio::time::sleep(REST).await;
+    let each = (resident_kib(server) - before) / count as f64;
+    bench.record(name, metric, each, 0.0);
+    if count == 1000 {
+        let handshakes = (cpu_seconds(server) - cpu) * 1e3 / count as f64;
+        bench.record(name, &HANDSHAKE_CPU, handshakes, 0.0);
+        let processes = [server, simulator.id().unwrap_or_default()];
+        let watch = Watch::begin(&processes);
+        tokio::time::sleep(IDLE).await;
+        let seen = watch.end();
+        let idle = seen.cpu(Some(server)) * 1e6 / seen.wall / count as f64;
+        bench.record(name, &AGENTS_IDLE, idle, 0.0);
+    }
+    Ok(())
+}
+
+/// Starts agents in a process of their own and waits until all are ready.
+pub(super) async fn simulate(stack: &Culvert, transport: &str, count: usize) -> Result<Process> {
+    let server = stack.server()?.address(Listener::Agents).to_string();
+    let data = stack.data.to_string_lossy().into_owned();
+    let words = ["agents", transport, &server, &data, &count.to_string()].map(str::to_owned);
+    let (mut simulator, _) = parts::start(&words).await?;
+    let all = |line: &str| line.starts_with(ALL_READY).then_some(());
+    simulator
+        .wait_for_line("all agents", ALL_CONNECT, all)
+        .await?;
+    Ok(simulator)
+}

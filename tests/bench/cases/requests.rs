@@ -1,0 +1,142 @@
+//! Cases 4, 5 and 7: requests a second in closed loops, and CPU time for each.
+
+use anyhow::Result;
+use tunnel_tests::figures::percentile;
+
+use crate::bench::{Bench, micros, micros_each};
+use crate::load::{self, Asked, SMALL};
+use crate::machine::Seen;
+use crate::metric::{
+    CONNECTION_CPU, CONNECTIONS, FAILED, GZIP_SCRAPE_CPU, GZIP_SCRAPE_P99, GZIP_SCRAPES, Metric,
+    PLAIN_SCRAPE_CPU, PLAIN_SCRAPE_P99, PLAIN_SCRAPES, REQUEST_CPU, REQUEST_P50, REQUEST_P99,
+    REQUESTS, TLS_CONNECTION_CPU, TLS_CONNECTIONS,
+};
+use crate::systems::{DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, System};
+use crate::target::Bound::{AtLeast, AtMost};
+use crate::target::Of::{Itself, Ratio};
+use crate::target::Target;
+
+pub(super) const KEPT: &[Target] = &[
+    Target::new(H2, &REQUESTS, Ratio(DIRECT), AtLeast(0.29)),
+    Target::new(H2, &REQUESTS, Ratio(FLOOR), AtLeast(0.9)),
+    Target::new(H2, &REQUEST_CPU, Itself, AtMost(31.0)),
+    Target::new(QUIC, &REQUESTS, Ratio(DIRECT), AtLeast(0.29)),
+    Target::new(QUIC, &REQUESTS, Ratio(FLOOR), AtLeast(0.9)),
+    Target::new(QUIC, &REQUEST_CPU, Itself, AtMost(31.0)),
+    Target::new(H2_HTTP, &REQUESTS, Ratio(H2), AtLeast(0.85)),
+    Target::new(QUIC_HTTP, &REQUESTS, Ratio(QUIC), AtLeast(0.85)),
+];
+
+pub(super) const FRESH: &[Target] = &[
+    Target::new(H2, &CONNECTIONS, Ratio(DIRECT), AtLeast(0.33)),
+    Target::new(H2, &CONNECTION_CPU, Itself, AtMost(150.0)),
+    Target::new(H2, &TLS_CONNECTIONS, Ratio(DIRECT), AtLeast(0.65)),
+    Target::new(QUIC, &CONNECTIONS, Ratio(DIRECT), AtLeast(0.33)),
+    Target::new(QUIC, &CONNECTION_CPU, Itself, AtMost(150.0)),
+    Target::new(QUIC, &TLS_CONNECTIONS, Ratio(DIRECT), AtLeast(0.65)),
+];
+
+pub(super) const SCRAPES: &[Target] = &[
+    Target::new(H2, &PLAIN_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
+    Target::new(H2, &PLAIN_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(H2, &GZIP_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
+    Target::new(H2, &GZIP_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(QUIC, &GZIP_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
+    Target::new(QUIC, &GZIP_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+];
+
+const CALLERS: usize = 64;
+const CONNECTING: usize = 16;
+const PAGE: u64 = 1 << 20;
+/// What gzip makes of a page of metrics of that size.
+const PAGE_GZIPPED: u64 = 143_000;
+
+pub(super) async fn kept(bench: &mut Bench) -> Result<()> {
+    for system in bench.turns(&[
+        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+    ]) {
+        let length = bench.length(1.5);
+        let asking = async { Ok(load::closed(&system.plain, CALLERS, SMALL, length).await) };
+        let (asked, seen) = bench.watch(&[], asking).await?;
+        note(bench, &system, &asked, &seen, (&REQUESTS, &REQUEST_CPU));
+        bench.record(
+            system.name,
+            &REQUEST_P50,
+            micros(percentile(&asked.times, 0.5)),
+            seen.foreign,
+        );
+        bench.record(
+            system.name,
+            &REQUEST_P99,
+            micros(percentile(&asked.times, 0.99)),
+            seen.foreign,
+        );
+    }
+    Ok(())
+}
+
+pub(super) async fn fresh(bench: &mut Bench) -> Result<()> {
+    for system in bench.turns(&[DIRECT, FLOOR, H2, QUIC, RATHOLE]) {
+        let length = bench.length(1.2);
+        let doors = [
+            (Some(&system.plain), &CONNECTIONS, &CONNECTION_CPU),
+            (
+                system.secure.as_ref(),
+                &TLS_CONNECTIONS,
+                &TLS_CONNECTION_CPU,
+            ),
+        ];
+        for (door, rate, cpu) in doors {
+            let Some(door) = door else { continue };
+            let asking = async { Ok(load::churn(door, CONNECTING, SMALL, length).await) };
+            let (asked, seen) = bench.watch(&[], asking).await?;
+            note(bench, &system, &asked, &seen, (rate, cpu));
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn scrapes(bench: &mut Bench) -> Result<()> {
+    for system in bench.turns(&[
+        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+    ]) {
+        let length = bench.length(0.8);
+        let pages = [
+            (PAGE, &PLAIN_SCRAPES, &PLAIN_SCRAPE_CPU, &PLAIN_SCRAPE_P99),
+            (
+                PAGE_GZIPPED,
+                &GZIP_SCRAPES,
+                &GZIP_SCRAPE_CPU,
+                &GZIP_SCRAPE_P99,
+            ),
+        ];
+        for (size, rate, cpu, slow) in pages {
+            let asking = async { Ok(load::closed(&system.plain, 1, size, length).await) };
+            let (asked, seen) = bench.watch(&[], asking).await?;
+            note(bench, &system, &asked, &seen, (rate, cpu));
+            bench.record(
+                system.name,
+                slow,
+                micros(percentile(&asked.times, 0.99)),
+                seen.foreign,
+            );
+        }
+    }
+    Ok(())
+}
+
+fn note(
+    bench: &mut Bench,
+    system: &System,
+    asked: &Asked,
+    seen: &Seen,
+    (rate, cpu): (&'static Metric, &'static Metric),
+) {
+    bench.record(system.name, rate, asked.rate(), seen.foreign);
+    #[expect(clippy::cast_precision_loss, reason = "a count for people")]
+    bench.record(system.name, &FAILED, asked.failed as f64, seen.foreign);
+    if system.server.is_some() {
+        let each = micros_each(seen, system, asked.times.len());
+        bench.record(system.name, cpu, each, seen.foreign);
+    }
+}

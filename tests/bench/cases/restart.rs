@@ -1,0 +1,134 @@
+//! Case 10: an agent's start, and what a restart of the server costs its callers.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tunnel_tests::process::{Process, ServerSetup};
+
+use super::memory::simulate;
+use crate::bench::Bench;
+use crate::load::probe;
+use crate::metric::{AFTER_KILL, AFTER_TERM, ALL_BACK, Metric, START};
+use crate::parts::agents::ALL_READY;
+use crate::systems::{Culvert, H2, QUIC, Shape};
+use crate::target::Bound::AtMost;
+use crate::target::Of::Itself;
+use crate::target::Target;
+
+/// With QUIC a killed server is noticed at the agent's next sign of life: 1.2 x keepAlive (5 s) and 0.3 s.
+const QUIC_KILL_MILLIS: f64 = 6300.0;
+
+pub(super) const TARGETS: &[Target] = &[
+    Target::new(H2, &START, Itself, AtMost(20.0)),
+    Target::new(H2, &AFTER_TERM, Itself, AtMost(200.0)),
+    Target::new(H2, &AFTER_KILL, Itself, AtMost(500.0)),
+    Target::new(H2, &ALL_BACK, Itself, AtMost(5000.0)),
+    Target::new(QUIC, &START, Itself, AtMost(20.0)),
+    Target::new(QUIC, &AFTER_TERM, Itself, AtMost(200.0)),
+    Target::new(QUIC, &AFTER_KILL, Itself, AtMost(QUIC_KILL_MILLIS)),
+    Target::new(QUIC, &ALL_BACK, Itself, AtMost(QUIC_KILL_MILLIS)),
+];
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const ALL_PATIENCE: Duration = Duration::from_secs(90);
+/// A drain without streams ends within this.
+const STOP: Duration = Duration::from_secs(10);
+const AGENTS: usize = 1000;
+
+pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+    for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
+        let shape = Shape {
+            transport,
+            ..Shape::default()
+        };
+        let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+        let done = one_agent(bench, name, &mut stack).await;
+        if let Err(error) = done {
+            bench.trouble(name, &error);
+        }
+    }
+    // Once is enough for a thousand, which take longer.
+    if bench.round == 0 {
+        for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
+            if let Err(error) = a_thousand(bench, name, transport).await {
+                bench.trouble(name, &error);
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn one_agent(bench: &mut Bench, name: &'static str, stack: &mut Culvert) -> Result<()> {
+    let door = stack.door();
+    probe(&door, PATIENCE).await?;
+    let agent = stack.agent.take().context("no agent")?;
+    agent.stop(STOP).await?;
+    let processes: Vec<u32> = stack.server_process().into_iter().collect();
+    let setup = stack.agent_setup.clone();
+    let starting = async {
+        let agent = setup.start()?;
+        // From the start of the process on, as whoever starts it sees it.
+        let took = probe(&door, PATIENCE).await?;
+        anyhow::Ok((agent, took))
+    };
+    let ((agent, took), seen) = bench.watch(&processes, starting).await?;
+    stack.agent = Some(agent);
+    bench.record(name, &START, millis(took), seen.foreign);
+    restart(bench, name, stack, &AFTER_TERM).await?;
+    restart(bench, name, stack, &AFTER_KILL).await
+}
+
+/// From the moment at which the old server is gone and a new one is started to the first reply.
+async fn restart(
+    bench: &mut Bench,
+    name: &'static str,
+    stack: &mut Culvert,
+    metric: &'static Metric,
+) -> Result<()> {
+    let (setup, old) = take_server(stack)?;
+    if *metric == AFTER_TERM {
+        old.stop(STOP).await?;
+    } else {
+        old.kill().await?;
+    }
+    let door = stack.door();
+    let agent: Vec<u32> = stack.agent_process().into_iter().collect();
+    let starting = async {
+        let (server, took) = tokio::join!(setup.start(), probe(&door, PATIENCE));
+        anyhow::Ok((server?, took?))
+    };
+    let ((server, took), seen) = bench.watch(&agent, starting).await?;
+    stack.server = Some(server);
+    bench.record(name, metric, millis(took), seen.foreign);
+    Ok(())
+}
+
+fn take_server(stack: &mut Culvert) -> Result<(ServerSetup, Process)> {
+    let server = stack.server.take().context("no server")?;
+    Ok((server.setup_for_restart(), server.into_process()))
+}
+
+async fn a_thousand(bench: &mut Bench, name: &'static str, transport: &str) -> Result<()> {
+    let shape = Shape {
+        transport,
+        ..Shape::default()
+    };
+    let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+    let mut simulator = simulate(&stack, transport, AGENTS).await?;
+    let (setup, old) = take_server(&mut stack)?;
+    old.kill().await?;
+    let began = Instant::now();
+    let server = setup.start().await?;
+    let again = format!("{ALL_READY}2");
+    let all = |line: &str| (line == again).then_some(());
+    simulator
+        .wait_for_line("all agents again", ALL_PATIENCE, all)
+        .await?;
+    bench.record(name, &ALL_BACK, millis(began.elapsed()), 0.0);
+    stack.server = Some(server);
+    Ok(())
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

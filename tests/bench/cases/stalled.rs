@@ -1,0 +1,121 @@
+//! Case 8: readers that never read, and what the others of the same agent notice.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tunnel_tests::figures::percentile;
+
+use crate::bench::Bench;
+use crate::load;
+use crate::machine::{Watch, resident_kib};
+use crate::metric::{
+    FAILED, Metric, STALLED_1, STALLED_8, STALLED_64, STALLED_512, STALLED_MEMORY,
+};
+use crate::systems::{Culvert, H2, QUIC, Shape};
+use crate::target::Bound::AtMost;
+use crate::target::Of::Itself;
+use crate::target::Target;
+
+pub(super) const TARGETS: &[Target] = &[
+    Target::new(H2, &FAILED, Itself, AtMost(0.0)),
+    Target::new(H2, &STALLED_1, Itself, AtMost(1.3)),
+    Target::new(H2, &STALLED_8, Itself, AtMost(1.3)),
+    Target::new(H2, &STALLED_64, Itself, AtMost(1.3)),
+    Target::new(H2, &STALLED_512, Itself, AtMost(1.3)),
+    // The budget of both ends, 512 MiB and 128 MiB, and what both are without readers.
+    Target::new(H2, &STALLED_MEMORY, Itself, AtMost(680.0)),
+    Target::new(QUIC, &FAILED, Itself, AtMost(0.0)),
+    Target::new(QUIC, &STALLED_1, Itself, AtMost(1.3)),
+    Target::new(QUIC, &STALLED_8, Itself, AtMost(1.3)),
+    Target::new(QUIC, &STALLED_64, Itself, AtMost(1.3)),
+    Target::new(QUIC, &STALLED_512, Itself, AtMost(1.3)),
+    Target::new(QUIC, &STALLED_MEMORY, Itself, AtMost(680.0)),
+];
+
+const RATE: u32 = 200;
+/// For this many readers each may hold less: the budget is for all of them.
+const LIMITS: [&str; 2] = ["streamWindow: 256KiB", "streamsPerAgent: 1024"];
+/// Without a byte more from the agent for this long, all readers are stalled and hold what they may. Until then each group
+/// of eight that uses up the connection's window is waited for some 100 ms.
+const STILL: Duration = Duration::from_millis(400);
+const FILL: Duration = Duration::from_secs(30);
+
+pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+    for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
+        let few: [(usize, &'static Metric); 3] =
+            [(1, &STALLED_1), (8, &STALLED_8), (64, &STALLED_64)];
+        let shape = Shape {
+            transport,
+            ..Shape::default()
+        };
+        beside(bench, name, shape, &few).await?;
+        if bench.options.full {
+            let shape = Shape {
+                limits: &LIMITS,
+                ..shape
+            };
+            beside(bench, name, shape, &[(512, &STALLED_512)]).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn beside(
+    bench: &mut Bench,
+    name: &'static str,
+    shape: Shape<'_>,
+    readers: &[(usize, &'static Metric)],
+) -> Result<()> {
+    let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+    let server = stack.server_process().context("no server")?;
+    let agent = stack.agent_process().context("no agent")?;
+    let door = stack.door();
+    let length = bench.length(2.0);
+    for &(count, metric) in readers {
+        let mut processes = bench.systems.processes();
+        processes.extend([server, agent]);
+        let watch = Watch::begin(&processes);
+        let without = load::open(&door, RATE, length, true).await?;
+        let stalled = match load::stall(&door, count).await {
+            Ok(stalled) => stalled,
+            Err(error) => {
+                bench.trouble(name, &error);
+                continue;
+            }
+        };
+        full(&stack).await?;
+        let with = load::open(&door, RATE, length, true).await?;
+        let memory = (resident_kib(server) + resident_kib(agent)) / 1024.0;
+        drop(stalled);
+        let foreign = watch.end().foreign;
+        let p99 = |asked: &load::Asked| percentile(&asked.times, 0.99).as_secs_f64();
+        bench.record(name, metric, p99(&with) / p99(&without), foreign);
+        #[expect(clippy::cast_precision_loss, reason = "a count for people")]
+        bench.record(
+            name,
+            &FAILED,
+            (without.failed + with.failed) as f64,
+            foreign,
+        );
+        if count >= 64 {
+            bench.record(name, &STALLED_MEMORY, memory, foreign);
+        }
+    }
+    Ok(())
+}
+
+/// Waits until nothing comes from the agent any more.
+async fn full(stack: &Culvert) -> Result<()> {
+    let began = std::time::Instant::now();
+    let mut before = None;
+    while began.elapsed() < FILL {
+        let nodes = stack.server()?.nodes().await?;
+        let received = nodes.first().and_then(|node| node["bytesIn"].as_u64());
+        if received == before {
+            return Ok(());
+        }
+        before = received;
+        tokio::time::sleep(STILL).await;
+    }
+    anyhow::bail!("the readers' streams do not fill up")
+}

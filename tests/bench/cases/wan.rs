@@ -1,0 +1,150 @@
+//! Cases 11 and 12: a long path between agent and server. The path is the test harness's relay: datagrams are delayed,
+//! queued and lost as such; TCP is delayed and held to the rate, but its own congestion control sees loopback. So QUIC is
+//! judged with all that happens to packets, h2 without TCP's part in it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use tokio::time::timeout;
+use tunnel_tests::figures::percentile;
+use tunnel_tests::link::{Impairment, Link, Way};
+
+use crate::bench::Bench;
+use crate::client::{Caller, Door};
+use crate::load;
+use crate::machine::Seen;
+use crate::metric::{FAILED, SESSIONS_LOST, WAN_BESIDE_P50, WAN_BESIDE_P99, WAN_BULK, WAN_NEW};
+use crate::systems::{Culvert, DIRECT, H2, NODE, QUIC, Shape, plain};
+use crate::target::Bound::{AtLeast, AtMost};
+use crate::target::Of::Itself;
+use crate::target::Target;
+
+/// Of the link's 200 Mbit/s, what is left beside headers.
+const LINK_MBIT: f64 = 185.0;
+
+pub(super) const CLEAN: &[Target] = &[
+    Target::new(QUIC, &WAN_BULK, Itself, AtLeast(LINK_MBIT * 0.99)),
+    Target::new(QUIC, &WAN_NEW, Itself, AtMost(1.05)),
+    Target::new(QUIC, &WAN_BESIDE_P50, Itself, AtMost(65.0)),
+    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(90.0)),
+    Target::new(H2, &WAN_NEW, Itself, AtMost(1.05)),
+    Target::new(H2, &WAN_BESIDE_P50, Itself, AtMost(150.0)),
+    Target::new(QUIC, &SESSIONS_LOST, Itself, AtMost(0.0)),
+];
+
+pub(super) const LOSSY: &[Target] = &[
+    Target::new(QUIC, &WAN_BULK, Itself, AtLeast(LINK_MBIT * 0.7)),
+    Target::new(QUIC, &WAN_BESIDE_P50, Itself, AtMost(60.0)),
+    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(100.0)),
+    Target::new(QUIC, &SESSIONS_LOST, Itself, AtMost(0.0)),
+    Target::new(H2, &SESSIONS_LOST, Itself, AtMost(0.0)),
+];
+
+const ONE_WAY: Duration = Duration::from_millis(25);
+/// 200 Mbit/s, and a buffer of two bandwidth-delay products.
+const RATE: u64 = 25_000_000;
+const QUEUE: usize = 2_500_000;
+const SMALL_RATE: u32 = 50;
+/// The bulk stream has found its speed by then.
+const WARM: Duration = Duration::from_secs(1);
+
+pub(super) async fn run(bench: &mut Bench, loss: f64) -> Result<()> {
+    let path = Impairment::delayed(ONE_WAY)
+        .with_loss(loss)
+        .with_rate(RATE)
+        .with_queue(QUEUE);
+    let seed = u64::from(bench.round);
+    {
+        let link = Link::start(bench.systems.edge.plain_address, seed)?;
+        link.set(Way::ALL, path.clone());
+        measure(bench, DIRECT, plain(link.addr()), &[]).await?;
+    }
+    for (name, transport) in [(QUIC, "quic"), (H2, "h2")] {
+        let shape = Shape {
+            transport,
+            limits: &[],
+            link: Some(seed),
+        };
+        let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+        // The agent connects again over the long path: BBR keeps the shortest round trip that it has seen for 10 s.
+        if let Some(link) = &stack.link {
+            link.set(Way::ALL, path.clone());
+        }
+        if let Some(agent) = stack.agent.take() {
+            agent.stop(Duration::from_secs(5)).await?;
+        }
+        stack.agent = Some(stack.agent_setup.start()?);
+        load::probe(&stack.door(), Duration::from_secs(20)).await?;
+        let session = session(&stack).await?;
+        let own: Vec<u32> = stack
+            .server_process()
+            .into_iter()
+            .chain(stack.agent_process())
+            .collect();
+        if let Err(error) = measure(bench, name, stack.door(), &own).await {
+            bench.trouble(name, &error);
+        }
+        let lost = self::session(&stack).await? != session;
+        bench.record(name, &SESSIONS_LOST, f64::from(u8::from(lost)), 0.0);
+    }
+    Ok(())
+}
+
+async fn measure(bench: &mut Bench, name: &'static str, door: Door, own: &[u32]) -> Result<()> {
+    let length = bench.length(4.0);
+    let ((rate, fresh, beside), seen) = bench.watch(own, work(&door, length)).await?;
+    let Seen { foreign, .. } = seen;
+    bench.record(name, &WAN_BULK, rate, foreign);
+    let trips = |asked: &load::Asked, share| percentile(&asked.times, share).as_secs_f64();
+    let round_trip = ONE_WAY.as_secs_f64() * 2.0;
+    bench.record(name, &WAN_NEW, trips(&fresh, 0.5) / round_trip, foreign);
+    bench.record(name, &WAN_BESIDE_P50, trips(&beside, 0.5) * 1e3, foreign);
+    bench.record(name, &WAN_BESIDE_P99, trips(&beside, 0.99) * 1e3, foreign);
+    #[expect(clippy::cast_precision_loss, reason = "a count for people")]
+    bench.record(
+        name,
+        &FAILED,
+        (fresh.failed + beside.failed) as f64,
+        foreign,
+    );
+    Ok(())
+}
+
+/// New connections on the quiet path, then a bulk stream with small requests beside it.
+async fn work(door: &Door, length: Duration) -> Result<(f64, load::Asked, load::Asked)> {
+    let fresh = load::open(door, SMALL_RATE, length / 3, false).await?;
+    let mut bulk = Caller::connect(door).await?;
+    bulk.ask(u64::MAX >> 1).await?;
+    let began = Instant::now();
+    let reading = async {
+        let (mut bytes, mut since) = (0_usize, None);
+        while began.elapsed() < WARM + length {
+            let Ok(Ok(count)) = timeout(length, bulk.read()).await else {
+                break;
+            };
+            if began.elapsed() >= WARM {
+                since.get_or_insert_with(Instant::now);
+                bytes += count;
+            }
+        }
+        let seconds = since.map_or(f64::INFINITY, |since: Instant| {
+            since.elapsed().as_secs_f64()
+        });
+        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+        let rate = bytes as f64 * 8.0 / seconds / 1e6;
+        rate
+    };
+    let asking = async {
+        tokio::time::sleep(WARM).await;
+        load::open(door, SMALL_RATE, length, true).await
+    };
+    let (rate, beside) = tokio::join!(reading, asking);
+    Ok((rate, fresh, beside?))
+}
+
+/// The id of the node's session.
+async fn session(stack: &Culvert) -> Result<String> {
+    let nodes = stack.server()?.nodes().await?;
+    let node = nodes.iter().find(|node| node["node"] == NODE);
+    Ok(node.map_or_else(String::new, |node| node["connectedSince"].to_string()))
+}

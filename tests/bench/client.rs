@@ -1,0 +1,149 @@
+//! A caller: one connection that asks for pages and sends bodies, and hurries.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustls_pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+use crate::parts::edge::length;
+
+/// Where a caller connects, and what it says there.
+#[derive(Debug, Clone)]
+pub(crate) struct Door {
+    pub(crate) address: SocketAddr,
+    /// For a target that speaks TLS: what trusts it.
+    pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
+    pub(crate) host: Arc<str>,
+}
+
+/// The name in the TLS target's certificate.
+pub(crate) const TARGET_NAME: &str = "edge.bench";
+
+trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// One connection of a caller.
+pub(crate) struct Caller {
+    stream: Box<dyn Io>,
+    host: Arc<str>,
+    buffer: Vec<u8>,
+}
+
+/// Buffer of requests for small pages, and of bulk.
+const SMALL: usize = 8 * 1024;
+const LARGE: usize = 256 * 1024;
+
+impl Caller {
+    /// Connects.
+    ///
+    /// # Errors
+    /// The connection or TLS fails.
+    pub(crate) async fn connect(door: &Door) -> Result<Self> {
+        let socket = TcpStream::connect(door.address).await?;
+        socket.set_nodelay(true)?;
+        let stream: Box<dyn Io> = match &door.tls {
+            None => Box::new(socket),
+            Some(tls) => {
+                let name = ServerName::try_from(TARGET_NAME)?;
+                Box::new(
+                    TlsConnector::from(tls.clone())
+                        .connect(name, socket)
+                        .await?,
+                )
+            }
+        };
+        Ok(Self {
+            stream,
+            host: door.host.clone(),
+            buffer: vec![0; SMALL],
+        })
+    }
+
+    /// Asks for a page of `size` bytes and reads all of it.
+    ///
+    /// # Errors
+    /// The answer is not whole.
+    pub(crate) async fn get(&mut self, size: u64) -> Result<()> {
+        self.ask(size).await?;
+        let mut left = self.head(size).await?;
+        if left > SMALL as u64 * 4 && self.buffer.len() < LARGE {
+            self.buffer.resize(LARGE, 0);
+        }
+        while left > 0 {
+            let count = self.stream.read(&mut self.buffer).await?;
+            ensure!(count > 0, "cut with {left} bytes missing");
+            left = left
+                .checked_sub(count as u64)
+                .context("more than the answer")?;
+        }
+        Ok(())
+    }
+
+    /// Asks for a page without reading anything.
+    ///
+    /// # Errors
+    /// The connection is gone.
+    pub(crate) async fn ask(&mut self, size: u64) -> Result<()> {
+        let head = format!("GET /size/{size} HTTP/1.1\r\nHost: {}\r\n\r\n", self.host);
+        self.stream.write_all(head.as_bytes()).await?;
+        Ok(self.stream.flush().await?)
+    }
+
+    /// Sends a body of `size` bytes and reads the answer.
+    ///
+    /// # Errors
+    /// It is not taken whole.
+    pub(crate) async fn post(&mut self, size: u64) -> Result<()> {
+        let head = format!(
+            "POST /take HTTP/1.1\r\nHost: {}\r\nContent-Length: {size}\r\n\r\n",
+            self.host
+        );
+        self.stream.write_all(head.as_bytes()).await?;
+        self.buffer.resize(LARGE, 0);
+        let mut left = size;
+        while left > 0 {
+            let piece = self.buffer.len().min(usize::try_from(left)?);
+            let data = self.buffer.get(..piece).unwrap_or_default();
+            self.stream.write_all(data).await?;
+            left -= piece as u64;
+        }
+        self.stream.flush().await?;
+        ensure!(self.head(0).await? == 0, "an answer with a body");
+        Ok(())
+    }
+
+    /// Reads whatever comes next; zero at the end.
+    ///
+    /// # Errors
+    /// The connection was cut.
+    pub(crate) async fn read(&mut self) -> Result<usize> {
+        self.buffer.resize(LARGE, 0);
+        Ok(self.stream.read(&mut self.buffer).await?)
+    }
+
+    /// Reads the head of an answer of `size` bytes and says how many of them are still to come.
+    async fn head(&mut self, size: u64) -> Result<u64> {
+        let mut filled = 0;
+        loop {
+            let room = self.buffer.get_mut(filled..).unwrap_or_default();
+            let count = self.stream.read(room).await?;
+            ensure!(count > 0, "no answer");
+            filled += count;
+            let got = self.buffer.get(..filled).unwrap_or_default();
+            let Some(end) = got.windows(4).position(|bytes| bytes == b"\r\n\r\n") else {
+                continue;
+            };
+            let head = std::str::from_utf8(got.get(..end).unwrap_or_default())?;
+            if !head.starts_with("HTTP/1.1 200") {
+                bail!("{}", head.lines().next().unwrap_or_default());
+            }
+            ensure!(length(head)? == size, "an answer of another length");
+            let body = (filled - end - 4) as u64;
+            return size.checked_sub(body).context("more than the answer");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Guards that do not care about a busy machine: instructions of the pure parts of a request and allocations of whole ones,
+//! counted by valgrind.
+
+use std::hint::black_box;
+use std::io::Write;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, ensure};
+use bytes::BytesMut;
+use http::{HeaderMap, HeaderValue, Method, Uri, header::HOST};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+use tokio::task::JoinSet;
+use tunnel_proto::relay::relay;
+use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_server::ingress::target::{Facts, Scheme, decide};
+use tunnel_server::policy::PortPolicy;
+use tunnel_server::routes::RouteTable;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::world::World;
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Work {
+    /// A stream's header, written and read.
+    Framing,
+    /// A node by name among a thousand.
+    Route,
+    /// From a request's head to node and target.
+    Policy,
+    /// 1 KiB through a relay.
+    Chunk,
+    /// A stream: a caller's request over a new connection, through server and agent, with caller and target.
+    Stream,
+}
+
+/// What is counted, how often it is done for that, and the most that it may come to: a tenth above what was counted when the
+/// limits were last set, of the release build. Work that is done over and over must not allocate at all.
+const LIMITS: [(Count, &str, u32, f64); 5] = [
+    (Count::Instructions, "framing", 1000, 1620.0),
+    (Count::Instructions, "route", 1000, 1000.0),
+    (Count::Instructions, "policy", 1000, 3870.0),
+    (Count::Allocations, "chunk", 1000, 0.01),
+    (Count::Allocations, "stream", 50, 400.0),
+];
+
+#[derive(Debug, Clone, Copy)]
+enum Count {
+    Instructions,
+    Allocations,
+}
+
+/// Does one kind of work some times, to be counted from outside.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Worker {
+    work: Work,
+    times: u32,
+}
+
+impl Worker {
+    pub(crate) async fn run(&self) -> Result<ExitCode> {
+        match self.work {
+            Work::Framing => framing(self.times)?,
+            Work::Route => route(self.times)?,
+            Work::Policy => policy(self.times)?,
+            Work::Chunk => chunk(self.times).await?,
+            Work::Stream => stream(self.times).await?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn framing(times: u32) -> Result<()> {
+    let port = Port::new(9100).context("a port")?;
+    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
+    let mut buffer = BytesMut::new();
+    for _ in 0..times {
+        black_box(&header).encode(&mut buffer)?;
+        let frame = frame::take(&mut buffer, STREAM_MESSAGE_MAX)?.context("a whole frame")?;
+        black_box(StreamHeader::decode(&frame)?);
+    }
+    Ok(())
+}
+
+fn table() -> Result<RouteTable> {
+    let names: Vec<NodeName> = (0..1000)
+        .map(|number| format!("worker-{number}.site").parse())
+        .collect::<Result<_, _>>()?;
+    Ok(RouteTable::new(names.iter().map(|name| (name, &[][..]))))
+}
+
+fn route(times: u32) -> Result<()> {
+    let (table, name) = (table()?, "worker-500.site".parse()?);
+    for _ in 0..times {
+        black_box(table.by_name(black_box(&name))?);
+    }
+    Ok(())
+}
+
+fn policy(times: u32) -> Result<()> {
+    let table = table()?;
+    let policy = PortPolicy {
+        http: "9100, 80".parse().map_err(anyhow::Error::msg)?,
+        https: "9443".parse().map_err(anyhow::Error::msg)?,
+        localhost: "10266, 10267".parse().map_err(anyhow::Error::msg)?,
+        own: Port::new(10264).into_iter().collect(),
+    };
+    let (method, uri) = (Method::GET, Uri::from_static("/metrics"));
+    let mut headers = HeaderMap::new();
+    headers.insert(HOST, HeaderValue::from_static("worker-500.site:9100"));
+    for _ in 0..times {
+        let facts = Facts {
+            method: &method,
+            uri: &uri,
+            headers: &headers,
+            scheme: Scheme::Http,
+            implied_port: None,
+        };
+        let decided = decide(black_box(&facts), &table, &policy);
+        ensure!(black_box(decided).is_ok(), "the request is refused");
+    }
+    Ok(())
+}
+
+async fn chunk(times: u32) -> Result<()> {
+    let (mut near, mut left) = duplex(CHUNK);
+    let (mut right, mut far) = duplex(CHUNK);
+    let mut relaying = JoinSet::new();
+    relaying.spawn(async move { relay(&mut left, &mut right).await });
+    let (sent, mut got) = ([7; CHUNK], [0; CHUNK]);
+    for _ in 0..times {
+        near.write_all(&sent).await?;
+        far.read_exact(&mut got).await?;
+    }
+    Ok(())
+}
+
+async fn stream(times: u32) -> Result<()> {
+    let world = World::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let wanted = RawRequest::get(&host, "/size/1024");
+    for _ in 0..times {
+        let reply = request(world.http(), &wanted).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+    }
+    Ok(())
+}
+
+/// Counts all of it; fails when anything takes more than its limit. Without valgrind nothing is counted, which is told.
+pub(crate) fn run() -> Result<ExitCode> {
+    let mut out = std::io::stdout().lock();
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        writeln!(out, "skipped: valgrind is not installed")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut within = true;
+    for (count, name, times, limit) in LIMITS {
+        // What both runs do once falls out of the difference.
+        let each = (count.of(name, 2 * times)? - count.of(name, times)?) / f64::from(times);
+        let verdict = if each <= limit { "fine" } else { "too many" };
+        within &= each <= limit;
+        let unit = count.unit();
+        writeln!(out, "{name}: {each:.2} {unit}, at most {limit}: {verdict}")?;
+        out.flush()?;
+    }
+    Ok(if within {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+impl Count {
+    fn unit(self) -> &'static str {
+        match self {
+            Self::Instructions => "instructions",
+            Self::Allocations => "allocations",
+        }
+    }
+
+    /// All that happen in a process that does `work` so many times.
+    fn of(self, work: &str, times: u32) -> Result<f64> {
+        let (tool, out, mark) = match self {
+            Self::Instructions => (
+                "callgrind",
+                "--callgrind-out-file=/dev/null",
+                "Collected : ",
+            ),
+            Self::Allocations => ("dhat", "--dhat-out-file=/dev/null", " bytes in "),
+        };
+        let output = Command::new("valgrind")
+            .args([&format!("--tool={tool}"), out])
+            .arg(std::env::current_exe()?)
+            .args(["work", work, &times.to_string()])
+            .output()
+            .context("run valgrind")?;
+        let text = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "valgrind: {text}");
+        let line = text.lines().find_map(|line| line.split_once(mark));
+        let (_, rest) = line.with_context(|| format!("no count in {text}"))?;
+        let count = rest.split_whitespace().next().unwrap_or_default();
+        Ok(count.replace(',', "").parse()?)
+    }
+}
+
+const CHUNK: usize = 1024;

@@ -1,0 +1,267 @@
+//! Load: closed loops, an open loop from intended send times, new connections, bulk, and readers that stall.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::client::{Caller, Door};
+
+/// A request that takes longer has failed.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Requests of one run.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Asked {
+    /// How long those took that succeeded; sorted.
+    pub(crate) times: Vec<Duration>,
+    pub(crate) failed: usize,
+    /// From the first to the last.
+    pub(crate) wall: Duration,
+}
+
+impl Asked {
+    /// Successes a second.
+    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+    pub(crate) fn rate(&self) -> f64 {
+        self.times.len() as f64 / self.wall.as_secs_f64()
+    }
+
+    fn take(&mut self, result: Result<Duration>) {
+        match result {
+            Ok(took) => self.times.push(took),
+            Err(_counted) => self.failed += 1,
+        }
+    }
+
+    fn end(mut self, began: Instant) -> Self {
+        self.wall = began.elapsed();
+        self.times.sort_unstable();
+        self
+    }
+}
+
+/// One answer of `bytes` over a new connection; how long it took from the request on.
+///
+/// # Errors
+/// It is not whole.
+pub(crate) async fn down(door: &Door, bytes: u64) -> Result<Duration> {
+    let mut caller = Caller::connect(door).await?;
+    let began = Instant::now();
+    caller.get(bytes).await?;
+    Ok(began.elapsed())
+}
+
+/// One body of `bytes` over a new connection, until its answer.
+///
+/// # Errors
+/// It is not taken whole.
+pub(crate) async fn up(door: &Door, bytes: u64) -> Result<Duration> {
+    let mut caller = Caller::connect(door).await?;
+    let began = Instant::now();
+    caller.post(bytes).await?;
+    Ok(began.elapsed())
+}
+
+/// `streams` answers of `each` bytes at once; the time of each.
+///
+/// # Errors
+/// One is not whole.
+pub(crate) async fn many(door: &Door, streams: usize, each: u64) -> Result<Vec<Duration>> {
+    let mut reading = JoinSet::new();
+    for _ in 0..streams {
+        let door = door.clone();
+        reading.spawn(async move { down(&door, each).await });
+    }
+    let mut times = Vec::new();
+    while let Some(read) = reading.join_next().await {
+        times.push(read??);
+    }
+    times.sort_unstable();
+    Ok(times)
+}
+
+/// `callers` that ask for a page of `size` again and again over one connection each.
+pub(crate) async fn closed(door: &Door, callers: usize, size: u64, length: Duration) -> Asked {
+    ask_in_turn(door, callers, size, length, true).await
+}
+
+/// `callers` that ask for a page over a new connection each time.
+pub(crate) async fn churn(door: &Door, callers: usize, size: u64, length: Duration) -> Asked {
+    ask_in_turn(door, callers, size, length, false).await
+}
+
+async fn ask_in_turn(
+    door: &Door,
+    callers: usize,
+    size: u64,
+    length: Duration,
+    keep: bool,
+) -> Asked {
+    let began = Instant::now();
+    let mut asking = JoinSet::new();
+    for _ in 0..callers {
+        let door = door.clone();
+        asking.spawn(async move {
+            let mut asked = Asked::default();
+            let mut kept = None;
+            while began.elapsed() < length {
+                let sent = Instant::now();
+                let result = one(&door, kept.take(), size).await;
+                asked.take(result.map(|caller| {
+                    kept = keep.then_some(caller);
+                    sent.elapsed()
+                }));
+                if asked.failed > 100 {
+                    break;
+                }
+            }
+            asked
+        });
+    }
+    let mut all = Asked::default();
+    while let Some(asked) = asking.join_next().await {
+        match asked {
+            Ok(asked) => {
+                all.times.extend(asked.times);
+                all.failed += asked.failed;
+            }
+            Err(_panicked) => all.failed += 1,
+        }
+    }
+    all.end(began)
+}
+
+async fn one(door: &Door, kept: Option<Caller>, size: u64) -> Result<Caller> {
+    let exchange = async {
+        let mut caller = match kept {
+            Some(caller) => caller,
+            None => Caller::connect(door).await?,
+        };
+        caller.get(size).await?;
+        anyhow::Ok(caller)
+    };
+    timeout(PATIENCE, exchange).await.context("no answer")?
+}
+
+/// `rate` requests a second for `length`, each timed from the moment at which it was due: a system that stalls makes all
+/// that were due meanwhile late. With `keep` over kept connections, else over a new one each.
+///
+/// # Errors
+/// The clock cannot run.
+pub(crate) async fn open(door: &Door, rate: u32, length: Duration, keep: bool) -> Result<Asked> {
+    let began = Instant::now();
+    let mut due = clock(rate, length)?;
+    let mut asking = JoinSet::new();
+    let mut idle = Vec::new();
+    let mut asked = Asked::default();
+    loop {
+        tokio::select! {
+            biased;
+            Some(done) = asking.join_next() => match done {
+                Ok(Ok((took, caller))) => {
+                    asked.take(Ok(took));
+                    if keep {
+                        idle.push(caller);
+                    }
+                }
+                Ok(Err(_)) | Err(_) => asked.failed += 1,
+            },
+            moment = due.recv() => {
+                let Some(moment): Option<Instant> = moment else { break };
+                let (door, kept) = (door.clone(), idle.pop());
+                asking.spawn(async move {
+                    let caller = one(&door, kept, SMALL).await?;
+                    anyhow::Ok((moment.elapsed(), caller))
+                });
+            }
+        }
+    }
+    while let Some(done) = asking.join_next().await {
+        match done {
+            Ok(Ok((took, _))) => asked.take(Ok(took)),
+            Ok(Err(_)) | Err(_) => asked.failed += 1,
+        }
+    }
+    Ok(asked.end(began))
+}
+
+/// Page of a small request.
+pub(crate) const SMALL: u64 = 1024;
+
+/// Sends the moment at which each request is due, at that moment. A thread, since the runtime's timers are good to 1 ms
+/// only; it ends after `length`, or when nobody listens.
+fn clock(rate: u32, length: Duration) -> Result<mpsc::Receiver<Instant>> {
+    let (tell, due) = mpsc::channel(4096);
+    let run = move || {
+        let mut next = Instant::now() + Duration::from_millis(1);
+        let end = next + length;
+        while next < end {
+            #[expect(clippy::disallowed_methods, reason = "a thread of its own")]
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            if tell.blocking_send(next).is_err() {
+                return;
+            }
+            next += Duration::from_secs(1) / rate;
+        }
+    };
+    let clock = std::thread::Builder::new().name("clock".to_owned());
+    clock.spawn(run).context("start the clock")?;
+    Ok(due)
+}
+
+/// Callers that ask for an endless answer and read none of it, until dropped.
+///
+/// # Errors
+/// One is not answered.
+pub(crate) async fn stall(door: &Door, readers: usize) -> Result<Vec<Caller>> {
+    let mut connecting = JoinSet::new();
+    for _ in 0..readers {
+        let door = door.clone();
+        connecting.spawn(async move {
+            let mut caller = Caller::connect(&door).await?;
+            caller.ask(u64::MAX >> 1).await?;
+            let first = timeout(PATIENCE, caller.read())
+                .await
+                .context("no answer")??;
+            ensure!(first > 0, "the answer is cut");
+            anyhow::Ok(caller)
+        });
+    }
+    let mut all = Vec::new();
+    while let Some(connected) = connecting.join_next().await {
+        all.push(connected??);
+    }
+    Ok(all)
+}
+
+/// Callers that ask for a page once and keep the connection.
+///
+/// # Errors
+/// One is not answered.
+pub(crate) async fn hold(door: &Door, callers: usize) -> Result<Vec<Caller>> {
+    let mut all = Vec::new();
+    for _ in 0..callers {
+        all.push(one(door, None, SMALL).await?);
+    }
+    Ok(all)
+}
+
+/// Asks until it is answered; how long that took. Each try is short, since nothing may listen yet.
+///
+/// # Errors
+/// No answer comes within `patience`.
+pub(crate) async fn probe(door: &Door, patience: Duration) -> Result<Duration> {
+    let began = Instant::now();
+    while began.elapsed() < patience {
+        if let Ok(Ok(_answered)) = timeout(TRY, one(door, None, SMALL)).await {
+            return Ok(began.elapsed());
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    anyhow::bail!("no answer within {patience:?}")
+}
+
+const TRY: Duration = Duration::from_secs(2);

@@ -1,0 +1,75 @@
+//! The benchmark: what the tunnel reaches and costs beside a direct connection and a plain relay. `make bench` runs it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+
+mod bench;
+mod cases;
+mod client;
+mod driver;
+mod guards;
+mod load;
+mod machine;
+mod metric;
+mod parts;
+mod report;
+mod systems;
+mod target;
+
+#[derive(Debug, Parser)]
+#[command(about = "Measures Culvert beside a direct connection and two plain relays")]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Runs cases and writes target/bench/report.{md,json} and a plot of each.
+    Run(driver::Run),
+    /// Compares two reports; exits 1 when a figure that does not depend on the machine's mood has become worse.
+    Compare {
+        /// The report.json to compare with.
+        base: PathBuf,
+        /// The newer one; target/bench/report.json by default.
+        new: Option<PathBuf>,
+    },
+    /// Counts instructions of framing, routes and policy with callgrind; exits 1 when one takes too many.
+    Guards,
+    #[command(hide = true)]
+    Work(guards::Worker),
+    #[command(hide = true)]
+    Edge(parts::edge::Edge),
+    #[command(hide = true)]
+    Relay(parts::relay::Relay),
+    #[command(hide = true)]
+    Raw(parts::raw::Sender),
+    #[command(hide = true)]
+    Agents(parts::agents::Agents),
+}
+
+#[tokio::main]
+async fn main() -> Result<ExitCode> {
+    match Cli::parse().verb {
+        Verb::Run(run) => run.run().await,
+        Verb::Compare { base, new } => {
+            let new = match new {
+                Some(new) => new,
+                None => report::folder()?.join("report.json"),
+            };
+            let read = |path: &PathBuf| {
+                report::json::read(path).with_context(|| format!("report {}", path.display()))
+            };
+            report::compare::run(&read(&base)?, &read(&new)?)
+        }
+        Verb::Guards => guards::run(),
+        Verb::Work(worker) => worker.run().await,
+        Verb::Edge(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::Relay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::Raw(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::Agents(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+    }
+}

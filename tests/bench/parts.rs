@@ -1,0 +1,36 @@
+//! Programs beside the ones under test: this binary again, each in a process of its own whose CPU time can be read.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tunnel_tests::process::{Process, Program};
+
+pub(crate) mod agents;
+pub(crate) mod edge;
+pub(crate) mod raw;
+pub(crate) mod relay;
+
+const START: Duration = Duration::from_secs(10);
+
+/// Starts this binary with other arguments and waits until it says where it listens.
+pub(crate) async fn start(arguments: &[String]) -> Result<(Process, SocketAddr)> {
+    let own = std::env::current_exe().context("path of this program")?;
+    let mut process = Program::at(&own).args(arguments).start()?;
+    let what = arguments.first().map_or("part", String::as_str).to_owned();
+    let address = process.wait_for_line(&what, START, |line| {
+        line.strip_prefix(LISTENING)?.trim().parse().ok()
+    });
+    let address = address.await?;
+    Ok((process, address))
+}
+
+/// Tells [`start`].
+fn listening(address: SocketAddr) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{LISTENING}{address}")?;
+    Ok(out.flush()?)
+}
+
+const LISTENING: &str = "listening ";

@@ -1,0 +1,458 @@
+//! What is compared: a direct connection, the floor, Culvert over each transport, and peers.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use tunnel_proto::tls;
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::link::Link;
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+
+use crate::client::{Door, TARGET_NAME};
+use crate::parts::{self, raw};
+
+/// The node of every stack.
+pub(crate) const NODE: &str = "worker-1";
+const START: Duration = Duration::from_secs(15);
+
+/// The services at the edge, and what callers need to trust the one with TLS.
+#[derive(Debug)]
+pub(crate) struct Edge {
+    plain: Process,
+    secure: Process,
+    pub(crate) plain_address: SocketAddr,
+    pub(crate) secure_address: SocketAddr,
+    pub(crate) tls: Arc<rustls::ClientConfig>,
+    pub(crate) ca: TestCa,
+    pub(crate) scratch: ScratchDir,
+}
+
+impl Edge {
+    pub(crate) async fn start() -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let ca = TestCa::new("bench")?;
+        let (chain, key) = pair(&ca, TARGET_NAME, scratch.path())?;
+        let (plain, plain_address) = parts::start(&words(&["edge"])).await?;
+        let (secure, secure_address) =
+            parts::start(&words(&["edge", "--tls", &chain, "--tls", &key])).await?;
+        Ok(Self {
+            plain,
+            secure,
+            plain_address,
+            secure_address,
+            tls: client_tls(&ca)?,
+            ca,
+            scratch,
+        })
+    }
+
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        [&self.plain, &self.secure]
+            .into_iter()
+            .filter_map(Process::id)
+            .collect()
+    }
+}
+
+fn pair(ca: &TestCa, name: &str, folder: &Path) -> Result<(String, String)> {
+    let leaf = Leaf {
+        uri: None,
+        dns: Some(name.to_owned()),
+        ..Leaf::server()
+    };
+    let (chain, key) = ca.issue(&leaf)?.write(folder, name)?;
+    let text = |path: PathBuf| path.to_string_lossy().into_owned();
+    Ok((text(chain), text(key)))
+}
+
+#[expect(clippy::disallowed_methods, reason = "a caller, not the product")]
+fn client_tls(ca: &TestCa) -> Result<Arc<rustls::ClientConfig>> {
+    let mut config = rustls::ClientConfig::builder_with_provider(tls::provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_root_certificates(tls::roots([ca.root().clone()])?)
+        .with_no_client_auth();
+    // Full handshakes: every caller is a new one.
+    config.resumption = rustls::client::Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+pub(crate) fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// One system under test, by its doors to the same edge services.
+#[derive(Debug, Clone)]
+pub(crate) struct System {
+    pub(crate) name: &'static str,
+    /// To the plain service.
+    pub(crate) plain: Door,
+    /// To the service with TLS, where the caller speaks TLS with it.
+    pub(crate) secure: Option<Door>,
+    pub(crate) server: Option<u32>,
+    pub(crate) agent: Option<u32>,
+}
+
+/// Culvert as two processes, one agent.
+#[derive(Debug)]
+pub(crate) struct Culvert {
+    pub(crate) server: Option<Server>,
+    pub(crate) agent: Option<Process>,
+    pub(crate) service: SocketAddr,
+    pub(crate) secure: SocketAddr,
+    pub(crate) http: SocketAddr,
+    pub(crate) agent_setup: AgentSetup,
+    pub(crate) data: PathBuf,
+    pub(crate) link: Option<Link>,
+    _scratch: ScratchDir,
+}
+
+/// What differs between stacks.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Shape<'a> {
+    pub(crate) transport: &'a str,
+    /// Lines of the `limits:` section of both files.
+    pub(crate) limits: &'a [&'a str],
+    /// The agent's connection passes a link with this seed.
+    pub(crate) link: Option<u64>,
+}
+
+impl Culvert {
+    pub(crate) async fn start(edge: &Edge, shape: Shape<'_>) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let data = scratch.path().join("server");
+        let (file, agent_file) = (
+            scratch.path().join("server.yaml"),
+            scratch.path().join("agent.yaml"),
+        );
+        let any: SocketAddr = "127.0.0.1:0".parse()?;
+        std::fs::write(&file, server_yaml(edge, shape, [any, any]))?;
+        std::fs::write(&agent_file, limits(shape))?;
+        let setup = ServerSetup::on_loopback(&data).args(&[
+            "--config",
+            &file.to_string_lossy(),
+            "--http-proxy-ports",
+            &edge.plain_address.port().to_string(),
+            "--proxy-port-listen",
+            "off",
+        ]);
+        let mut server = setup.start().await?;
+        let process = server.process();
+        let service = process
+            .wait_for_line("service", START, |line| opened(line, "edge"))
+            .await?;
+        let secure = process
+            .wait_for_line("service", START, |line| opened(line, "secure"))
+            .await?;
+        // For a restart on the same ports.
+        std::fs::write(&file, server_yaml(edge, shape, [service, secure]))?;
+        let token = server.token(NODE, None).await?;
+        let agents = server.address(Listener::Agents);
+        let link = shape
+            .link
+            .map(|seed| Link::start(agents, seed))
+            .transpose()?;
+        let towards = link.as_ref().map_or(agents, Link::addr);
+        let agent_setup = AgentSetup::on_loopback(NODE, towards, &scratch.path().join("agent"))
+            .args(&[
+                "--token",
+                &token,
+                "--transport",
+                shape.transport,
+                "--config",
+                &agent_file.to_string_lossy(),
+            ]);
+        let agent = agent_setup.start()?;
+        server.wait_until_connected(&[NODE]).await;
+        Ok(Self {
+            service,
+            secure,
+            http: server.address(Listener::Http),
+            server: Some(server),
+            agent: Some(agent),
+            agent_setup,
+            data,
+            link,
+            _scratch: scratch,
+        })
+    }
+
+    pub(crate) fn server_process(&mut self) -> Option<u32> {
+        self.server.as_mut()?.process().id()
+    }
+
+    pub(crate) fn agent_process(&self) -> Option<u32> {
+        self.agent.as_ref()?.id()
+    }
+
+    /// Through the byte door of the plain service.
+    pub(crate) fn door(&self) -> Door {
+        plain(self.service)
+    }
+
+    pub(crate) fn server(&self) -> Result<&Server> {
+        self.server.as_ref().context("the server is gone")
+    }
+}
+
+pub(crate) fn plain(address: SocketAddr) -> Door {
+    Door {
+        address,
+        tls: None,
+        host: NODE.into(),
+    }
+}
+
+fn server_yaml(edge: &Edge, shape: Shape<'_>, listen: [SocketAddr; 2]) -> String {
+    let mut yaml = "services:\n".to_owned();
+    let targets = [
+        ("edge", edge.plain_address),
+        ("secure", edge.secure_address),
+    ];
+    for ((name, target), listen) in targets.into_iter().zip(listen) {
+        let port = target.port();
+        let _infallible = write!(
+            yaml,
+            "- name: {name}\n  listen: {listen}\n  node: {NODE}\n  target: \"{port}\"\n"
+        );
+    }
+    yaml + &limits(shape)
+}
+
+fn limits(shape: Shape<'_>) -> String {
+    if shape.limits.is_empty() {
+        return String::new();
+    }
+    let lines: Vec<_> = shape
+        .limits
+        .iter()
+        .map(|line| format!("  {line}\n"))
+        .collect();
+    format!("limits:\n{}", lines.concat())
+}
+
+fn opened(line: &str, service: &str) -> Option<SocketAddr> {
+    let line: Value = serde_json::from_str(line).ok()?;
+    let fields = line.get("fields").unwrap_or(&line);
+    let it = fields["message"] == "listening" && fields["service"] == service;
+    it.then(|| fields["address"].as_str()?.parse().ok())
+        .flatten()
+}
+
+/// All systems at once, each with the same edge behind it.
+#[derive(Debug)]
+pub(crate) struct Systems {
+    pub(crate) edge: Edge,
+    floor: [(Process, SocketAddr); 4],
+    quic: Option<Culvert>,
+    h2: Option<Culvert>,
+    peer: Option<Peer>,
+    pub(crate) raw: Vec<(raw::Kind, Process, SocketAddr)>,
+}
+
+impl Systems {
+    /// Starts them; `culvert` says whether the two stacks are wanted, `waste` is the planted slowdown.
+    pub(crate) async fn start(
+        culvert: bool,
+        waste: Duration,
+        rathole: Option<&Path>,
+    ) -> Result<Self> {
+        let edge = Edge::start().await?;
+        let waste = humantime::format_duration(waste).to_string();
+        let relay = async |to: SocketAddr| {
+            parts::start(&words(&[
+                "relay",
+                "--to",
+                &to.to_string(),
+                "--waste",
+                &waste,
+            ]))
+            .await
+        };
+        let agent = relay(edge.plain_address).await?;
+        let server = relay(agent.1).await?;
+        let secure_agent = relay(edge.secure_address).await?;
+        let secure_server = relay(secure_agent.1).await?;
+        let (mut quic, mut h2, mut raw) = (None, None, Vec::new());
+        if culvert {
+            let shape = |transport| Shape {
+                transport,
+                ..Shape::default()
+            };
+            quic = Some(Culvert::start(&edge, shape("quic")).await?);
+            h2 = Some(Culvert::start(&edge, shape("h2")).await?);
+            let (chain, key) = pair(&edge.ca, raw::name(), edge.scratch.path())?;
+            for (kind, word) in [(raw::Kind::Quic, "quic"), (raw::Kind::H2, "h2")] {
+                let (process, address) = parts::start(&words(&["raw", word, &chain, &key])).await?;
+                raw.push((kind, process, address));
+            }
+        }
+        let peer = match rathole {
+            Some(binary) => Some(Peer::start(binary, &edge).await?),
+            None => None,
+        };
+        Ok(Self {
+            edge,
+            floor: [server, agent, secure_server, secure_agent],
+            quic,
+            h2,
+            peer,
+            raw,
+        })
+    }
+
+    /// Every process of ours.
+    pub(crate) fn processes(&mut self) -> Vec<u32> {
+        let mut all = self.edge.processes();
+        all.extend(self.floor.iter().filter_map(|(process, _)| process.id()));
+        all.extend(self.raw.iter().filter_map(|(_, process, _)| process.id()));
+        for stack in [&mut self.quic, &mut self.h2].into_iter().flatten() {
+            all.extend(stack.server_process());
+            all.extend(stack.agent_process());
+        }
+        if let Some(peer) = &self.peer {
+            all.extend(peer.server.id().into_iter().chain(peer.agent.id()));
+        }
+        all
+    }
+
+    /// Those that carry bytes for callers.
+    pub(crate) fn all(&mut self) -> Vec<System> {
+        let edge = &self.edge;
+        let secure = |address| Door {
+            tls: Some(edge.tls.clone()),
+            ..plain(address)
+        };
+        let [server, agent, secure_server, _] = &self.floor;
+        let mut systems = vec![
+            System {
+                name: DIRECT,
+                plain: plain(edge.plain_address),
+                secure: Some(secure(edge.secure_address)),
+                server: None,
+                agent: None,
+            },
+            System {
+                name: DIRECT_TLS,
+                plain: secure(edge.secure_address),
+                secure: None,
+                server: None,
+                agent: None,
+            },
+            System {
+                name: FLOOR,
+                plain: plain(server.1),
+                secure: Some(secure(secure_server.1)),
+                server: server.0.id(),
+                agent: agent.0.id(),
+            },
+        ];
+        let names = [(QUIC, QUIC_HTTP), (H2, H2_HTTP)];
+        for (stack, (bytes, http)) in [&mut self.quic, &mut self.h2].into_iter().zip(names) {
+            let Some(stack) = stack else { continue };
+            let (server, agent) = (stack.server_process(), stack.agent_process());
+            systems.push(System {
+                name: bytes,
+                plain: stack.door(),
+                secure: Some(secure(stack.secure)),
+                server,
+                agent,
+            });
+            systems.push(System {
+                name: http,
+                plain: Door {
+                    host: format!("{NODE}:{}", edge.plain_address.port()).into(),
+                    ..plain(stack.http)
+                },
+                secure: None,
+                server,
+                agent,
+            });
+        }
+        if let Some(peer) = &self.peer {
+            systems.push(System {
+                name: RATHOLE,
+                plain: plain(peer.door),
+                secure: None,
+                server: peer.server.id(),
+                agent: peer.agent.id(),
+            });
+        }
+        systems
+    }
+}
+
+/// rathole with its Noise transport, which needs no certificates; one service to the plain edge.
+#[derive(Debug)]
+struct Peer {
+    server: Process,
+    agent: Process,
+    door: SocketAddr,
+    _scratch: ScratchDir,
+}
+
+impl Peer {
+    async fn start(binary: &Path, edge: &Edge) -> Result<Self> {
+        use tunnel_tests::process::Program;
+        let scratch = ScratchDir::new()?;
+        let free = || -> Result<SocketAddr> {
+            Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?)
+        };
+        let (control, door) = (free()?, free()?);
+        let keys = Program::at(binary).arg("--genkey").run().await?.ok()?;
+        let key = |label: &str| {
+            let mut lines = keys.lines().skip_while(|line| !line.starts_with(label));
+            lines
+                .nth(1)
+                .map(str::trim)
+                .context("rathole prints no keys")
+        };
+        let (private, public) = (key("Private")?, key("Public")?);
+        let server = format!(
+            "[server]\nbind_addr = \"{control}\"\ndefault_token = \"bench\"\n[server.transport]\ntype = \"noise\"\n\
+             [server.transport.noise]\nlocal_private_key = \"{private}\"\n[server.services.edge]\nbind_addr = \"{door}\"\n"
+        );
+        let agent = format!(
+            "[client]\nremote_addr = \"{control}\"\ndefault_token = \"bench\"\n[client.transport]\ntype = \"noise\"\n\
+             [client.transport.noise]\nremote_public_key = \"{public}\"\n[client.services.edge]\nlocal_addr = \"{}\"\n",
+            edge.plain_address
+        );
+        let run = |role: &str, text: String| -> Result<Process> {
+            let file = scratch.file(&format!("{role}.toml"), text)?;
+            Program::at(binary)
+                .arg(format!("--{role}"))
+                .arg(file)
+                .start()
+        };
+        let (server, agent) = (run("server", server)?, run("client", agent)?);
+        crate::load::probe(&plain(door), START)
+            .await
+            .context("rathole")?;
+        Ok(Self {
+            server,
+            agent,
+            door,
+            _scratch: scratch,
+        })
+    }
+}
+
+pub(crate) const DIRECT: &str = "direct";
+pub(crate) const DIRECT_TLS: &str = "direct-tls";
+pub(crate) const FLOOR: &str = "floor";
+pub(crate) const QUIC: &str = "culvert-quic";
+pub(crate) const H2: &str = "culvert-h2";
+pub(crate) const QUIC_HTTP: &str = "culvert-quic-http";
+pub(crate) const H2_HTTP: &str = "culvert-h2-http";
+pub(crate) const RAW_QUIC: &str = "raw-quic";
+pub(crate) const RAW_H2: &str = "raw-h2";
+pub(crate) const RATHOLE: &str = "rathole";
+
+/// In the order of reports.
+pub(crate) const NAMES: [&str; 10] = [
+    DIRECT, DIRECT_TLS, FLOOR, RAW_H2, RAW_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+];
