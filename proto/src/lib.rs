@@ -11,6 +11,8 @@
 pub mod wire;
 
 #[cfg(feature = "io")]
+mod buffers;
+#[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]
 pub mod process;

@@ -13,10 +13,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// First size of a direction's buffer. Most streams are short or quiet.
-const BUFFER_FIRST_BYTES: usize = 8 * 1024;
-/// Largest size: a buffer that was filled by one read doubles up to here. Beyond 64 KiB little is gained.
-const BUFFER_MOST_BYTES: usize = 64 * 1024;
+use crate::buffers::Buffer;
 
 /// Which side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,7 +99,8 @@ enum Phase {
 
 struct Direction {
     phase: Phase,
-    buffer: Vec<u8>,
+    /// Held only while there is something in it: a quiet stream has none.
+    buffer: Option<Buffer>,
     start: usize,
     end: usize,
     moved: u64,
@@ -114,7 +112,7 @@ impl Direction {
     fn new() -> Self {
         Self {
             phase: Phase::Copying,
-            buffer: Vec::new(),
+            buffer: None,
             start: 0,
             end: 0,
             moved: 0,
@@ -140,7 +138,8 @@ impl Direction {
             match self.phase {
                 Phase::Copying => {
                     while self.start < self.end {
-                        let data = &self.buffer[self.start..self.end];
+                        let held = self.buffer.as_deref().unwrap_or_default();
+                        let data = &held[self.start..self.end];
                         match ready!(Pin::new(&mut *output).poll_write(cx, data)) {
                             Ok(count) if count > 0 => {
                                 self.start += count;
@@ -181,7 +180,7 @@ impl Direction {
     fn reader_left(&mut self) -> Poll<io::Result<()>> {
         self.reader_left = true;
         self.phase = Phase::Done;
-        self.buffer = Vec::new();
+        self.buffer = None;
         Poll::Ready(Ok(()))
     }
 
@@ -190,14 +189,12 @@ impl Direction {
         cx: &mut Context<'_>,
         input: &mut I,
     ) -> Poll<io::Result<usize>> {
-        if self.buffer.is_empty() {
-            self.buffer = vec![0; BUFFER_FIRST_BYTES];
-        } else if self.end == self.buffer.len() && self.end < BUFFER_MOST_BYTES {
-            self.buffer.resize(self.end * 2, 0);
-        }
-        let mut read = ReadBuf::new(&mut self.buffer);
+        // Given back if nothing comes.
+        let mut buffer = self.buffer.take().unwrap_or_else(Buffer::take);
+        let mut read = ReadBuf::new(&mut buffer);
         ready!(Pin::new(input).poll_read(cx, &mut read))?;
         (self.start, self.end) = (0, read.filled().len());
+        self.buffer = (self.end > 0).then_some(buffer);
         Poll::Ready(Ok(self.end))
     }
 }
@@ -303,5 +300,29 @@ mod tests {
         fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
             Poll::Ready(Ok(()))
         }
+    }
+
+    /// Each stream has one at either end, for as long as it is open.
+    #[test]
+    fn relay_is_small() {
+        let ((mut left, _), (mut right, _)) = (duplex(1), duplex(1));
+        let size = size_of_val(&relay(&mut left, &mut right));
+        assert!(size <= 256, "{size} bytes");
+    }
+
+    #[tokio::test]
+    async fn quiet_stream_holds_no_buffer() {
+        let mut direction = Direction::new();
+        let ((mut left, mut far_left), (mut right, mut far_right)) = (duplex(64), duplex(64));
+        far_left.write_all(b"question").await.unwrap();
+        poll_fn(|cx| {
+            assert!(direction.poll(cx, &mut left, &mut right).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        let mut got = [0; 8];
+        far_right.read_exact(&mut got).await.unwrap();
+        assert_eq!(&got, b"question");
+        assert!(direction.buffer.is_none());
     }
 }

@@ -1,0 +1,75 @@
+//! Buffers for bytes on their way: each thread keeps a few, so that moving bytes costs no allocation and a quiet
+//! connection holds none.
+
+use std::cell::RefCell;
+use std::ops::{Deref, DerefMut};
+
+/// Size of each. Beyond it little is gained: four TLS records, or what a busy socket gives at once.
+pub(crate) const BUFFER_BYTES: usize = 64 * 1024;
+/// Kept by a thread. One serves all connections that are moved at once; more are in use only where a reader is slow.
+const KEPT: usize = 4;
+
+thread_local! {
+    static POOL: RefCell<Vec<Box<[u8]>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A buffer of [`BUFFER_BYTES`] with whatever was in it before. Dropped, it goes back.
+#[derive(Debug)]
+pub(crate) struct Buffer(Box<[u8]>);
+
+impl Buffer {
+    /// One that was used before if there is one.
+    pub(crate) fn take() -> Self {
+        // Without a pool the thread is ending.
+        let kept = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
+        Self(kept.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let buffer = std::mem::take(&mut self.0);
+        let _thread_ends = POOL.try_with(|pool| {
+            let mut pool = pool.borrow_mut();
+            if pool.len() < KEPT {
+                pool.push(buffer);
+            }
+        });
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffer_that_was_dropped_is_used_again() {
+        let mut first = Buffer::take();
+        first[0] = 7;
+        let place = first.as_ptr();
+        drop(first);
+        let again = Buffer::take();
+        assert_eq!((again.as_ptr(), again[0]), (place, 7));
+    }
+
+    #[test]
+    fn thread_keeps_a_few() {
+        let many: Vec<_> = (0..3 * KEPT).map(|_| Buffer::take()).collect();
+        drop(many);
+        POOL.with(|pool| assert_eq!(pool.borrow().len(), KEPT));
+    }
+}
