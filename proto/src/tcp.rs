@@ -112,3 +112,21 @@ pub fn finish(socket: &impl AsFd) -> io::Result<()> {
 pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
     SockRef::from(socket).set_linger(Some(Duration::ZERO))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn no_socket_waits_for_acknowledgements_before_it_sends() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        for prepare in [prepare, prepare_tunnel] {
+            let socket = TcpStream::connect(listener.local_addr().unwrap())
+                .await
+                .unwrap();
+            assert!(!socket.nodelay().unwrap(), "the system's default");
+            prepare(&socket).unwrap();
+            assert!(socket.nodelay().unwrap());
+        }
+    }
+}

@@ -9,6 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tunnel_proto::process::settings::Mistakes;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::dns::{DnsClient, RecordType, query};
@@ -280,4 +281,17 @@ async fn t09_five_thousand_slow_sockets_on_a_door_keep_no_scrape_out() -> Result
         "only {evicted} gave way or were turned away"
     );
     Ok(())
+}
+
+/// quinn ends a whole connection when a stream has more gaps than its assembler takes pieces. The worst that can be is every
+/// second packet of a full window lost.
+#[test]
+fn default_window_has_fewer_gaps_than_quinn_allows() {
+    const PIECES: u32 = 1024;
+    const SMALLEST_PACKET: u32 = 1200;
+    let agent = tunnel_agent::config::Limits::default().stream_window;
+    let server = tunnel_server::config::Limits::check(&mut Mistakes::default(), None).stream_window;
+    for window in [agent, server] {
+        assert!(window / SMALLEST_PACKET / 2 < PIECES, "{window}");
+    }
 }

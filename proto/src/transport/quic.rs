@@ -23,6 +23,8 @@ use crate::wire::code::CloseCode;
 
 mod session;
 mod stream;
+#[cfg(test)]
+mod traps;
 
 use session::QuicSession;
 

@@ -79,3 +79,18 @@ impl AsyncWrite for TargetSocket {
         Pin::new(&mut self.tcp).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn targets_get_small_requests_at_once() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let tcp = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let socket = TargetSocket::new(tcp, &Metrics::default());
+        assert!(socket.tcp.nodelay().unwrap());
+    }
+}

@@ -325,3 +325,19 @@ pub async fn read_away<R: AsyncRead + Unpin>(caller: &mut R) {
     )
     .await;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn callers_get_small_answers_at_once() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _caller = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        let socket = DoorSocket::new(accepted, Arc::default());
+        assert!(socket.tcp.nodelay().unwrap());
+    }
+}

@@ -1,0 +1,117 @@
+//! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens.
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use futures_util::FutureExt;
+use quinn::{Connection, Runtime};
+use tokio::io::AsyncReadExt;
+use tokio::time::Instant;
+
+use super::{QuicAcceptor, QuicDialer, QuicKeys, STREAMS_ALLOWED_AT_FIRST, udp_socket};
+use crate::identity::Role;
+use crate::tcp::Remote;
+use crate::tls::{self, test_ca::TestCa};
+use crate::transport::{Acceptor, BufferPool, CongestionControl, Dialer, Session, SessionSettings};
+use crate::wire::ALPN_SESSION;
+use crate::wire::header::{StreamHeader, StreamKind, Target};
+use crate::wire::name::Port;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const BULK: usize = 8 << 20;
+
+/// The server's bare connection and the agent's session.
+async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
+    let settings = SessionSettings {
+        stream_window: 2 << 20,
+        streams: 1000,
+        keep_alive: None,
+        idle_timeout: Duration::from_secs(60),
+        congestion: CongestionControl::default(),
+        pool: BufferPool::new(64 << 20),
+    };
+    let ca = TestCa::new();
+    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION);
+    let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
+    let any = (Ipv4Addr::LOCALHOST, 0).into();
+    let acceptor = QuicAcceptor::bind(any, server.unwrap(), &keys, settings.clone()).unwrap();
+    let address = acceptor.local_addr().unwrap();
+    let role = Role::Agent("worker-1".parse().unwrap());
+    let trust = tls::Trust::Roots(ca.roots());
+    let client = tls::session_client(ca.key(&role), trust, ALPN_SESSION).unwrap();
+    let dialer = QuicDialer::new(client, settings).unwrap();
+    let remote = Remote {
+        name: address.to_string(),
+        address: Some(address),
+    };
+    let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
+    let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
+    (connection, session.unwrap(), acceptor)
+}
+
+fn header() -> BytesMut {
+    let mut header = BytesMut::new();
+    let target = Target::Node(Port::new(9100).unwrap());
+    StreamHeader::new(StreamKind::Target(target))
+        .encode(&mut header)
+        .unwrap();
+    header
+}
+
+#[tokio::test]
+async fn bulk_leaves_in_batches_of_segments() {
+    let socket = udp_socket((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+    let socket = quinn::TokioRuntime.wrap_udp_socket(socket).unwrap();
+    if socket.max_transmit_segments() == 1 {
+        // This kernel has no UDP segmentation.
+        return;
+    }
+    let (connection, session, _acceptor) = joined().await;
+    let (mut send, _recv) = connection.open_bi().await.unwrap();
+    send.write_all(&header()).await.unwrap();
+    let (sent, received) = tokio::join!(
+        async {
+            send.write_all(&vec![7; BULK]).await.unwrap();
+            send.finish().unwrap();
+            connection.stats().udp_tx
+        },
+        async {
+            let incoming = session.accept().await.unwrap();
+            let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+            stream.accept("").await.unwrap();
+            let mut got = Vec::new();
+            stream.read_to_end(&mut got).await.unwrap();
+            got.len()
+        }
+    );
+    assert_eq!(received, BULK);
+    assert!(
+        sent.datagrams > 3 * sent.ios,
+        "{} datagrams in {} system calls",
+        sent.datagrams,
+        sent.ios
+    );
+}
+
+/// quinn keeps some 80 bytes for each stream that the peer may open.
+#[tokio::test]
+async fn peer_may_open_few_streams_until_more_are_in_use() {
+    let (connection, session, _acceptor) = joined().await;
+    let mut streams = Vec::new();
+    for number in 0..STREAMS_ALLOWED_AT_FIRST {
+        let opened = connection.open_bi().now_or_never();
+        let (mut send, recv) = opened.unwrap_or_else(|| panic!("only {number}")).unwrap();
+        send.write_all(&header()).await.unwrap();
+        streams.push((send, recv));
+    }
+    assert!(connection.open_bi().now_or_never().is_none());
+    session.allow_streams(1000);
+    let mut accepted = Vec::new();
+    for _ in 0..STREAMS_ALLOWED_AT_FIRST {
+        accepted.push(session.accept().await.unwrap());
+    }
+    let more = tokio::time::timeout(PATIENCE, connection.open_bi()).await;
+    more.unwrap().unwrap();
+}
