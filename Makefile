@@ -31,7 +31,7 @@ soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 fo
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
 	$(MAKE) faults
 
-bench: ## the benchmark, about 10 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path; FULL=1 takes 25 and writes docs/benchmarks.md
+bench: ## the benchmark, about 11 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path; FULL=1 takes 24 and writes docs/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
 	  $(if $(FULL),--full --docs docs/benchmarks.md) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)

@@ -43,7 +43,7 @@ const LIMITS: [(Count, &str, u32, f64); 5] = [
     (Count::Instructions, "route", 1000, 1000.0),
     (Count::Instructions, "policy", 1000, 3870.0),
     (Count::Allocations, "chunk", 1000, 0.01),
-    (Count::Allocations, "stream", 50, 400.0),
+    (Count::Allocations, "stream", 50, 240.0),
 ];
 
 #[derive(Debug, Clone, Copy)]

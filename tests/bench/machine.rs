@@ -21,8 +21,17 @@ pub(crate) fn cpu_seconds(process: u32) -> f64 {
 
 /// Resident memory of a process in KiB, zero when it is gone.
 pub(crate) fn resident_kib(process: u32) -> f64 {
+    status_kib(process, "VmRSS:")
+}
+
+/// The part of it that is no file: programs and libraries, which the kernel can drop, are left out.
+pub(crate) fn private_kib(process: u32) -> f64 {
+    status_kib(process, "RssAnon:")
+}
+
+fn status_kib(process: u32, name: &str) -> f64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|rest| rest.split_whitespace().next());
     number
         .and_then(|number| number.parse().ok())

@@ -112,6 +112,9 @@ pub(crate) const STALLED_MEMORY: Metric =
     Metric::memory("server and agent with the most readers", "MiB");
 pub(crate) const SERVER_MEMORY: Metric = Metric::memory("server, one idle agent", "MiB");
 pub(crate) const AGENT_MEMORY: Metric = Metric::memory("agent, idle", "MiB");
+pub(crate) const SERVER_PRIVATE: Metric =
+    Metric::memory("server, one idle agent, without program text", "MiB");
+pub(crate) const AGENT_PRIVATE: Metric = Metric::memory("agent, idle, without program text", "MiB");
 pub(crate) const STREAM_SERVER: Metric = Metric::memory("an idle stream, server", "KiB");
 pub(crate) const STREAM_AGENT: Metric = Metric::memory("an idle stream, agent", "KiB");
 pub(crate) const GIVEN_BACK: Metric =
@@ -169,6 +172,8 @@ pub(crate) const ALL: &[Metric] = &[
     STALLED_MEMORY,
     SERVER_MEMORY,
     AGENT_MEMORY,
+    SERVER_PRIVATE,
+    AGENT_PRIVATE,
     STREAM_SERVER,
     STREAM_AGENT,
     GIVEN_BACK,

@@ -7,10 +7,10 @@ use tunnel_tests::process::{Listener, Process};
 
 use crate::bench::Bench;
 use crate::load;
-use crate::machine::{Watch, cpu_seconds, resident_kib};
+use crate::machine::{Watch, cpu_seconds, private_kib, resident_kib};
 use crate::metric::{
-    AGENT_MEMORY, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE, GIVEN_BACK,
-    HANDSHAKE_CPU, Metric, SERVER_MEMORY, STREAM_AGENT, STREAM_SERVER,
+    AGENT_MEMORY, AGENT_PRIVATE, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE,
+    GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_MEMORY, SERVER_PRIVATE, STREAM_AGENT, STREAM_SERVER,
 };
 use crate::parts::{self, agents::ALL_READY};
 use crate::systems::{Culvert, H2, QUIC, Shape};
@@ -41,7 +41,7 @@ const REST: Duration = Duration::from_secs(1);
 const GIVE_BACK: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(10);
 /// For ten thousand handshakes on two busy processors.
-const ALL_CONNECT: Duration = Duration::from_secs(180);
+const ALL_CONNECT: Duration = Duration::from_secs(90);
 
 pub(super) async fn run(bench: &mut Bench) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
@@ -78,6 +78,8 @@ async fn streams(bench: &mut Bench, name: &'static str, transport: &str) -> Resu
     let before = (resident_kib(server), resident_kib(agent));
     bench.record(name, &SERVER_MEMORY, before.0 / 1024.0, 0.0);
     bench.record(name, &AGENT_MEMORY, before.1 / 1024.0, 0.0);
+    bench.record(name, &SERVER_PRIVATE, private_kib(server) / 1024.0, 0.0);
+    bench.record(name, &AGENT_PRIVATE, private_kib(agent) / 1024.0, 0.0);
     let held = load::hold(&stack.door(), STREAMS).await?;
     tokio::time::sleep(REST).await;
     let with = (resident_kib(server), resident_kib(agent));
