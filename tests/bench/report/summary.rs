@@ -90,11 +90,18 @@ impl Summary {
         self.kept.get(&(case, system.to_owned(), metric.name))
     }
 
-    /// One value of each round: several of one round are added, which only counts have.
+    /// One value of each round: of several, counts are added and of all else the largest is taken.
     fn values(&self, case: u8, system: &str, metric: &Metric) -> BTreeMap<u32, f64> {
+        let one = |values: &[f64]| {
+            if metric.gate == Some(0.0) {
+                values.iter().sum::<f64>()
+            } else {
+                values.iter().copied().fold(f64::NEG_INFINITY, f64::max)
+            }
+        };
         let rounds = self.rounds(case, system, metric).into_iter().flatten();
         rounds
-            .map(|(round, values)| (*round, values.iter().sum()))
+            .map(|(round, values)| (*round, one(values.as_slice())))
             .collect()
     }
 
