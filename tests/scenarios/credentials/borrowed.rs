@@ -277,7 +277,7 @@ async fn s11_nothing_but_the_certificate_is_added_to_what_callers_send() -> Resu
             Ok(lines)
         };
         let host = format!("host: {}", site.host);
-        assert_eq!(sent(&[]).await?, [host.clone()]);
+        assert_eq!(sent(&[]).await?, [host.as_str()]);
         let fields = [("Authorization", "Bearer of-its-own"), ("Cookie", "a=b")];
         let arrived = sent(&fields).await?;
         assert_eq!(
