@@ -36,6 +36,7 @@ mod ports;
 mod quiet;
 mod records;
 mod rights;
+mod signing;
 
 use std::time::Duration;
 

@@ -20,6 +20,7 @@ mod pki;
 mod record;
 mod request;
 mod selector;
+mod signing;
 mod status;
 mod store;
 mod table;

@@ -159,6 +159,7 @@ impl App {
             own: own_ports(&bound),
             ..config.ports.clone()
         });
+        let targets = targets::targets(&config, &followed)?;
         let cluster = follow_cluster(
             &config,
             Following {
@@ -172,6 +173,7 @@ impl App {
                 data: &data,
                 bound: &bound,
                 agents: &agents,
+                targets: &targets,
                 shutdown: &shutdown,
             },
             &mut metrics_registry,
@@ -182,7 +184,7 @@ impl App {
             registry: registry.clone(),
             policy,
             pods: cluster.pods.clone(),
-            targets: targets::targets(&config, &followed)?,
+            targets,
             borrowers: Borrowers::named(config.targets.borrowers.clone()),
             limits: DoorLimits {
                 handshake: config.limits.handshake_timeout,

@@ -242,7 +242,7 @@ impl Config {
             ),
             https_certificate: https_certificate(bad, raw),
             agent_files: agent_files(bad, raw),
-            targets: targets::targets(bad, raw, client_auth.is_some()),
+            targets: targets::targets(bad, raw, (client_auth.is_some(), kubernetes.is_some())),
             kubelet_ca: kubernetes::kubelet_ca(raw, kubernetes.is_some()),
             client_auth,
             dns: dns::check(bad, raw),

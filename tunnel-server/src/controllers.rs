@@ -52,6 +52,7 @@ mod problems;
 mod ranges;
 mod reviews;
 mod service;
+mod signing;
 #[cfg(test)]
 mod testing;
 mod watches;
@@ -65,6 +66,8 @@ use metrics::{ClusterMetrics, Object};
 use nodes::{NodeObject, NodeStore};
 use problems::{Part, Problems};
 pub use service::DoorPorts;
+pub use signing::Signer;
+use signing::Signing;
 use watches::{Context, Seen, config, follow, follow_one};
 use world::{Desired, Own, World};
 use writers::Writers;
@@ -104,6 +107,8 @@ pub struct Parts {
     pub attestations: Option<mpsc::Receiver<crate::attest::Question>>,
     /// Gets the CA of kubelets' client certificates.
     pub kubelets: Option<Arc<AgentTrust>>,
+    /// Who is asked for the client certificate for kubelets.
+    pub signer: Option<Signer>,
 }
 
 /// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
@@ -186,6 +191,16 @@ fn run(
     if let Some(ranges) = parts.ranges.clone() {
         let following = ranges::follow(connection.client.clone(), ranges);
         parts.shutdown.spawn_service(following);
+    }
+    if let Some(signer) = parts.signer {
+        let signing = Signing {
+            api: Api::all(connection.client.clone()),
+            signer,
+            data: parts.data.clone(),
+            problems: problems.clone(),
+            metrics: parts.metrics.clone(),
+        };
+        parts.shutdown.spawn_service(signing.run());
     }
     let publisher = Publisher {
         ranges: parts.ranges,

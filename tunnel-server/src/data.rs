@@ -91,6 +91,18 @@ impl DataDir {
         self.0.join("nodes.json")
     }
 
+    /// Private key of the client certificate for kubelets that the cluster signs, PEM.
+    #[must_use]
+    pub fn kubelet_client_key(&self) -> PathBuf {
+        self.0.join("kubelet-client.key")
+    }
+
+    /// That certificate, PEM.
+    #[must_use]
+    pub fn kubelet_client_certificate(&self) -> PathBuf {
+        self.0.join("kubelet-client.crt")
+    }
+
     /// Nodes whose certificates were revoked.
     #[must_use]
     pub fn revoked(&self) -> PathBuf {

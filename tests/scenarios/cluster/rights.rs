@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
 use tunnel_tests::apiserver::Reviewing;
+use tunnel_tests::ca::TestCa;
 use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind, Objects};
 use tunnel_tests::eventually::eventually;
@@ -59,9 +60,17 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
     lab.guide().await?;
     let socket = lab.scratch.path().join("connect.sock");
+    let callers = lab
+        .scratch
+        .file("callers.pem", TestCa::new("callers")?.pem())?;
     let setup = lab
         .setup("a")?
-        .args(&["--connect-uds", &socket.to_string_lossy()]);
+        .args(&["--connect-uds", &socket.to_string_lossy()])
+        .args(&["--client-ca", &callers.to_string_lossy()])
+        .args(&[
+            "--target-cert-signer",
+            "kubernetes.io/kube-apiserver-client",
+        ]);
     let server = setup.start().await?;
     lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;

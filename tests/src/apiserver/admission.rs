@@ -146,6 +146,12 @@ pub(super) fn kept(kind: &Kind, old: &Value, new: &mut Value, subresource: Optio
             *new = old.clone();
             new["status"] = status;
             new["metadata"]["managedFields"] = managed;
+        } else if subresource == Some("approval") {
+            let conditions = new["status"]["conditions"].clone();
+            let managed = new["metadata"]["managedFields"].clone();
+            *new = old.clone();
+            new["status"]["conditions"] = conditions;
+            new["metadata"]["managedFields"] = managed;
         } else {
             new["status"] = old["status"].clone();
         }

@@ -165,6 +165,16 @@ pub(super) static KINDS: [Kind; 25] = [
         namespaced: false,
         ..of("authentication.k8s.io", "tokenreviews", "TokenReview")
     },
+    Kind {
+        namespaced: false,
+        has_status: true,
+        short: &["csr"],
+        ..of(
+            "certificates.k8s.io",
+            "certificatesigningrequests",
+            "CertificateSigningRequest",
+        )
+    },
 ];
 
 impl Kind {
@@ -196,6 +206,11 @@ impl Kind {
     /// Questions that are answered and not kept.
     pub(super) fn is_review(&self) -> bool {
         self.kind.ends_with("Review")
+    }
+
+    /// Status is also written through `approval`, its conditions alone.
+    pub(super) fn is_approved(&self) -> bool {
+        self.kind == "CertificateSigningRequest"
     }
 
     /// Where its objects are kept: events of both groups are the same objects.

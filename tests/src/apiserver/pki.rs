@@ -76,6 +76,10 @@ impl Pki {
         Ok(())
     }
 
+    pub(super) fn ca(&self) -> &CertifiedIssuer<'static, KeyPair> {
+        &self.ca
+    }
+
     pub(super) fn ca_pem(&self) -> String {
         self.ca.pem()
     }

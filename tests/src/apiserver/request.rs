@@ -124,7 +124,11 @@ impl Request {
             .address
             .subresource
             .as_deref()
-            .is_none_or(|sub| sub == "status" && self.address.kind.has_status);
+            .is_none_or(|sub| match sub {
+                "status" => self.address.kind.has_status,
+                "approval" => self.address.kind.is_approved(),
+                _ => false,
+            });
         if !known_part {
             return Err(Status::no_such_path());
         }

@@ -18,6 +18,7 @@ use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
 use crate::registry::Registry;
 use crate::routes::Routes;
+use crate::targets::Targets;
 
 /// What the cluster's side feeds and reads.
 #[cfg_attr(
@@ -35,6 +36,7 @@ pub(super) struct Following<'a> {
     pub(super) data: &'a DataDir,
     pub(super) bound: &'a Bound,
     pub(super) agents: &'a AgentSide,
+    pub(super) targets: &'a Arc<Targets>,
     pub(super) shutdown: &'a Shutdown,
 }
 
@@ -71,7 +73,7 @@ pub(super) async fn follow_cluster(
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
     use crate::config::KubeletCa;
-    use crate::controllers::{self, DoorPorts, Parts};
+    use crate::controllers::{self, DoorPorts, Parts, Signer};
 
     let Some(settings) = &config.kubernetes else {
         return Ok(FollowedCluster::default());
@@ -98,6 +100,10 @@ pub(super) async fn follow_cluster(
         questions,
         attestations,
         kubelets: (config.kubelet_ca == KubeletCa::Cluster).then(|| parts.agents.trust.clone()),
+        signer: config.targets.signer.clone().map(|name| Signer {
+            name,
+            targets: parts.targets.clone(),
+        }),
     };
     let writing = controllers::start(settings, parts, registry).await?;
     Ok(FollowedCluster {

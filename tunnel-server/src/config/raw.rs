@@ -105,6 +105,11 @@ tunnel_proto::layered! {
         /// Its private key, PEM [default: the file of --target-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_KEY_FILE")]
         pub target_key_file: Option<String>,
+        /// In a cluster, ask this signer for that certificate in place of files: by a CertificateSigningRequest that an
+        /// operator approves (/readyz?verbose has the command), for the user culvert-tunnel-server, as in
+        /// kubernetes.io/kube-apiserver-client [default: none]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_TARGET_CERT_SIGNER")]
+        pub target_cert_signer: Option<String>,
         /// Callers that may borrow the server's own client certificate, by the common name (CN) of theirs, which must be of
         /// --client-ca; repeatable [default: kube-apiserver-kubelet-client]
         #[arg(

@@ -17,12 +17,19 @@ pub struct TargetSettings {
     pub ca: Option<PathBuf>,
     /// The server's own client certificate.
     pub identity: Option<PairFiles>,
+    /// `signerName` of the cluster's signer that is asked for one in place of files.
+    pub signer: Option<String>,
     /// Common names of callers that may borrow it.
     pub borrowers: Vec<String>,
 }
 
-/// Checks them; `asks_callers` tells whether callers' certificates are verified.
-pub(super) fn targets(bad: &mut Mistakes, raw: &RawConfig, asks_callers: bool) -> TargetSettings {
+/// Checks them; `asks_callers` tells whether callers' certificates are verified, `in_cluster` whether there is a cluster to
+/// ask for a certificate.
+pub(super) fn targets(
+    bad: &mut Mistakes,
+    raw: &RawConfig,
+    (asks_callers, in_cluster): (bool, bool),
+) -> TargetSettings {
     let ca = raw.target_ca.as_ref().map(PathBuf::from);
     let ca = match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
         ("tunnel", None) => None,
@@ -54,17 +61,41 @@ pub(super) fn targets(bad: &mut Mistakes, raw: &RawConfig, asks_callers: bool) -
             None
         }
     };
-    if identity.is_some() && !asks_callers {
+    let signer = raw.target_cert_signer.clone();
+    let lent_by = match (&identity, &signer) {
+        (None, None) => None,
+        (Some(_), None) => Some("--target-cert-file"),
+        (None, Some(_)) => Some("--target-cert-signer"),
+        (Some(_), Some(_)) => {
+            bad.add(
+                "--target-cert-signer",
+                "there is a certificate already: --target-cert-file",
+            );
+            None
+        }
+    };
+    if let Some(name) = &signer {
+        if !is_signer_name(name) {
+            bad.add(
+                "--target-cert-signer",
+                format!("{name:?} is no signer, as kubernetes.io/kube-apiserver-client is"),
+            );
+        }
+        if !in_cluster {
+            bad.add("--target-cert-signer", "there is no cluster to ask");
+        }
+    }
+    if let Some(setting) = lent_by.filter(|_| !asks_callers) {
         bad.add(
-            "--target-cert-file",
+            setting,
             "nobody could borrow it: only callers with a certificate of --client-ca may, and none is asked for",
         );
     }
     let named = &raw.borrow_allowed_callers;
-    if identity.is_none() && !named.is_empty() {
+    if identity.is_none() && signer.is_none() && !named.is_empty() {
         bad.add(
             "--borrow-allowed-callers",
-            "there is nothing to borrow without --target-cert-file",
+            "there is nothing to borrow without --target-cert-file or --target-cert-signer",
         );
     }
     if named.iter().any(|name| name.trim().is_empty()) {
@@ -78,8 +109,21 @@ pub(super) fn targets(bad: &mut Mistakes, raw: &RawConfig, asks_callers: bool) -
     TargetSettings {
         ca,
         identity,
+        signer,
         borrowers,
     }
+}
+
+/// `DOMAIN/PATH`, as Kubernetes has names of signers.
+fn is_signer_name(name: &str) -> bool {
+    let is_part = |part: &str| {
+        !part.is_empty()
+            && part
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+    };
+    let parts = name.split_once('/');
+    name.len() <= 571 && parts.is_some_and(|(domain, path)| is_part(domain) && is_part(path))
 }
 
 #[cfg(test)]
@@ -89,7 +133,7 @@ mod tests {
     fn checked(yaml: &str, asks_callers: bool) -> Result<TargetSettings, String> {
         let raw: RawConfig = serde_saphyr::from_str(yaml).unwrap();
         let mut bad = Mistakes::default();
-        let settings = targets(&mut bad, &raw, asks_callers);
+        let settings = targets(&mut bad, &raw, (asks_callers, true));
         bad.finish(settings).map_err(|error| error.to_string())
     }
 
@@ -119,6 +163,13 @@ mod tests {
             ("targetCa: /ca", true, "--target-ca"),
             ("targetKeyFile: /key", true, "--target-key-file"),
             ("targetCertFile: /own", false, "--target-cert-file"),
+            ("targetCertSigner: a/b", false, "--target-cert-signer"),
+            ("targetCertSigner: client", true, "--target-cert-signer"),
+            (
+                "{ targetCertFile: /own, targetCertSigner: a/b }",
+                true,
+                "--target-cert-signer",
+            ),
             (
                 "borrowAllowedCallers: [a]",
                 true,

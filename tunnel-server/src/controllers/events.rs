@@ -50,6 +50,7 @@ impl EventLog {
             | Part::Service
             | Part::KubeletCa
             | Part::Replicas
+            | Part::KubeletCertificate
             | Part::Watching(_)
             | Part::Writing(_) => {
                 return Ok(());

@@ -22,6 +22,10 @@ pub const CLIENT_CA_KEY: &str = "client-ca-file";
 /// Most bytes of all values of a ConfigMap (Kubernetes `pkg/apis/core/validation`, `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
+/// Common name of the server's client certificate for kubelets, which is its user there; and the beginning of the names of the
+/// requests for it.
+pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
+
 /// What a resource is, for a line of the table of rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
@@ -144,6 +148,13 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Namespace,
         verbs: &["create"],
         purpose: "mistakes in the ports ConfigMap, records that are too large",
+    },
+    Right {
+        group: "certificates.k8s.io",
+        resource: "certificatesigningrequests",
+        scope: Scope::Cluster,
+        verbs: &["create", "get"],
+        purpose: "the client certificate for kubelets, with --target-cert-signer",
     },
 ];
 

@@ -78,6 +78,8 @@ pub(super) enum Part {
     KubeletCa,
     /// Other servers beside this one.
     Replicas,
+    /// The client certificate for kubelets.
+    KubeletCertificate,
     /// Following objects.
     Watching(Object),
     /// Writing an object.
@@ -93,6 +95,7 @@ impl Part {
             Self::RecordsSize => "records size",
             Self::KubeletCa => "kubelet client CA",
             Self::Replicas => "replicas",
+            Self::KubeletCertificate => "kubelet certificate",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",
             Self::Watching(Object::Ports) => "watching ports",

@@ -63,6 +63,7 @@ fn bench(data: &DataDir) -> Bench {
         attestations: None,
         kubelets: None,
         ranges: None,
+        signer: None,
     };
     let fed = (
         parts.routes.clone(),
@@ -385,6 +386,7 @@ fn reference_says_what_the_code_does() {
         objects::LOCALHOST_PORTS_KEY,
         objects::PORT_PAIRS_KEY,
         objects::EXTRA_PORT_PREFIX,
+        objects::KUBELET_CLIENT_NAME,
         &doors[0],
         &doors[1],
     ] {

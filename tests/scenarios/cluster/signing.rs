@@ -1,0 +1,140 @@
+//! The server's client certificate for kubelets by a CertificateSigningRequest: asked for, approved by an operator, lent.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::cluster::{Kind, edge};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{AgentSetup, Listener, Server, ServerSetup};
+use tunnel_tests::targets::{Access, StandInKubelet, TargetTls, sha256_hex};
+
+use super::{FIRST, Lab, told};
+
+const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+/// The server looks every 5 s.
+const LOOK: Duration = Duration::from_secs(15);
+
+/// A server that asks for its certificate, and the certificate of the API server that may borrow it.
+fn setup(lab: &Lab, kubelet: &StandInKubelet, callers: &TestCa) -> Result<ServerSetup> {
+    let ca = lab.scratch.file("callers.pem", callers.pem())?;
+    Ok(lab.setup("a")?.args(&[
+        "--client-ca",
+        &ca.to_string_lossy(),
+        "--target-cert-signer",
+        "kubernetes.io/kube-apiserver-client",
+        "--https-proxy-ports",
+        &kubelet.addr().port().to_string(),
+    ]))
+}
+
+/// The pending request of the server.
+async fn asked(lab: &Lab) -> Result<Value> {
+    let list = lab.cluster.admin().list(REQUESTS).await?;
+    ensure!(list.len() == 1, "{} requests", list.len());
+    list.into_iter().next().context("no request")
+}
+
+/// As `kubectl certificate approve` and `deny` do it.
+async fn decide(lab: &Lab, mut object: Value, decision: &str) -> Result<()> {
+    let name = object["metadata"]["name"].as_str().context("no name")?;
+    let path = format!("{REQUESTS}/{name}/approval");
+    let reason = format!("Kubectl{decision}");
+    object["status"] =
+        json!({ "conditions": [{ "type": decision, "status": "True", "reason": reason }] });
+    lab.cluster.admin().replace(&path, &object).await?;
+    Ok(())
+}
+
+async fn page(server: &Server, kubelet: &StandInKubelet, caller: &Issued) -> Result<(u16, String)> {
+    let tls = ClientTls::insecure("worker-1", Some(caller.presented()?))?;
+    let door = Door::tls(server.address(Listener::Https), tls);
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let reply = request(door, &RawRequest::get(&host, "/client-certificate")).await?;
+    Ok((reply.status, reply.text().trim().to_owned()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    lab.objects().add(&edge("worker-1")).await?;
+    let stand_in = lab.cluster.stand_in()?;
+    let access = Access::new(&stand_in.client_ca(), &["culvert-tunnel-server"])?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    let kubelet = StandInKubelet::guarded("worker-1", tls, access).await?;
+    let callers = TestCa::new("callers")?;
+    let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
+    let server = setup(&lab, &kubelet, &callers)?.start().await?;
+    let token = server.token("worker-1", None).await?;
+    let folder = lab.scratch.path().join("agent");
+    let agents = server.address(Listener::Agents);
+    let _agent = AgentSetup::on_loopback("worker-1", agents, &folder)
+        .args(&["--token", &token])
+        .start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let object = eventually("a request", FIRST, async || asked(&lab).await).await;
+    let name = object["metadata"]["name"].as_str().context("no name")?;
+    // Until then the server is ready, says what to do, and lends nothing.
+    eventually("the command is told", FIRST, async || {
+        let shown = told(&server, "/readyz?verbose").await?;
+        let command = format!("kubectl certificate approve {name}");
+        ensure!(shown.contains(&command), "{shown}");
+        Ok(())
+    })
+    .await;
+    let meta = server.address(Listener::Meta);
+    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
+    assert_eq!(ready.status, 200);
+    assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
+    decide(&lab, object.clone(), "Approved").await?;
+    let signed = stand_in.sign(name)?;
+    let lent = (200, sha256_hex(&signed));
+    eventually("the certificate is lent", LOOK, async || {
+        let shown = page(&server, &kubelet, &apiserver).await?;
+        ensure!(shown == lent, "{shown:?}");
+        Ok(())
+    })
+    .await;
+    let shown = told(&server, "/readyz?verbose").await?;
+    ensure!(!shown.contains("certificate approve"), "{shown}");
+    // The next process has it from its disk: the request may be gone by then.
+    lab.cluster
+        .admin()
+        .delete(&format!("{REQUESTS}/{name}"))
+        .await?;
+    let again = server.setup_for_restart();
+    server.into_process().stop(FIRST).await?;
+    let server = again.start().await?;
+    server.wait_until_connected(&["worker-1"]).await;
+    assert_eq!(page(&server, &kubelet, &apiserver).await?, lent);
+    ensure!(lab.cluster.admin().list(REQUESTS).await?.is_empty());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn denied_request_is_told_and_the_server_stays_ready() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    let kubelet = StandInKubelet::start_on("127.0.0.1:0".parse()?, "worker-1", Some(tls)).await?;
+    let server = setup(&lab, &kubelet, &TestCa::new("callers")?)?
+        .start()
+        .await?;
+    let object = eventually("a request", FIRST, async || asked(&lab).await).await;
+    decide(&lab, object.clone(), "Denied").await?;
+    eventually("the denial is told", LOOK, async || {
+        let shown = told(&server, "/readyz?verbose").await?;
+        ensure!(shown.contains("was denied: KubectlDenied"), "{shown}");
+        Ok(())
+    })
+    .await;
+    let meta = server.address(Listener::Meta);
+    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
+    assert_eq!(ready.status, 200);
+    assert_eq!(
+        asked(&lab).await?["metadata"]["uid"],
+        object["metadata"]["uid"]
+    );
+    Ok(())
+}

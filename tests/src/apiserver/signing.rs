@@ -1,0 +1,64 @@
+//! What kube-controller-manager does for the signer `kubernetes.io/kube-apiserver-client`, when a test says so.
+
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use k8s_openapi::ByteString;
+use rcgen::{CertificateSigningRequestParams, ExtendedKeyUsagePurpose, KeyUsagePurpose};
+use rustls_pki_types::CertificateDer;
+
+use super::StandIn;
+use super::admission::key;
+use super::kinds::Kind;
+
+/// The signer that there is.
+const SIGNER: &str = "kubernetes.io/kube-apiserver-client";
+/// How long its certificates last.
+const LIFE: Duration = Duration::from_secs(365 * 86400);
+
+impl StandIn {
+    /// Signs an approved CertificateSigningRequest with the cluster's CA, and tells the certificate.
+    ///
+    /// # Errors
+    /// There is none of this name, it is not approved, or it is for another signer or other usages.
+    pub fn sign(&self, name: &str) -> Result<CertificateDer<'static>> {
+        let mut object = self
+            .get("certificatesigningrequests", None, name)
+            .with_context(|| format!("no CertificateSigningRequest {name}"))?;
+        let conditions = object["status"]["conditions"].as_array();
+        let is_approved = conditions
+            .into_iter()
+            .flatten()
+            .any(|condition| condition["type"] == "Approved");
+        ensure!(is_approved, "{name} is not approved");
+        ensure!(object["spec"]["signerName"] == SIGNER, "another signer");
+        let usages = object["spec"]["usages"].as_array().context("no usages")?;
+        let allowed = ["client auth", "digital signature", "key encipherment"];
+        ensure!(
+            usages.iter().any(|usage| usage == "client auth")
+                && usages
+                    .iter()
+                    .all(|usage| allowed.iter().any(|allowed| usage == allowed)),
+            "usages {usages:?}"
+        );
+        let ByteString(asked) = serde_json::from_value(object["spec"]["request"].clone())?;
+        let mut asked = CertificateSigningRequestParams::from_pem(std::str::from_utf8(&asked)?)?;
+        asked.params.not_before = SystemTime::now().into();
+        asked.params.not_after = (SystemTime::now() + LIFE).into();
+        asked.params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        asked.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let signed = asked.signed_by(self.pki.ca())?;
+        let certificate = ByteString(signed.pem().into_bytes());
+        object["status"]["certificate"] = serde_json::to_value(certificate)?;
+        let kind = Kind::find("certificates.k8s.io", "certificatesigningrequests");
+        let key = key(kind.context("no such kind")?, None, name);
+        self.service.store.write(|content| content.put(key, object));
+        Ok(signed.der().clone())
+    }
+
+    /// The root of clients' certificates.
+    #[must_use]
+    pub fn client_ca(&self) -> CertificateDer<'static> {
+        self.pki.ca().der().clone()
+    }
+}
