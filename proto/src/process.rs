@@ -9,6 +9,7 @@ pub mod networks;
 pub mod panics;
 pub mod places;
 pub mod reload;
+pub mod secrets;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;

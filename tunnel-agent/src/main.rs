@@ -10,7 +10,7 @@ use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{self, Cli, Health, Source, Verb};
 use tunnel_agent::config::{self, Config, Settings};
-use tunnel_proto::process::{meta, settings, shutdown, telemetry};
+use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -44,6 +44,9 @@ fn main() -> ExitCode {
 fn run(source: Source) -> anyhow::Result<()> {
     let config = load(source)?;
     telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
+    if let Err(error) = secrets::forbid_core_dumps() {
+        warn!(%error, "cannot forbid core dumps; they would hold keys");
+    }
     for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
         warn!(variable, "unknown variable ignored");
     }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use tracing::warn;
+use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, on_signals};
 use tunnel_proto::process::telemetry;
@@ -104,6 +105,9 @@ fn load(source: Source) -> anyhow::Result<Config> {
 fn run(source: Source) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
     telemetry::start(config.log_level, config.log_format)?;
+    if let Err(error) = forbid_core_dumps() {
+        warn!(%error, "cannot forbid core dumps; they would hold keys");
+    }
     for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
         warn!(
             name,
