@@ -13,6 +13,7 @@ mod processes;
 mod revoked;
 mod rogue;
 mod rotation;
+mod secrets;
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};

@@ -1,0 +1,143 @@
+//! T21: nothing that is secret is printed: not in logs at debug level, not in metrics, nor by what operators ask.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use rustls::RootCertStore;
+use tunnel_proto::tls::files::chain;
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::process::{AgentSetup, Listener, ScratchDir, ServerSetup};
+use tunnel_tests::targets::StandInKubelet;
+
+const BEARER: &str = "bearer-of-a-caller-90c41d";
+const COOKIE: &str = "session-of-a-caller-77a2";
+
+/// The base64 lines of a key in PEM: none of them may be seen anywhere.
+fn lines_of_key(path: &Path) -> Result<Vec<String>> {
+    let pem = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let lines = pem.lines().filter(|line| !line.starts_with("-----"));
+    Ok(lines.map(str::to_owned).collect())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let callers = TestCa::new("callers")?;
+    let callers_file = scratch.file("callers.pem", callers.pem())?;
+    let own = TestCa::new("clients")?.issue(&Leaf::caller("culvert"))?;
+    let (own_file, own_key) = own.write(scratch.path(), "own")?;
+    let kubelet = StandInKubelet::start("worker-1").await?;
+    let port = kubelet.addr().port().to_string();
+    let data = scratch.path().join("server");
+    let server = ServerSetup::on_loopback(&data).args(&[
+        "--log-level",
+        "debug",
+        "--client-ca",
+        &callers_file.to_string_lossy(),
+        "--target-cert-file",
+        &own_file.to_string_lossy(),
+        "--target-key-file",
+        &own_key.to_string_lossy(),
+        "--https-proxy-ports",
+        &port,
+        "--proxy-port-listen",
+        "off",
+    ]);
+    let mut server = server.start().await?;
+    let token = server.token("worker-1", None).await?;
+    let unused = server.token("worker-2", None).await?;
+    let folder = scratch.path().join("agent");
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback("worker-1", agents, &folder)
+        .args(&["--log-level", "debug", "--token", &token])
+        .start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    // Tokens that nobody takes are told of, too: one of another node, and one that was never made.
+    let folder = scratch.path().join("other");
+    let guess = token.replacen('.', ".0000", 1);
+    let refused = AgentSetup::on_loopback("worker-3", agents, &folder)
+        .args(&["--log-level", "debug", "--token", &unused])
+        .start()?;
+    let folder = scratch.path().join("third");
+    let wrong = AgentSetup::on_loopback("worker-1", agents, &folder)
+        .args(&["--log-level", "debug", "--token", &guess])
+        .start()?;
+    let caller = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
+    let mut roots = RootCertStore::empty();
+    for root in chain(&std::fs::read(data.join("ca.crt"))?)? {
+        roots.add(root)?;
+    }
+    let tls = ClientTls::verifying("worker-1", roots, Some(caller.presented()?))?;
+    let door = Door::tls(server.address(Listener::Https), tls);
+    for host in ["worker-1", "nobody"] {
+        let head = RawRequest::get(&format!("{host}:{port}"), "/client-certificate")
+            .header("Authorization", &format!("Bearer {BEARER}"))
+            .header("Cookie", &format!("id={COOKIE}"));
+        let reply = request(door.clone(), &head).await?;
+        ensure!(
+            reply.status == if host == "nobody" { 400 } else { 200 },
+            "{}",
+            reply.text()
+        );
+    }
+    // Of one that is not let in there is a line at debug.
+    let stranger = TestCa::new("another")?.issue(&Leaf::caller("stranger"))?;
+    let tls = ClientTls::insecure("worker-1", Some(stranger.presented()?))?;
+    let door = Door::tls(server.address(Listener::Https), tls);
+    let head = RawRequest::get("worker-1", "/").header("Authorization", BEARER);
+    ensure!(request(door, &head).await.is_err());
+    let mut told = Vec::new();
+    for path in ["/metrics", "/nodes", "/readyz?verbose"] {
+        let meta = server.address(Listener::Meta);
+        let shown = request(meta, &RawRequest::get("meta", path)).await?;
+        told.push((path.to_owned(), shown.text()));
+    }
+    for verb in [
+        &["nodes"][..],
+        &["nodes", "-o", "json"],
+        &["token", "list"],
+        &["nodes", "revoke", "worker-1"],
+        &["ca"],
+    ] {
+        let done = server.verb(verb)?.run().await?;
+        told.push((verb.join(" "), format!("{done}")));
+    }
+    let id = token.split('.').next().context("no id")?;
+    let listed = &told[5].1;
+    ensure!(listed.contains(id), "{listed}");
+    told.push((
+        "server's log".into(),
+        server.process().log().lines().join("\n"),
+    ));
+    for process in [&agent, &refused, &wrong] {
+        told.push(("agent's log".into(), process.log().lines().join("\n")));
+    }
+    let log = &told[8].1;
+    ensure!(
+        log.contains("DEBUG") && log.contains("client-certificate"),
+        "{log}"
+    );
+
+    let mut secrets = vec![BEARER.to_owned(), COOKIE.to_owned()];
+    for token in [&token, &unused, &guess] {
+        secrets.push(token.split('.').nth(1).context("no secret")?.to_owned());
+    }
+    for key in [
+        data.join("ca.key"),
+        own_key,
+        scratch.path().join("agent").join("agent.key"),
+    ] {
+        secrets.extend(lines_of_key(&key)?);
+    }
+    ensure!(
+        secrets.iter().all(|secret| secret.len() >= 16),
+        "{secrets:?}"
+    );
+    for (where_, text) in &told {
+        for secret in &secrets {
+            ensure!(!text.contains(secret), "{secret} is in {where_}:\n{text}");
+        }
+    }
+    Ok(())
+}
