@@ -26,6 +26,7 @@ macro_rules! on_both {
 }
 
 mod agents;
+mod authority;
 mod hosts_file;
 mod install;
 mod kubectl;

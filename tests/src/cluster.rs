@@ -16,7 +16,8 @@ use crate::apiserver::{Setup, StandIn};
 
 pub use api::{Api, is_status};
 pub use objects::{
-    Node, Objects, SERVICE_ACCOUNT, cloud, edge, endpoints, internal_service, server_roles,
+    Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
+    server_roles,
 };
 pub use real::Real;
 
@@ -97,6 +98,7 @@ impl Cluster {
         let cluster = Self { server, admin };
         cluster.wait_for_namespace().await;
         cluster.grant().await?;
+        cluster.objects().create_secrets().await?;
         Ok(cluster)
     }
 

@@ -37,6 +37,7 @@ use crate::session::{SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
 
+mod authority;
 mod cluster;
 mod connect;
 mod identity;
@@ -45,12 +46,15 @@ mod records;
 mod sockets;
 mod targets;
 
+use authority::{Authority, Opening};
 use cluster::{FollowedCluster, Following, follow_cluster};
 use identity::{Followed, agent_side, follow_kubelets};
 #[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::Bound;
-use sockets::{Sockets, advertised, bind, door_certificates, log_bound, own_ports};
+use sockets::{
+    Sockets, advertised, bind, door_certificates, door_names, listen, log_bound, own_ports,
+};
 
 /// A running server.
 #[derive(Debug)]
@@ -68,6 +72,7 @@ pub struct App {
     records: Records,
     cluster: FollowedCluster,
     revocations: Arc<Revocations>,
+    holding: authority::Holding,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
@@ -91,12 +96,25 @@ impl App {
         };
         let readiness = Readiness::default();
         let starting = readiness.block("listeners");
-        let ca = LocalCa::load_or_create(&data)?.with_life(config.limits.certificate_life);
-        let ca = Arc::new(ca);
-        let tokens = Arc::new(TokenStore::open(&data)?);
-        let nodes = Arc::new(KnownNodes::open(&data)?);
-        let revocations = Arc::new(Revocations::open(&data, config.agent_files.is_none())?);
         let mut metrics_registry = MetricsRegistry::default();
+        let meta_listener = listen(config.meta_listen, "--meta-listen").await?;
+        let opening = Opening {
+            config: &config,
+            data: &data,
+            readiness: &readiness,
+            shutdown: &shutdown,
+        };
+        let Authority {
+            ca,
+            tokens,
+            revocations,
+            keys,
+            side,
+            holding,
+        } = opening
+            .authority(&meta_listener, &mut metrics_registry)
+            .await?;
+        let nodes = Arc::new(KnownNodes::open(&data)?);
         let pool = BufferPool::new(config.limits.buffer_pool);
         let metrics = Metrics::new(&mut metrics_registry, pool.clone());
         let registry = Arc::new(Registry::new(RegistryLimits {
@@ -121,12 +139,19 @@ impl App {
         let session_tls =
             |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
-        let certificates = door_certificates(&config, &ca, &routes, &followed)?;
+        let door_names = door_names(&config);
+        let certificates = door_certificates(&config, (&ca, &door_names), &routes, &followed)?;
         let callers = config.client_auth.as_ref();
         let callers = callers.map(|(path, required)| (&**path, *required));
         let door_tls = targets::door_tls("client_ca", certificates.clone(), callers, &followed)?;
         let quic_tls = session_tls(ALPN_SESSION)?;
-        let sockets = bind(&config, &data, (quic_tls, &settings), door_tls).await?;
+        let sockets = bind(
+            &config,
+            (quic_tls, &keys, &settings),
+            door_tls,
+            meta_listener,
+        )
+        .await?;
         let Sockets {
             tcp,
             quic,
@@ -162,6 +187,7 @@ impl App {
         let targets = targets::targets(&config, &followed)?;
         let cluster = follow_cluster(
             &config,
+            side,
             Following {
                 routes: &routes,
                 records: &records,
@@ -174,11 +200,10 @@ impl App {
                 bound: &bound,
                 agents: &agents,
                 targets: &targets,
+                door_names: &door_names,
                 shutdown: &shutdown,
             },
-            &mut metrics_registry,
-        )
-        .await?;
+        );
         let shared = Arc::new(Doors {
             routes: routes.clone(),
             registry: registry.clone(),
@@ -282,6 +307,7 @@ impl App {
             records,
             cluster,
             revocations,
+            holding,
             _lock: lock,
         })
     }
@@ -365,6 +391,8 @@ impl App {
             () = quiet => {}
             () = self.shutdown.stop().cancelled() => {}
         }
+        // Not before: a session that still drains would be reset by whoever has its keys.
+        self.holding.release(self.shutdown.stop()).await;
         self.shutdown.finish().await;
         self.drivers.close();
         self.drivers.wait().await;

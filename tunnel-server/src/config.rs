@@ -29,7 +29,7 @@ mod targets;
 
 use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
-    https_certificate, loopback, parsed, port_list, proxy_port_listen,
+    https_certificate, https_names, loopback, parsed, port_list, proxy_port_listen,
 };
 pub use connect::{ConnectSettings, UnixDoor};
 pub use kubernetes::{
@@ -72,6 +72,10 @@ pub struct Config {
     pub proxy_port_listen: ProxyPortListen,
     /// Chain and key of the TLS door.
     pub https_certificate: Option<PairFiles>,
+    /// Further names of the TLS door in the local CA's certificate.
+    pub https_names: Vec<String>,
+    /// Its further addresses.
+    pub https_addresses: Vec<IpAddr>,
     /// What the operator brings for port 10262 in place of the local CA.
     pub agent_files: Option<AgentFiles>,
     /// CA of kubelets, whose client certificates make them agents of their nodes.
@@ -217,6 +221,7 @@ impl Config {
             .iter()
             .filter_map(|service| check_service(bad, service, &ports))
             .collect();
+        let (https_names, https_addresses) = https_names(bad, raw);
         let config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             agent_listen,
@@ -241,6 +246,8 @@ impl Config {
                 kubernetes.is_some(),
             ),
             https_certificate: https_certificate(bad, raw),
+            https_names,
+            https_addresses,
             agent_files: agent_files(bad, raw),
             targets: targets::targets(bad, raw, (client_auth.is_some(), kubernetes.is_some())),
             kubelet_ca: kubernetes::kubelet_ca(raw, kubernetes.is_some()),

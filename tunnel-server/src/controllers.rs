@@ -30,13 +30,16 @@ use crate::config::KubernetesSettings;
 use crate::data::DataDir;
 use crate::dns::{RecordSet, Records};
 use crate::ingress::connect::ranges::LiveRanges;
+use crate::issuer::DoorNames;
 use crate::metrics::Metrics;
 use crate::pods::Question;
 use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::Registry;
 use crate::routes::{Routes, Source};
 
+mod authority;
 mod client;
+mod door_names;
 mod events;
 mod failure;
 mod hosts;
@@ -59,6 +62,7 @@ mod watches;
 mod world;
 mod writers;
 
+pub use authority::Holding;
 use client::Connection;
 use events::EventLog;
 use lease::Election;
@@ -101,6 +105,8 @@ pub struct Parts {
     pub doors: DoorPorts,
     /// Gets what the CONNECT doors may dial, when there are any.
     pub ranges: Option<LiveRanges>,
+    /// Gets what callers of the TLS door call it.
+    pub door_names: DoorNames,
     /// Questions of the doors about pods.
     pub questions: Option<mpsc::Receiver<Question>>,
     /// Questions of enrolments about tokens.
@@ -111,17 +117,45 @@ pub struct Parts {
     pub signer: Option<Signer>,
 }
 
-/// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
-///
-/// # Errors
-/// [`ConfigError`] when the kubeconfig or the ServiceAccount cannot be read.
-pub async fn start(
-    settings: &KubernetesSettings,
-    parts: Parts,
-    registry: &mut MetricsRegistry,
-) -> Result<Writing, ConfigError> {
-    let connection = client::connect(settings).await?;
-    Ok(run(settings, connection, parts, registry))
+/// A way to the API server, and where problems with it are told. Clones share it.
+#[derive(Clone)]
+pub struct ClusterSide {
+    connection: Connection,
+    problems: Problems,
+    metrics: ClusterMetrics,
+}
+
+impl ClusterSide {
+    /// Prepares it. Nothing is sent.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the kubeconfig or the ServiceAccount cannot be read.
+    pub async fn open(
+        settings: &KubernetesSettings,
+        readiness: &Readiness,
+        registry: &mut MetricsRegistry,
+    ) -> Result<Self, ConfigError> {
+        let connection = client::connect(settings).await?;
+        Ok(Self::over(connection, readiness, registry))
+    }
+
+    fn over(connection: Connection, readiness: &Readiness, registry: &mut MetricsRegistry) -> Self {
+        let metrics = ClusterMetrics::new(registry);
+        Self {
+            connection,
+            problems: Problems::new(readiness.clone(), metrics.clone()),
+            metrics,
+        }
+    }
+}
+
+impl std::fmt::Debug for ClusterSide {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("ClusterSide")
+            .field("namespace", &self.connection.namespace)
+            .finish_non_exhaustive()
+    }
 }
 
 /// What is written to the cluster. It ends by itself when the drain begins.
@@ -136,14 +170,13 @@ impl Writing {
     }
 }
 
-fn run(
-    settings: &KubernetesSettings,
-    connection: Connection,
-    parts: Parts,
-    registry: &mut MetricsRegistry,
-) -> Writing {
-    let metrics = ClusterMetrics::new(registry);
-    let problems = Problems::new(parts.readiness.clone(), metrics.clone());
+/// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
+pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> Writing {
+    let ClusterSide {
+        connection,
+        problems,
+        metrics,
+    } = side;
     let kept = keep::load(&parts.data);
     let first_list = kept
         .nodes
@@ -164,6 +197,15 @@ fn run(
         (&world, &desired, &problems, &metrics),
     );
     keep::start(&parts.data, world.subscribe(), &parts.shutdown);
+    parts.shutdown.spawn_service(door_names::follow(
+        parts.door_names,
+        (
+            connection.namespace.clone(),
+            settings.cluster_domain.clone(),
+        ),
+        world.subscribe(),
+        problems.clone(),
+    ));
     if let Some(questions) = parts.questions {
         let answering = pods::answer(connection.client.clone(), questions, world.subscribe());
         parts.shutdown.spawn_service(answering);
@@ -343,7 +385,7 @@ fn watch_all(
             &service_name,
             of_service,
             |seen: Seen<DynamicObject>| {
-                service_world.send_modify(|world| world.service = seen.map(|object| object.data));
+                service_world.send_modify(|world| world.service = seen.map(with_metadata));
             },
         )
         .await;
@@ -477,6 +519,16 @@ impl Publisher {
         });
         line.into_iter().collect()
     }
+}
+
+/// The Service's fields with the name and annotations, which kube keeps apart.
+fn with_metadata(service: DynamicObject) -> serde_json::Value {
+    let mut fields = service.data;
+    fields["metadata"] = serde_json::json!({
+        "name": service.metadata.name,
+        "annotations": service.metadata.annotations,
+    });
+    fields
 }
 
 /// As client-go's users make it: host name and a random part, so that a restarted server is another candidate.

@@ -85,6 +85,18 @@ impl DataDir {
         self.0.join("kubelet-client-ca.crt")
     }
 
+    /// The CA and the documents of a cluster, as they were heard last.
+    #[must_use]
+    pub fn authority(&self) -> PathBuf {
+        self.0.join("authority.json")
+    }
+
+    /// Which QUIC keys of the cluster this server has.
+    #[must_use]
+    pub fn replica(&self) -> PathBuf {
+        self.0.join("replica.json")
+    }
+
     /// Known nodes.
     #[must_use]
     pub fn nodes(&self) -> PathBuf {
@@ -229,6 +241,7 @@ impl SharedFile {
         }
     }
 
+    /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -1,32 +1,36 @@
-//! The local CA: made once in the data directory, signs agents' certificates and the server's own.
+//! Our CA, from the data directory or from the cluster: signs agents' certificates and the server's own, and may be
+//! replaced in use.
 
 use std::fmt;
 use std::io;
-use std::net::IpAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use arc_swap::ArcSwap;
 use rcgen::string::Ia5String;
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+    CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
 };
 use rustls::server::ResolvesServerCert;
 use rustls::sign::{CertifiedKey, SigningKey};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::sync::watch;
 use tracing::info;
-use tunnel_proto::identity::{BACKDATED, Role, sha256, spki_sha256};
+use tunnel_proto::identity::{BACKDATED, Role};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
-use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::data::{DataDir, random, whole_seconds};
 
+mod material;
+mod names;
 mod request;
 mod resolver;
 
+pub use material::CaMaterial;
+pub use names::DoorNames;
 pub use request::AgentRequest;
 
 /// Life of every certificate but the CA's own, unless `limits.certificateLife` says another.
@@ -34,14 +38,10 @@ pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// The CA of an installation without a CA of its own.
 pub struct LocalCa {
-    /// The certificate of the key that signs.
-    root: CertificateDer<'static>,
-    /// All of `ca.crt`: while a CA is being replaced, the old and the new one.
-    roots: Vec<CertificateDer<'static>>,
-    root_pem: String,
+    material: ArcSwap<CaMaterial>,
+    /// Counts the CAs that it has been; told when it becomes another.
+    generation: watch::Sender<u64>,
     life: Duration,
-    spki_sha256: [u8; 32],
-    issuer: Issuer<'static, KeyPair>,
     /// Key of the server's credential towards agents; only in memory.
     server_key: LeafKey,
     /// Key of all serving certificates of the TLS door; only in memory.
@@ -56,12 +56,12 @@ pub enum CaError {
     File(#[from] io::Error),
     /// There is a certificate, but no key that could sign.
     #[error("{0} is there, but its key {1} is missing; restore it, or remove both to begin anew")]
-    KeyMissing(PathBuf, PathBuf),
+    KeyMissing(String, String),
     /// A file does not hold what its name says.
-    #[error("{path} holds no usable {what}: {problem}")]
+    #[error("{name} holds no usable {what}: {problem}")]
     Damaged {
-        /// The file.
-        path: PathBuf,
+        /// The file, or the key of a Secret.
+        name: String,
         /// What it should hold.
         what: &'static str,
         /// What is wrong.
@@ -69,7 +69,7 @@ pub enum CaError {
     },
     /// Key and certificate are not a pair.
     #[error("{0} and {1} do not belong together")]
-    Mismatch(PathBuf, PathBuf),
+    Mismatch(String, String),
     /// A new key or certificate cannot be made.
     #[error("cannot make a key or certificate")]
     Make(#[source] rcgen::Error),
@@ -112,11 +112,15 @@ impl LocalCa {
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
         let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
+        let names = (
+            certificate_path.display().to_string(),
+            key_path.display().to_string(),
+        );
         let certificate = files::read(&certificate_path)?;
         let key = match files::read_secret(&key_path)? {
-            Some(pem) => read_key(&pem, key_path.clone())?,
+            Some(pem) => material::read_key(&pem, &names.1)?,
             None if certificate.is_some() => {
-                return Err(CaError::KeyMissing(certificate_path, key_path));
+                return Err(CaError::KeyMissing(names.0, names.1));
             }
             None => {
                 let key = KeyPair::generate().map_err(CaError::Make)?;
@@ -128,34 +132,48 @@ impl LocalCa {
             String::from_utf8_lossy(&pem).into_owned()
         } else {
             // The key may be here without its certificate: a crash between the two files.
-            let pem = self_signed(&key, SystemTime::now())?.pem();
+            let pem = material::self_signed(&key, SystemTime::now())?.pem();
             files::replace(&certificate_path, pem.as_bytes())?;
             info!(path = %certificate_path.display(), "made a CA");
             pem
         };
-        let roots = tls::files::chain(root_pem.as_bytes()).map_err(|problem| CaError::Damaged {
-            path: certificate_path.clone(),
-            what: "certificate",
-            problem: problem.to_string(),
-        })?;
-        let spki = sha256(&key.subject_public_key_info());
-        let signing = roots
-            .iter()
-            .find(|root| spki_sha256(root).ok() == Some(spki));
-        let Some(root) = signing.cloned() else {
-            return Err(CaError::Mismatch(certificate_path, key_path));
-        };
-        let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Make)?;
+        let material = CaMaterial::new(root_pem, key, (&names.0, &names.1))?;
+        Self::new(Arc::new(material))
+    }
+
+    /// A CA that signs with this.
+    ///
+    /// # Errors
+    /// When a key of the server's own cannot be made.
+    pub fn new(material: Arc<CaMaterial>) -> Result<Self, CaError> {
         Ok(Self {
-            root,
-            roots,
-            root_pem,
+            material: ArcSwap::new(material),
+            generation: watch::Sender::new(0),
             life: CERTIFICATE_LIFE,
-            spki_sha256: spki,
-            issuer,
             server_key: LeafKey::generate()?,
             door_key: LeafKey::generate()?,
         })
+    }
+
+    /// Becomes another CA: what is issued from here on is of it. What was issued stays as it is. Says whether it differs.
+    pub fn replace(&self, material: Arc<CaMaterial>) -> bool {
+        if self.material.load().is_same(&material) {
+            return false;
+        }
+        self.material.store(material);
+        self.generation.send_modify(|generation| *generation += 1);
+        true
+    }
+
+    /// Tells when it has become another CA.
+    #[must_use]
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.generation.subscribe()
+    }
+
+    /// Counts the CAs that it has been.
+    fn generation(&self) -> u64 {
+        *self.generation.borrow()
     }
 
     /// Issues certificates of this life instead of [`CERTIFICATE_LIFE`].
@@ -172,26 +190,26 @@ impl LocalCa {
 
     /// Every root that certificates of this installation chain to: one, or more while the CA is being replaced.
     #[must_use]
-    pub fn roots(&self) -> &[CertificateDer<'static>] {
-        &self.roots
+    pub fn roots(&self) -> Vec<CertificateDer<'static>> {
+        self.material.load().roots.clone()
     }
 
     /// The certificate of the key that signs.
     #[must_use]
-    pub fn root(&self) -> &CertificateDer<'static> {
-        &self.root
+    pub fn root(&self) -> CertificateDer<'static> {
+        self.material.load().root.clone()
     }
 
     /// The roots as PEM, as in the file `ca.crt`.
     #[must_use]
     pub fn root_pem(&self) -> String {
-        self.root_pem.clone()
+        self.material.load().root_pem.clone()
     }
 
     /// SHA-256 of the CA's public key, which join tokens pin.
     #[must_use]
     pub fn spki_sha256(&self) -> [u8; 32] {
-        self.spki_sha256
+        self.material.load().spki_sha256
     }
 
     /// Issues a certificate for an agent. Only the public key of the request counts; its names are overwritten.
@@ -218,7 +236,8 @@ impl LocalCa {
             names: vec![uri(&Role::Agent(node.clone()))?],
             usage: ExtendedKeyUsagePurpose::ClientAuth,
         };
-        let (certificate, not_after) = self.sign(leaf, request.public_key(), now)?;
+        let (certificate, not_after) =
+            self.sign(&self.material.load(), leaf, request.public_key(), now)?;
         Ok(Issued {
             chain: vec![certificate],
             not_after,
@@ -232,22 +251,16 @@ impl LocalCa {
         Arc::new(resolver::ServerCredential::new(self.clone(), on_issue))
     }
 
-    /// Serving certificates of the TLS door by SNI: one per known node, and a default for `own_names` and `own_ips`,
-    /// which also answers clients without SNI and unknown names. They carry no role: they can never act as the tunnel
-    /// server towards agents.
+    /// Serving certificates of the TLS door by SNI: one per known node, and a default for the door's own names, which also
+    /// answers clients without SNI and unknown names. They carry no role: they can never act as the tunnel server towards
+    /// agents.
     #[must_use]
     pub fn door_resolver(
         self: &Arc<Self>,
         is_known: IsKnown,
-        own_names: Vec<String>,
-        own_ips: Vec<IpAddr>,
+        own: DoorNames,
     ) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(resolver::DoorCertificates::new(
-            self.clone(),
-            is_known,
-            own_names,
-            own_ips,
-        ))
+        Arc::new(resolver::DoorCertificates::new(self.clone(), is_known, own))
     }
 
     fn server_leaf(&self, now: SystemTime) -> Result<CertifiedKey, IssueError> {
@@ -279,15 +292,18 @@ impl LocalCa {
         key: &LeafKey,
         now: SystemTime,
     ) -> Result<CertifiedKey, IssueError> {
-        let (certificate, _) = self.sign(leaf, &key.pair, now)?;
+        // One CA for both: it may be replaced meanwhile.
+        let material = self.material.load();
+        let (certificate, _) = self.sign(&material, leaf, &key.pair, now)?;
         Ok(CertifiedKey::new(
-            vec![certificate, self.root.clone()],
+            vec![certificate, material.root.clone()],
             key.signing.clone(),
         ))
     }
 
     fn sign(
         &self,
+        material: &CaMaterial,
         leaf: Leaf,
         key: &impl PublicKeyData,
         now: SystemTime,
@@ -305,7 +321,7 @@ impl LocalCa {
         params.extended_key_usages = vec![leaf.usage];
         params.use_authority_key_identifier_extension = true;
         let certificate = params
-            .signed_by(key, &self.issuer)
+            .signed_by(key, &material.issuer)
             .map_err(IssueError::Sign)?;
         Ok((certificate.der().clone(), not_after))
     }
@@ -315,7 +331,7 @@ impl fmt::Debug for LocalCa {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("LocalCa")
-            .field("spki_sha256", &hex(&self.spki_sha256))
+            .field("material", &self.material.load())
             .finish_non_exhaustive()
     }
 }
@@ -351,30 +367,6 @@ impl LeafKey {
     }
 }
 
-fn read_key(pem: &[u8], path: PathBuf) -> Result<KeyPair, CaError> {
-    std::str::from_utf8(pem)
-        .map_err(|error| error.to_string())
-        .and_then(|text| KeyPair::from_pem(text).map_err(|error| error.to_string()))
-        .map_err(|problem| CaError::Damaged {
-            path,
-            what: "private key",
-            problem,
-        })
-}
-
-fn self_signed(key: &KeyPair, now: SystemTime) -> Result<rcgen::Certificate, CaError> {
-    let now = whole_seconds(now);
-    let hash = hex(&sha256(&key.subject_public_key_info()));
-    let mut params = CertificateParams::default();
-    params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
-    params.not_after = (now + CA_LIFE).into();
-    params.serial_number = Some(serial()?);
-    params.distinguished_name = common_name(&format!("culvert CA {}", &hash[..8]));
-    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    params.self_signed(key).map_err(CaError::Make)
-}
-
 /// A positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
 fn serial() -> io::Result<SerialNumber> {
     let mut bytes = random::<16>()?;
@@ -395,8 +387,6 @@ fn uri(role: &Role) -> Result<SanType, IssueError> {
         .map_err(IssueError::Sign)
 }
 
-/// Life of the CA itself: 10 years.
-const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);
 /// Longest common name (RFC 5280, appendix A, ub-common-name).
 const COMMON_NAME_MAX: usize = 64;
 

@@ -5,6 +5,8 @@
 //! The way of an agent: [`acceptor`] (handshake, or [`enroll`]) → [`session`] (admission, control stream) → [`registry`].
 //! State is in the data directory ([`data`]): the CA ([`issuer`]), join tokens ([`tokens`]), known nodes ([`nodes`]), revocations
 //! ([`revoked`]). In a cluster, [`attest`] asks whose node a ServiceAccount token proves, and [`controllers`] follow its Nodes and ports and write the records ([`dns`]).
+//! ([`revoked`]). In a cluster, [`controllers`] follow its Nodes and ports, write the records ([`dns`]), and share what
+//! all servers must agree on.
 //! Operators speak to a running server through [`admin`], with the verbs in [`verbs`].
 
 pub mod acceptor;
@@ -31,6 +33,7 @@ pub mod renew;
 pub mod revoked;
 pub mod routes;
 pub mod session;
+mod shared;
 pub mod status;
 pub mod targets;
 pub mod tokens;

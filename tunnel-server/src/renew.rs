@@ -154,7 +154,7 @@ impl Renewals {
         Ok(Renewed {
             reply: EnrollReply::Issued {
                 chain: bytes(&issued.chain),
-                roots: bytes(self.ca.roots()),
+                roots: bytes(&self.ca.roots()),
             },
             not_after: issued.not_after,
         })

@@ -14,14 +14,15 @@ use tunnel_proto::tls::{Judge, Revoked};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::data::{DataDir, SharedFile, Stamp, rfc3339, time_text, whole_seconds};
+use crate::data::{DataDir, SharedFile, rfc3339, time_text, whole_seconds};
 use crate::registry::Registry;
+use crate::shared::{SharedDoc, Version};
 
-/// The revocations of a data directory. One holds for every certificate of its node that was issued until then; a later
+/// The revocations of a data directory or of a cluster. One holds for every certificate of its node that was issued until then; a later
 /// one, bought with a new token, is accepted.
 #[derive(Debug)]
 pub struct Revocations {
-    file: SharedFile,
+    doc: SharedDoc,
     state: Mutex<State>,
     /// Held while writing, so that an older state never replaces a newer one.
     writing: Mutex<()>,
@@ -35,10 +36,11 @@ struct State {
     nodes: BTreeMap<NodeName, SystemTime>,
     /// When the newest certificate of each node that was shown or issued here was issued.
     issued: BTreeMap<NodeName, SystemTime>,
-    stamp: Option<Stamp>,
+    /// The document as last read or written.
+    seen: Option<Version>,
 }
 
-/// The form of the file.
+/// The form of the document.
 #[derive(Debug, Serialize, Deserialize)]
 struct Content {
     nodes: BTreeMap<String, Entry>,
@@ -58,11 +60,18 @@ impl Revocations {
     /// # Errors
     /// When the file cannot be read or is damaged, with its path.
     pub fn open(dir: &DataDir, ours: bool) -> io::Result<Self> {
-        let file = SharedFile::new(dir, dir.revoked());
+        Self::over(SharedDoc::File(SharedFile::new(dir, dir.revoked())), ours)
+    }
+
+    /// The revocations of a document; `ours` as for [`Revocations::open`].
+    ///
+    /// # Errors
+    /// When it cannot be read or is damaged, with its name.
+    pub(crate) fn over(doc: SharedDoc, ours: bool) -> io::Result<Self> {
         let mut state = State::default();
-        state.refresh(&file)?;
+        state.refresh(&doc)?;
         Ok(Self {
-            file,
+            doc,
             state: Mutex::new(state),
             writing: Mutex::default(),
             version: watch::Sender::new(0),
@@ -72,29 +81,29 @@ impl Revocations {
 
     /// Revokes every certificate of a node that was issued until now, and whichever is known here whatever the clock
     /// says: a revocation is later than the one before it and than what it is for. Blocks the thread until that is on
-    /// disk.
+    /// disk or in the cluster.
     ///
     /// # Errors
     /// When it cannot be kept; it holds until the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lock().revoke(node, now, &self.file);
+        self.lock().revoke(node, now, &self.doc);
         self.version.send_modify(|version| *version += 1);
-        let _changing = self.file.lock()?;
-        let content = {
+        let seen = self.doc.change(|theirs: Option<Content>| {
             let mut state = self.lock();
-            state.refresh(&self.file)?;
-            Content::of(&state.nodes)
-        };
-        self.file.write(&content)?;
-        self.lock().stamp = self.file.stamp();
+            if let Some(theirs) = theirs {
+                state.merge(theirs, &self.doc)?;
+            }
+            Ok(Content::of(&state.nodes))
+        })?;
+        self.lock().seen = seen;
         Ok(())
     }
 
     /// When a node's certificates were revoked last.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Option<SystemTime> {
-        self.lock().of_node(node, &self.file)
+        self.lock().of_node(node, &self.doc)
     }
 
     /// Whether a certificate is revoked.
@@ -104,7 +113,7 @@ impl Revocations {
             return false;
         };
         let mut state = self.lock();
-        let revoked = state.of_node(node, &self.file);
+        let revoked = state.of_node(node, &self.doc);
         state.note(node, self.issued(peer));
         self.covers(revoked, peer)
     }
@@ -120,7 +129,7 @@ impl Revocations {
     #[must_use]
     pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, dated: SystemTime) -> bool {
         let mut state = self.lock();
-        let is_same = state.of_node(node, &self.file) == revoked;
+        let is_same = state.of_node(node, &self.doc) == revoked;
         if is_same {
             state.note(node, whole_seconds(dated));
         }
@@ -149,8 +158,8 @@ impl Revocations {
         })
     }
 
-    /// Ends live sessions whose certificate is revoked: at once when it is by this process, within 5 s when the file was
-    /// changed.
+    /// Ends live sessions whose certificate is revoked: at once when it is by this process, within 5 s when
+    /// another one wrote it.
     pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
         let mut changed = self.version.subscribe();
@@ -181,16 +190,16 @@ impl Revocations {
 
 impl State {
     /// Later than the node's last revocation, so that whoever read that one notices.
-    fn revoke(&mut self, node: &NodeName, now: SystemTime, file: &SharedFile) {
-        let last = self.of_node(node, file);
+    fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDoc) {
+        let last = self.of_node(node, doc);
         let newest = self.issued.get(node).copied();
         let at = issue_time(last, whole_seconds(now));
         let at = newest.map_or(at, |newest| newest.max(at));
         self.nodes.insert(node.clone(), at);
     }
 
-    fn of_node(&mut self, node: &NodeName, file: &SharedFile) -> Option<SystemTime> {
-        if let Err(error) = self.refresh(file) {
+    fn of_node(&mut self, node: &NodeName, doc: &SharedDoc) -> Option<SystemTime> {
+        if let Err(error) = self.refresh(doc) {
             warn!(%error, "cannot read the revocations again; those that are known hold");
         }
         self.nodes.get(node).copied()
@@ -206,24 +215,28 @@ impl State {
         }
     }
 
-    /// Takes in what a verb wrote meanwhile. A file that is gone takes nothing back.
-    fn refresh(&mut self, file: &SharedFile) -> io::Result<()> {
-        let stamp = file.stamp();
-        if stamp.is_none() || stamp == self.stamp {
+    /// Takes in what others wrote meanwhile. A document that is gone takes nothing back.
+    fn refresh(&mut self, doc: &SharedDoc) -> io::Result<()> {
+        let version = doc.version();
+        if version.is_none() || version == self.seen {
             return Ok(());
         }
-        let Some(content) = file.read::<Content>()? else {
-            return Ok(());
-        };
+        if let Some(content) = doc.read::<Content>()? {
+            self.merge(content, doc)?;
+            self.seen = version;
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, content: Content, doc: &SharedDoc) -> io::Result<()> {
         for (name, entry) in content.nodes {
             let node: NodeName = name.parse().map_err(|error| {
-                let text = format!("{} is damaged: {name:?}: {error}", file.path().display());
+                let text = format!("{} is damaged: {name:?}: {error}", doc.name());
                 io::Error::new(io::ErrorKind::InvalidData, text)
             })?;
             let at = self.nodes.entry(node).or_insert(entry.revoked_at);
             *at = entry.revoked_at.max(*at);
         }
-        self.stamp = stamp;
         Ok(())
     }
 }
@@ -259,7 +272,7 @@ pub fn told(at: SystemTime) -> String {
 
 /// Reason of the close.
 const REVOKED: &str = "the node's certificate was revoked";
-/// How often the file is looked at for revocations that another process wrote.
+/// How often the document is looked at for revocations that another process wrote.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

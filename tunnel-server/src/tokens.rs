@@ -1,4 +1,5 @@
-//! Join tokens: made for one node, bound to the first key that uses them, kept by the hash of their secret.
+//! Join tokens: made for one node, bound to the first key that uses them, kept by the hash of their secret in a file, or
+//! where all servers of a cluster see them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -14,14 +15,16 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
 
-use crate::data::{DataDir, SharedFile, Stamp, name_text, random, time_text, whole_seconds};
+use crate::data::{DataDir, SharedFile, name_text, random, time_text, whole_seconds};
+use crate::shared::{SharedDoc, Version};
 
-/// The join tokens of a data directory. Its calls that change something block the thread until that is on disk.
+/// The join tokens of a data directory or of a cluster. Its calls that change something block the thread until that is on
+/// disk or in the cluster.
 #[derive(Debug)]
 pub struct TokenStore {
-    file: SharedFile,
+    doc: SharedDoc,
     state: Mutex<State>,
-    /// The generation on disk. Held while writing, so that callers who wait find their change written by the first.
+    /// The generation that is kept. Held while writing, so that callers who wait find their change written by the first.
     written: Mutex<u64>,
 }
 
@@ -91,11 +94,18 @@ impl TokenStore {
     /// # Errors
     /// When the file cannot be read or is damaged, with its path.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
-        let file = SharedFile::new(dir, dir.tokens());
+        Self::over(SharedDoc::File(SharedFile::new(dir, dir.tokens())))
+    }
+
+    /// The tokens of a document.
+    ///
+    /// # Errors
+    /// When it cannot be read or is damaged, with its name.
+    pub(crate) fn over(doc: SharedDoc) -> io::Result<Self> {
         let mut state = State::default();
-        state.refresh(&file)?;
+        state.refresh(&doc)?;
         Ok(Self {
-            file,
+            doc,
             state: Mutex::new(state),
             written: Mutex::default(),
         })
@@ -214,6 +224,7 @@ impl TokenStore {
             let detail = "the server cannot keep its files; try again later";
             (EnrollCode::Unavailable, detail.to_owned())
         })?;
+        self.lock().is_bound(&grant.id, csr_public_key_sha256)?;
         Ok(grant)
     }
 
@@ -223,7 +234,7 @@ impl TokenStore {
 
     /// Takes in what a verb wrote meanwhile, and forgets what is over.
     fn look(&self, state: &mut State, now: SystemTime) {
-        if let Err(error) = state.refresh(&self.file) {
+        if let Err(error) = state.refresh(&self.doc) {
             warn!(%error, "cannot read the join tokens again");
         }
         state.prune(now);
@@ -242,18 +253,19 @@ impl TokenStore {
         if *written >= generation {
             return Ok(());
         }
-        let _changing = self.file.lock()?;
-        let (content, latest) = {
+        let mut latest = generation;
+        let version = self.doc.change(|theirs: Option<Content>| {
             let mut state = self.lock();
-            state.refresh(&self.file)?;
+            if let Some(theirs) = theirs {
+                state.merge(theirs);
+            }
             state.prune(now);
-            let content = Content {
+            latest = state.generation;
+            Ok(Content {
                 tokens: state.tokens.clone(),
-            };
-            (content, state.generation)
-        };
-        self.file.write(&content)?;
-        self.lock().stamp = self.file.stamp();
+            })
+        })?;
+        self.lock().version = version;
         *written = latest;
         Ok(())
     }
@@ -264,15 +276,15 @@ struct State {
     tokens: BTreeMap<String, Stored>,
     /// Counts changes in memory.
     generation: u64,
-    /// The file as last read or written.
-    stamp: Option<Stamp>,
+    /// The document as last read or written.
+    version: Option<Version>,
     /// Wrong secrets, by the ids that exist.
     failures: HashMap<String, Window>,
     /// Ids that do not exist.
     unknown: Window,
 }
 
-/// The form of the file.
+/// The form of the document.
 #[derive(Debug, Serialize, Deserialize)]
 struct Content {
     tokens: BTreeMap<String, Stored>,
@@ -297,14 +309,20 @@ struct Stored {
 }
 
 impl State {
-    fn refresh(&mut self, file: &SharedFile) -> io::Result<()> {
-        let stamp = file.stamp();
-        if stamp.is_none() || stamp == self.stamp {
+    fn refresh(&mut self, doc: &SharedDoc) -> io::Result<()> {
+        let version = doc.version();
+        if version.is_none() || version == self.version {
             return Ok(());
         }
-        let Some(content) = file.read::<Content>()? else {
-            return Ok(());
-        };
+        if let Some(content) = doc.read::<Content>()? {
+            self.merge(content);
+            self.version = version;
+        }
+        Ok(())
+    }
+
+    /// Takes in what others wrote. A key that is written there was first, whatever was meant here meanwhile.
+    fn merge(&mut self, content: Content) {
         for (id, theirs) in content.tokens {
             match self.tokens.get_mut(&id) {
                 None => {
@@ -312,11 +330,23 @@ impl State {
                 }
                 Some(ours) => {
                     ours.revoked |= theirs.revoked;
-                    ours.used_by = ours.used_by.take().or(theirs.used_by);
+                    ours.used_by = theirs.used_by.or(ours.used_by.take());
                 }
             }
         }
-        self.stamp = stamp;
+    }
+
+    /// Whether a token that was just bound and written still is what it was meant to be: another server may have been
+    /// faster.
+    fn is_bound(&self, id: &str, key: [u8; 32]) -> Result<(), (EnrollCode, String)> {
+        let stored = self.tokens.get(id);
+        if stored.is_none_or(|stored| stored.revoked) {
+            return Err((EnrollCode::Revoked, REVOKED.to_owned()));
+        }
+        let key = hex(&key);
+        if stored.is_some_and(|stored| stored.used_by.as_ref() != Some(&key)) {
+            return Err((EnrollCode::TokenUsed, USED.to_owned()));
+        }
         Ok(())
     }
 
@@ -347,7 +377,7 @@ impl State {
         let key = hex(&key);
         // From here on the sender is known to hold the token, so that it may be told what is wrong.
         let refusal = if stored.revoked {
-            (EnrollCode::Revoked, "the token was revoked".to_owned())
+            (EnrollCode::Revoked, REVOKED.to_owned())
         } else if stored.node != *node {
             let detail = format!("the token is for the node {}, not {node}", stored.node);
             (EnrollCode::WrongNode, detail)
@@ -358,8 +388,7 @@ impl State {
             );
             (EnrollCode::TokenExpired, detail)
         } else if stored.used_by.as_ref().is_some_and(|first| *first != key) {
-            let detail = "the token was used by another key; create a new one";
-            (EnrollCode::TokenUsed, detail.to_owned())
+            (EnrollCode::TokenUsed, USED.to_owned())
         } else {
             if stored.used_by.is_none() {
                 stored.used_by = Some(key);
@@ -440,6 +469,8 @@ fn bad_token(is_within_limit: bool) -> (EnrollCode, String) {
     }
 }
 
+const REVOKED: &str = "the token was revoked";
+const USED: &str = "the token was used by another key; create a new one";
 const MINUTE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// Longest life of a token.

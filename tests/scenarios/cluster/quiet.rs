@@ -82,7 +82,8 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
             .is_some_and(|map| map["data"]["tunnel-nodes"] != "")
     });
     ensure!(
-        filled.count() == 1 && writes(&lab)? <= 2,
+        // One more is the CA's certificates for agents.
+        filled.count() == 1 && writes(&lab)? <= 3,
         "{} writes for the first records",
         writes(&lab)?
     );
@@ -111,7 +112,7 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     let after_burst = writes(&lab)?;
     // Gathered for a second at most while nodes keep coming.
     ensure!(
-        (2..=8).contains(&after_burst),
+        (3..=9).contains(&after_burst),
         "{after_burst} writes after a burst"
     );
 

@@ -44,6 +44,7 @@ fn row(right: &Right) -> Vec<String> {
         Scope::Named(flag) => format!("the one of `{flag}`"),
         Scope::AgentNamespaces => "any in the namespaces of `--agent-service-account`".to_owned(),
         Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
+        Scope::Numbered(flag) => format!("the ones of `{flag}`, `-0` to `-7`"),
     };
     vec![
         group.to_owned(),

@@ -89,7 +89,7 @@ async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Re
     assert_eq!(ready.status, 200);
     assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
     decide(&lab, object.clone(), "Approved").await?;
-    let signed = stand_in.sign(name)?;
+    let signed = stand_in.sign_request(name)?;
     let lent = (200, sha256_hex(&signed));
     eventually("the certificate is lent", LOOK, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;

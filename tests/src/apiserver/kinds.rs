@@ -51,7 +51,7 @@ const fn of(group: &'static str, plural: &'static str, kind: &'static str) -> Ki
 const RBAC: &str = "rbac.authorization.k8s.io";
 
 /// What is served; the order is that of discovery.
-pub(super) static KINDS: [Kind; 25] = [
+pub(super) static KINDS: [Kind; 26] = [
     Kind {
         namespaced: false,
         has_status: true,

@@ -21,7 +21,7 @@ impl StandIn {
     ///
     /// # Errors
     /// There is none of this name, it is not approved, or it is for another signer or other usages.
-    pub fn sign(&self, name: &str) -> Result<CertificateDer<'static>> {
+    pub fn sign_request(&self, name: &str) -> Result<CertificateDer<'static>> {
         let mut object = self
             .get("certificatesigningrequests", None, name)
             .with_context(|| format!("no CertificateSigningRequest {name}"))?;

@@ -1,9 +1,14 @@
 //! The objects that a tunnel has to do with: Nodes, the Service of the doors, ConfigMaps, roles.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
+use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
-use tunnel_server::controllers::objects::{RECORDS_KEY, RIGHTS, Right, Scope};
+use tunnel_server::controllers::objects::{
+    CA_CERTIFICATE_KEY, RECORDS_KEY, REPLICAS_MAX, RIGHTS, Right, Scope, replica_lease,
+};
 
 use super::Cluster;
 
@@ -90,6 +95,67 @@ impl Objects<'_> {
 
     fn collection(plural: &str) -> String {
         format!("/api/v1/namespaces/{}/{plural}", SERVICE_ACCOUNT.0)
+    }
+
+    /// Creates the Secrets as manifests ship them: empty.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn create_secrets(self) -> Result<()> {
+        for secret in empty_secrets() {
+            let collection = Self::collection("secrets");
+            self.0.admin().create(&collection, &secret).await?;
+        }
+        Ok(())
+    }
+
+    /// The data of the Secret of the CA or of the shared state, decoded; only text is in them.
+    ///
+    /// # Errors
+    /// There is no such Secret, or its data is no text.
+    pub async fn secret(self, name: &str) -> Result<BTreeMap<String, String>> {
+        let path = Self::path("secrets", name);
+        let secret = self.0.admin().get(&path).await?.context("no Secret")?;
+        let data = secret["data"].as_object().into_iter().flatten();
+        data.map(|(key, value)| {
+            let bytes: ByteString = serde_json::from_value(value.clone())?;
+            Ok((key.clone(), String::from_utf8(bytes.0)?))
+        })
+        .collect()
+    }
+
+    /// Replaces keys of a Secret, as an operator does.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn set_secret(self, name: &str, values: &[(&str, &str)]) -> Result<()> {
+        let data: serde_json::Map<_, _> = values
+            .iter()
+            .map(|(key, text)| {
+                let bytes = ByteString(text.as_bytes().to_vec());
+                Ok(((*key).to_owned(), serde_json::to_value(bytes)?))
+            })
+            .collect::<Result<_>>()?;
+        let path = Self::path("secrets", name);
+        let patch = json!({ "data": data });
+        self.0.admin().merge(&path, &patch).await.map(drop)
+    }
+
+    /// The path of the ConfigMap with the CA's certificates.
+    #[must_use]
+    pub fn bundle_path() -> String {
+        Self::path("configmaps", &ObjectNames::default().ca_config_map)
+    }
+
+    /// The CA's certificates for agents.
+    ///
+    /// # Errors
+    /// There are none.
+    pub async fn bundle(self) -> Result<String> {
+        let map = self.0.admin().get(&Self::bundle_path()).await?;
+        let map = map.context("no ConfigMap of the CA")?;
+        let text = map["data"][CA_CERTIFICATE_KEY].as_str();
+        text.map(str::to_owned).context("no certificates")
     }
 
     /// Creates a Node.
@@ -233,6 +299,18 @@ impl Objects<'_> {
     }
 }
 
+/// The Secrets as manifests ship them.
+#[must_use]
+pub fn empty_secrets() -> [Value; 2] {
+    let names = ObjectNames::default();
+    [names.ca_secret, names.state_secret].map(|name| {
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+            "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 },
+        })
+    })
+}
+
 /// The Service of the doors with the ports of the guide.
 #[must_use]
 pub fn internal_service() -> Value {
@@ -283,6 +361,11 @@ fn rule(right: &Right) -> Value {
         Scope::Named(flag) => rule["resourceNames"] = json!([named_by(flag)]),
         // Of the namespace of all roles here, as is that of agents by default.
         Scope::Exactly(_, name) => rule["resourceNames"] = json!([name]),
+        Scope::Numbered(flag) => {
+            let name = named_by(flag);
+            let names = (0..REPLICAS_MAX).map(|entry| replica_lease(&name, entry));
+            rule["resourceNames"] = names.collect();
+        }
         Scope::Cluster | Scope::Namespace | Scope::AgentNamespaces => {}
     }
     rule
@@ -296,6 +379,10 @@ fn named_by(flag: &str) -> String {
         "--ports-config-map" => names.ports_config_map,
         "--internal-service" => names.internal_service,
         "--leader-lease" => names.leader_lease,
+        "--ca-secret" => names.ca_secret,
+        "--state-secret" => names.state_secret,
+        "--ca-config-map" => names.ca_config_map,
+        "--replica-lease" => names.replica_lease,
         other => format!("no-such-flag{other}"),
     }
 }

@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
-use prometheus_client::registry::Registry as MetricsRegistry;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::Bound;
+use super::authority::Side;
 use super::identity::AgentSide;
 use crate::attest::Attestor;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::Records;
 use crate::ingress::connect::ranges::LiveRanges;
+use crate::issuer::DoorNames;
 use crate::metrics::Metrics;
 use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
@@ -37,6 +38,7 @@ pub(super) struct Following<'a> {
     pub(super) bound: &'a Bound,
     pub(super) agents: &'a AgentSide,
     pub(super) targets: &'a Arc<Targets>,
+    pub(super) door_names: &'a DoorNames,
     pub(super) shutdown: &'a Shutdown,
 }
 
@@ -65,18 +67,18 @@ impl FollowedCluster {
 
 /// Follows the cluster of the configuration, if there is one.
 #[cfg(feature = "kubernetes")]
-pub(super) async fn follow_cluster(
+pub(super) fn follow_cluster(
     config: &Config,
+    side: Option<Side>,
     parts: Following<'_>,
-    registry: &mut MetricsRegistry,
-) -> anyhow::Result<FollowedCluster> {
+) -> FollowedCluster {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
     use crate::config::KubeletCa;
     use crate::controllers::{self, DoorPorts, Parts, Signer};
 
-    let Some(settings) = &config.kubernetes else {
-        return Ok(FollowedCluster::default());
+    let (Some(settings), Some(side)) = (&config.kubernetes, side) else {
+        return FollowedCluster::default();
     };
     let pods = settings.pod_lookup.then(PodFinder::new);
     let (finder, questions) = pods.unzip();
@@ -97,6 +99,7 @@ pub(super) async fn follow_cluster(
             http: parts.bound.http.map_or(PORT_HTTP, |door| door.port()),
             https: parts.bound.https.map_or(PORT_HTTPS, |door| door.port()),
         },
+        door_names: parts.door_names.clone(),
         questions,
         attestations,
         kubelets: (config.kubelet_ca == KubeletCa::Cluster).then(|| parts.agents.trust.clone()),
@@ -105,20 +108,20 @@ pub(super) async fn follow_cluster(
             targets: parts.targets.clone(),
         }),
     };
-    let writing = controllers::start(settings, parts, registry).await?;
-    Ok(FollowedCluster {
+    let writing = controllers::start(settings, side, parts);
+    FollowedCluster {
         pods: finder,
         attestor,
         writing: Some(writing),
-    })
+    }
 }
 
 /// This build follows none, and the configuration has none.
 #[cfg(not(feature = "kubernetes"))]
-pub(super) async fn follow_cluster(
+pub(super) fn follow_cluster(
     _config: &Config,
+    _side: Option<Side>,
     _parts: Following<'_>,
-    _registry: &mut MetricsRegistry,
-) -> anyhow::Result<FollowedCluster> {
-    std::future::ready(Ok(FollowedCluster::default())).await
+) -> FollowedCluster {
+    FollowedCluster::default()
 }

@@ -10,7 +10,7 @@ use rustls::RootCertStore;
 use rustls::server::ResolvesServerCert;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::CertificateDer;
-use tracing::warn;
+use tracing::{error, warn};
 use tunnel_proto::identity::{sha256, validity};
 use tunnel_proto::process::reload::{Follow, Fresh};
 use tunnel_proto::process::shutdown::Shutdown;
@@ -53,7 +53,8 @@ pub(super) fn agent_side(
     let metrics = followed.metrics.clone();
     let Some(given) = &config.agent_files else {
         let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
-        let trust = AgentTrust::new(tls::roots(ca.roots().iter().cloned())?, revocations.judge())?;
+        let trust = AgentTrust::new(tls::roots(ca.roots())?, revocations.judge())?;
+        follow_ca(ca, &trust, followed.shutdown);
         let renewals = Renewals {
             ca: ca.clone(),
             trust: trust.clone(),
@@ -97,6 +98,19 @@ pub(super) fn follow_kubelets(
     let replace = move |roots| trust.replace_cluster(roots);
     followed.follow_roots("kubelet_client_ca", path, first.digest, replace);
     Ok(())
+}
+
+/// Trusts what the CA trusts, also when it becomes another.
+fn follow_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
+    let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
+    shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            let replaced = tls::roots(ca.roots()).and_then(|roots| trust.replace(roots));
+            if let Err(error) = replaced {
+                error!(%error, "agents' certificates are judged by the CA before this one");
+            }
+        }
+    });
 }
 
 /// A chain and key from files, followed; `note` hears when each certificate ends.

@@ -11,19 +11,18 @@ use tokio::net::TcpListener;
 use tracing::info;
 use tunnel_proto::process::host::{host_name, primary_address};
 use tunnel_proto::transport::SessionSettings;
-use tunnel_proto::transport::quic::QuicAcceptor;
+use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::wire::name::Port;
 
 use super::connect::ConnectSockets;
 use super::identity::{Followed, follow_pair};
 use crate::callers::DoorTls;
 use crate::config::Config;
-use crate::data::DataDir;
 #[cfg(feature = "dns")]
 use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::target::Scheme;
 use crate::ingress::{Door, Mode};
-use crate::issuer::LocalCa;
+use crate::issuer::{DoorNames, LocalCa};
 use crate::routes::Routes;
 
 /// Tries to find a port number that is free for TCP and UDP when asked for port 0.
@@ -64,16 +63,14 @@ pub(super) struct Sockets {
 
 pub(super) async fn bind(
     config: &Config,
-    data: &DataDir,
-    (quic_tls, settings): (Arc<ServerConfig>, &SessionSettings),
+    (quic_tls, keys, settings): (Arc<ServerConfig>, &QuicKeys, &SessionSettings),
     door_tls: Arc<DoorTls>,
+    meta: TcpListener,
 ) -> anyhow::Result<Sockets> {
-    let keys = data.quic_keys()?;
     let (tcp, quic) = bind_both(&config.agent_listen, "--agent-listen", |address| {
-        QuicAcceptor::bind(address, quic_tls.clone(), &keys, settings.clone())
+        QuicAcceptor::bind(address, quic_tls.clone(), keys, settings.clone())
     })
     .await?;
-    let meta = listen(config.meta_listen, "--meta-listen").await?;
     let mut bound = Bound {
         agents: tcp.local_addr()?,
         https: None,
@@ -200,10 +197,44 @@ pub(super) async fn listen(
         .with_context(|| format!("cannot listen on {address} ({setting})"))
 }
 
+/// What the TLS door is called on this host and by the configuration.
+pub(super) fn door_names(config: &Config) -> DoorNames {
+    let mut names = vec!["localhost".to_owned()];
+    names.extend(
+        host_name()
+            .ok()
+            .map(|name| name.to_ascii_lowercase())
+            .filter(|name| !name.is_empty()),
+    );
+    let mut addresses: Vec<IpAddr> = vec![[127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into()];
+    addresses.extend(primary_address());
+    let connect = config.connect.as_ref().and_then(|door| door.listen);
+    let listening = [config.https_listen, connect]
+        .into_iter()
+        .flatten()
+        .map(|address| address.ip());
+    addresses
+        .extend(listening.filter(|address| !address.is_unspecified() && !address.is_loopback()));
+    for host in config
+        .advertise
+        .iter()
+        .filter_map(|advertised| advertised.rsplit_once(':'))
+        .map(|(host, _)| host)
+    {
+        match host.trim_matches(['[', ']']).parse() {
+            Ok(address) => addresses.push(address),
+            Err(_name) => names.push(host.to_owned()),
+        }
+    }
+    names.extend(config.https_names.iter().cloned());
+    addresses.extend(config.https_addresses.iter().copied());
+    DoorNames::new(names, addresses)
+}
+
 /// What the doors show of themselves.
 pub(super) fn door_certificates(
     config: &Config,
-    ca: &Arc<LocalCa>,
+    (ca, names): (&Arc<LocalCa>, &DoorNames),
     routes: &Routes,
     followed: &Followed<'_>,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
@@ -212,39 +243,9 @@ pub(super) fn door_certificates(
             .context("--https-cert-file, --https-key-file")?,
         None => {
             let routes = routes.clone();
-            let mut names = vec!["localhost".to_owned()];
-            names.extend(
-                host_name()
-                    .ok()
-                    .map(|name| name.to_ascii_lowercase())
-                    .filter(|name| !name.is_empty()),
-            );
-            let mut addresses: Vec<IpAddr> =
-                vec![[127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into()];
-            addresses.extend(primary_address());
-            let connect = config.connect.as_ref().and_then(|door| door.listen);
-            let listening = [config.https_listen, connect]
-                .into_iter()
-                .flatten()
-                .map(|address| address.ip());
-            addresses.extend(
-                listening.filter(|address| !address.is_unspecified() && !address.is_loopback()),
-            );
-            for host in config
-                .advertise
-                .iter()
-                .filter_map(|advertised| advertised.rsplit_once(':'))
-                .map(|(host, _)| host)
-            {
-                match host.trim_matches(['[', ']']).parse() {
-                    Ok(address) => addresses.push(address),
-                    Err(_name) => names.push(host.to_owned()),
-                }
-            }
             ca.door_resolver(
                 Arc::new(move |name| routes.load().knows(name)),
-                names,
-                addresses,
+                names.clone(),
             )
         }
     })

@@ -120,6 +120,24 @@ pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<P
     }
 }
 
+/// Further names and addresses of the TLS door.
+pub(super) fn https_names(bad: &mut Mistakes, raw: &RawConfig) -> (Vec<String>, Vec<IpAddr>) {
+    let (mut names, mut addresses) = (Vec::new(), Vec::new());
+    for text in &raw.https_name {
+        match (text.parse(), text.parse::<NodeName>()) {
+            (Ok(address), _) => addresses.push(address),
+            (Err(_), Ok(name)) => names.push(name.to_string()),
+            (Err(_), Err(_)) => {
+                bad.add(
+                    "--https-name",
+                    format!("{text:?} is neither a DNS name nor an IP"),
+                );
+            }
+        }
+    }
+    (names, addresses)
+}
+
 /// What the operator brings for port 10262: all of it, or nothing.
 pub(super) fn agent_files(bad: &mut Mistakes, raw: &RawConfig) -> Option<AgentFiles> {
     match (&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file) {

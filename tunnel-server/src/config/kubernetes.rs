@@ -46,6 +46,10 @@ pub struct KubernetesSettings {
     pub pod_lookup: bool,
     /// Which ServiceAccount tokens agents enrol with.
     pub agent_tokens: AgentTokens,
+    /// `--single-replica`: two servers never run at once.
+    pub single_replica: bool,
+    /// `--cluster-domain` of Services' names.
+    pub cluster_domain: String,
 }
 
 /// Which ServiceAccount tokens agents enrol with.
@@ -80,6 +84,14 @@ pub struct ObjectNames {
     pub internal_service: String,
     /// Lease of the one that writes.
     pub leader_lease: String,
+    /// Secret with our CA.
+    pub ca_secret: String,
+    /// Secret with what servers change together.
+    pub state_secret: String,
+    /// ConfigMap with the certificates of our CA.
+    pub ca_config_map: String,
+    /// How names of the Leases of QUIC keys begin.
+    pub replica_lease: String,
 }
 
 impl Default for ObjectNames {
@@ -89,12 +101,19 @@ impl Default for ObjectNames {
             ports_config_map: "yurt-tunnel-server-cfg".into(),
             internal_service: "x-tunnel-server-internal-svc".into(),
             leader_lease: "tunnel-dns-controller".into(),
+            ca_secret: "tunnel-server-ca".into(),
+            state_secret: "tunnel-server-state".into(),
+            ca_config_map: "tunnel-ca".into(),
+            replica_lease: "tunnel-server-replica".into(),
         }
     }
 }
 
 /// Label of edge nodes unless told otherwise.
 pub const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
+
+/// Domain of Services unless told otherwise, as kubelets have it.
+const CLUSTER_DOMAIN: &str = "cluster.local";
 
 /// The settings when there is a cluster to follow, and what an operator should know otherwise.
 pub(super) fn kubernetes(
@@ -172,7 +191,24 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
             defaults.internal_service,
         ),
         leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
+        ca_secret: name("--ca-secret", &raw.ca_secret, defaults.ca_secret),
+        state_secret: name("--state-secret", &raw.state_secret, defaults.state_secret),
+        ca_config_map: name(
+            "--ca-config-map",
+            &raw.ca_config_map,
+            defaults.ca_config_map,
+        ),
+        replica_lease: name(
+            "--replica-lease",
+            &raw.replica_lease,
+            defaults.replica_lease,
+        ),
     };
+    let cluster_domain = raw.cluster_domain.clone();
+    let cluster_domain = cluster_domain.map(|domain| {
+        let domain = domain.trim_end_matches('.').to_ascii_lowercase();
+        name("--cluster-domain", &Some(domain), String::new())
+    });
     let namespace = raw
         .namespace
         .clone()
@@ -194,6 +230,13 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         names,
         edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
         edge_by_agent,
+        single_replica: parsed(
+            bad,
+            "--single-replica",
+            raw.single_replica.as_deref(),
+            false,
+        ),
+        cluster_domain: cluster_domain.unwrap_or_else(|| CLUSTER_DOMAIN.into()),
         pod_lookup: parsed(bad, "--pod-lookup", raw.pod_lookup.as_deref(), true),
         agent_tokens: agent_tokens(bad, raw),
     }

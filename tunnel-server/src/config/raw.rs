@@ -61,6 +61,10 @@ tunnel_proto::layered! {
         /// Its private key, PEM
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
         pub https_key_file: Option<String>,
+        /// Name or IP that the local CA's serving certificate of the TLS door has beside this host's and the Service's;
+        /// repeatable
+        #[arg(long, value_name = "NAME|IP", env = "TUNNEL_SERVER_HTTPS_NAME", value_delimiter = ',')]
+        pub https_name: Vec<String>,
         /// CA of agents' certificates, PEM, when the operator brings them; agents then need --cert-file and --key-file,
         /// and join tokens are of no use. Certificates need the SAN URI culvert://agent/NAME. All certificate files are
         /// read again every few seconds and on SIGHUP [default: the local CA]
@@ -146,6 +150,31 @@ tunnel_proto::layered! {
         /// Lease that one of several servers holds to write to the cluster [default: tunnel-dns-controller]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_LEADER_LEASE")]
         pub leader_lease: Option<String>,
+        /// Secret with the CA, shared by all servers; it must exist and may be empty: the first server fills it
+        /// [default: tunnel-server-ca]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_SECRET")]
+        pub ca_secret: Option<String>,
+        /// Secret with join tokens, revocations and QUIC keys of all servers; it must exist and may be empty
+        /// [default: tunnel-server-state]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_STATE_SECRET")]
+        pub state_secret: Option<String>,
+        /// ConfigMap that gets the CA's certificates, for agents [default: tunnel-ca]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_CONFIG_MAP")]
+        pub ca_config_map: Option<String>,
+        /// How names of the Leases begin that servers hold for their QUIC keys; -0, -1 and so on follow
+        /// [default: tunnel-server-replica]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_LEASE")]
+        pub replica_lease: Option<String>,
+        /// Two servers never run at once (one replica, strategy Recreate): the QUIC keys need no Lease, and a server that
+        /// comes back without its data directory has them at once [default: false]
+        #[arg(
+            long, env = "TUNNEL_SERVER_SINGLE_REPLICA", num_args = 0..=1, default_missing_value = "true",
+            require_equals = true, value_name = "BOOL"
+        )]
+        pub single_replica: Option<String>,
+        /// Domain of the cluster's Services, for the serving certificate of the TLS door [default: cluster.local]
+        #[arg(long, value_name = "DOMAIN", env = "TUNNEL_SERVER_CLUSTER_DOMAIN")]
+        pub cluster_domain: Option<String>,
         /// Ask the cluster for a pod's node when a kubelet path (exec, attach, logs, port-forward) comes with a Host that
         /// leads nowhere [default: true]
         #[arg(

@@ -52,7 +52,12 @@ impl EventLog {
             | Part::Replicas
             | Part::KubeletCertificate
             | Part::Watching(_)
-            | Part::Writing(_) => {
+            | Part::Writing(_)
+            | Part::Authority
+            | Part::Bundle
+            | Part::State
+            | Part::Replica
+            | Part::DoorNames => {
                 return Ok(());
             }
         };

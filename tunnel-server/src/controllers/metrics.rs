@@ -29,6 +29,12 @@ pub(super) enum Object {
     Events,
     /// The CA of kubelets' client certificates.
     KubeletCa,
+    /// The Secret of the CA.
+    Ca,
+    /// The ConfigMap of the CA's certificates.
+    Bundle,
+    /// The Secret with tokens, revocations and QUIC keys.
+    State,
 }
 
 impl Object {
@@ -42,6 +48,21 @@ impl Object {
             Self::Lease => "lease",
             Self::Events => "events",
             Self::KubeletCa => "kubelet_client_ca",
+            Self::Ca => "ca",
+            Self::Bundle => "ca_certificates",
+            Self::State => "state",
+        }
+    }
+
+    /// What Kubernetes calls it.
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Self::Nodes => "Node",
+            Self::Records | Self::Ports | Self::Bundle | Self::KubeletCa => "ConfigMap",
+            Self::Service => "Service",
+            Self::Lease => "Lease",
+            Self::Events => "Event",
+            Self::Ca | Self::State => "Secret",
         }
     }
 }

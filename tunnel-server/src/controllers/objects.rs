@@ -19,6 +19,14 @@ pub const EXTRA_PORT_PREFIX: &str = "dnat-";
 pub const CLIENT_CA: (&str, &str) = ("kube-system", "extension-apiserver-authentication");
 /// Its key with the CA of client certificates.
 pub const CLIENT_CA_KEY: &str = "client-ca-file";
+/// Key of the CA's certificates in its Secret and in the ConfigMap for agents: one, or more while a CA is being replaced.
+pub const CA_CERTIFICATE_KEY: &str = "ca.crt";
+/// Key of the CA's private key in its Secret.
+pub const CA_PRIVATE_KEY: &str = "ca.key";
+/// Annotation of the Service with further names and addresses of the TLS door, separated by commas.
+pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
+/// Servers of one cluster that can have QUIC keys of their own.
+pub const REPLICAS_MAX: u8 = 8;
 /// Most bytes of all values of a ConfigMap (Kubernetes `pkg/apis/core/validation`, `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
@@ -39,6 +47,14 @@ pub enum Scope {
     AgentNamespaces,
     /// Only the object of this namespace and name.
     Exactly(&'static str, &'static str),
+    /// In the namespace, the objects of this flag with `-0`, `-1` and so on behind it, [`REPLICAS_MAX`] in all.
+    Numbered(&'static str),
+}
+
+/// The name of the Lease of an entry.
+#[must_use]
+pub fn replica_lease(prefix: &str, entry: u8) -> String {
+    format!("{prefix}-{entry}")
 }
 
 /// One right that the server needs.
@@ -112,7 +128,7 @@ pub const RIGHTS: &[Right] = &[
         resource: "configmaps",
         scope: Scope::Namespace,
         verbs: &["create"],
-        purpose: "the records, when the ConfigMap is missing; creating cannot be limited to a name",
+        purpose: "records and CA certificates, when a ConfigMap is missing; creating cannot be limited to a name",
     },
     Right {
         group: "",
@@ -120,6 +136,27 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Named("--ports-config-map"),
         verbs: &["list", "watch"],
         purpose: "lists of ports",
+    },
+    Right {
+        group: "",
+        resource: "configmaps",
+        scope: Scope::Named("--ca-config-map"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "the CA's certificates for agents; edits by others are repaired",
+    },
+    Right {
+        group: "",
+        resource: "secrets",
+        scope: Scope::Named("--ca-secret"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "the CA; the first server fills the empty Secret",
+    },
+    Right {
+        group: "",
+        resource: "secrets",
+        scope: Scope::Named("--state-secret"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "join tokens, revocations and QUIC keys of all servers",
     },
     Right {
         group: "",
@@ -138,9 +175,16 @@ pub const RIGHTS: &[Right] = &[
     Right {
         group: "coordination.k8s.io",
         resource: "leases",
+        scope: Scope::Numbered("--replica-lease"),
+        verbs: &["get", "update"],
+        purpose: "QUIC keys are used by one server at a time; not needed with --single-replica",
+    },
+    Right {
+        group: "coordination.k8s.io",
+        resource: "leases",
         scope: Scope::Namespace,
         verbs: &["create"],
-        purpose: "the Lease, when it is missing",
+        purpose: "Leases that are missing",
     },
     Right {
         group: "events.k8s.io",
@@ -177,6 +221,9 @@ pub fn rights_table() -> String {
                 "any in the namespaces of `--agent-service-account`".to_owned()
             }
             Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
+            Scope::Numbered(flag) => {
+                format!("the ones of `{flag}`, `-0` to `-{}`", REPLICAS_MAX - 1)
+            }
         };
         let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);
         let row = format!("| {group} | {resource} | {objects} | {verbs} | {purpose} |\n");

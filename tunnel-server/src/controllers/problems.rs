@@ -84,6 +84,16 @@ pub(super) enum Part {
     Watching(Object),
     /// Writing an object.
     Writing(Object),
+    /// The Secret of the CA.
+    Authority,
+    /// The ConfigMap of the CA's certificates.
+    Bundle,
+    /// The Secret with tokens and revocations.
+    State,
+    /// QUIC keys of this server.
+    Replica,
+    /// The annotation with names of the TLS door.
+    DoorNames,
 }
 
 impl Part {
@@ -101,10 +111,18 @@ impl Part {
             Self::Watching(Object::Ports) => "watching ports",
             Self::Watching(Object::Service) => "watching service",
             Self::Watching(Object::KubeletCa) => "watching kubelet client CA",
+            Self::Watching(Object::Ca) => "watching ca",
+            Self::Watching(Object::Bundle) => "watching ca certificates",
+            Self::Watching(Object::State) => "watching state",
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",
             Self::Writing(_) => "writing",
+            Self::Authority => "ca",
+            Self::Bundle => "ca certificates",
+            Self::State => "state",
+            Self::Replica => "quic keys",
+            Self::DoorNames => "door names",
         }
     }
 }

@@ -59,6 +59,7 @@ fn bench(data: &DataDir) -> Bench {
             http: 10264,
             https: 10263,
         },
+        door_names: DoorNames::new(Vec::new(), Vec::new()),
         questions: Some(questions),
         attestations: None,
         kubelets: None,
@@ -73,6 +74,7 @@ fn bench(data: &DataDir) -> Bench {
     );
     let (routes, records, readiness, shutdown) = fed;
     let settings = config.kubernetes.unwrap();
+    let side = ClusterSide::over(connection, &readiness, &mut counters);
     Bench {
         server,
         routes,
@@ -81,7 +83,7 @@ fn bench(data: &DataDir) -> Bench {
         readiness,
         pods,
         shutdown,
-        writing: run(&settings, connection, parts, &mut counters),
+        writing: start(&settings, side, parts),
     }
 }
 

@@ -338,6 +338,9 @@ mod tests {
             .unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
         let socket = DoorSocket::new(accepted, Arc::default());
-        assert!(socket.tcp.nodelay().unwrap());
+        let CallerSocket::Tcp(tcp) = &*socket.socket else {
+            panic!("a TCP socket became {socket:?}");
+        };
+        assert!(tcp.nodelay().unwrap());
     }
 }

@@ -1,10 +1,10 @@
-//! Credentials that servers answer handshakes with: issued when needed, kept in memory, reissued at half life.
+//! Credentials that servers answer handshakes with: issued when needed, kept in memory, reissued at half life and when
+//! the CA or the names have changed.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use rcgen::SanType;
 use rcgen::string::Ia5String;
@@ -13,7 +13,7 @@ use rustls::sign::CertifiedKey;
 use tracing::error;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{IsKnown, IssueError, LocalCa, OnIssue};
+use super::{DoorNames, IsKnown, IssueError, LocalCa, OnIssue};
 
 /// The server's credential towards agents.
 pub(super) struct ServerCredential {
@@ -38,13 +38,14 @@ impl ServerCredential {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if !held
             .as_ref()
-            .is_some_and(|held| held.is_fresh(self.ca.life(), now))
+            .is_some_and(|held| held.is_fresh(&self.ca, 0, now))
         {
+            let generation = (self.ca.generation(), 0);
             let issued = self.ca.server_leaf(now);
             if issued.is_ok() {
                 (self.on_issue)(now + self.ca.life());
             }
-            renew(&mut held, issued, now);
+            renew(&mut held, issued, generation, now);
         }
         held.as_ref().map(|held| held.credential.clone())
     }
@@ -69,8 +70,7 @@ impl ResolvesServerCert for ServerCredential {
 pub(super) struct DoorCertificates {
     ca: Arc<LocalCa>,
     is_known: IsKnown,
-    own_names: Vec<String>,
-    own_ips: Vec<IpAddr>,
+    own: DoorNames,
     leaves: Mutex<Leaves>,
 }
 
@@ -83,17 +83,11 @@ struct Leaves {
 }
 
 impl DoorCertificates {
-    pub(super) fn new(
-        ca: Arc<LocalCa>,
-        is_known: IsKnown,
-        own_names: Vec<String>,
-        own_ips: Vec<IpAddr>,
-    ) -> Self {
+    pub(super) fn new(ca: Arc<LocalCa>, is_known: IsKnown, own: DoorNames) -> Self {
         Self {
             ca,
             is_known,
-            own_names,
-            own_ips,
+            own,
             leaves: Mutex::default(),
         }
     }
@@ -104,12 +98,7 @@ impl DoorCertificates {
         now: SystemTime,
     ) -> Option<Arc<CertifiedKey>> {
         let node = sni
-            .filter(|name| {
-                !self
-                    .own_names
-                    .iter()
-                    .any(|own| own.eq_ignore_ascii_case(name))
-            })
+            .filter(|name| !self.own.has(name))
             .and_then(|name| name.parse::<NodeName>().ok())
             .filter(|node| (self.is_known)(node));
         match node {
@@ -127,15 +116,16 @@ impl DoorCertificates {
     fn of_node(&self, node: NodeName, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
         let held = leaves.nodes.get(&node);
-        if let Some(held) = held.filter(|held| held.is_fresh(self.ca.life(), now)) {
+        if let Some(held) = held.filter(|held| held.is_fresh(&self.ca, 0, now)) {
             return Some(held.credential.clone());
         }
+        let generation = (self.ca.generation(), 0);
         let issued = dns(node.as_str())
             .map_err(IssueError::Sign)
             .and_then(|name| self.ca.door_leaf(node.as_str(), vec![name], now));
         let mut held = leaves.nodes.remove(&node);
         let is_new = held.is_none();
-        renew(&mut held, issued, now);
+        renew(&mut held, issued, generation, now);
         let held = held?;
         let credential = held.credential.clone();
         if is_new {
@@ -152,21 +142,20 @@ impl DoorCertificates {
 
     fn default(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.own.load();
         if !leaves
             .default
             .as_ref()
-            .is_some_and(|held| held.is_fresh(self.ca.life(), now))
+            .is_some_and(|held| held.is_fresh(&self.ca, own.generation, now))
         {
+            let generation = (self.ca.generation(), own.generation);
             // A name that is not ASCII cannot be in a certificate; clients send such names in another form.
-            let mut names: Vec<SanType> = self
-                .own_names
-                .iter()
-                .filter_map(|name| dns(name).ok())
-                .collect();
-            let ips = self.own_ips.iter().filter(|ip| !ip.is_unspecified());
+            let mut names: Vec<SanType> =
+                own.names.iter().filter_map(|name| dns(name).ok()).collect();
+            let ips = own.addresses.iter().filter(|ip| !ip.is_unspecified());
             names.extend(ips.map(|ip| SanType::IpAddress(*ip)));
             let issued = self.ca.door_leaf("culvert door", names, now);
-            renew(&mut leaves.default, issued, now);
+            renew(&mut leaves.default, issued, generation, now);
         }
         leaves.default.as_ref().map(|held| held.credential.clone())
     }
@@ -182,8 +171,7 @@ impl fmt::Debug for DoorCertificates {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("DoorCertificates")
-            .field("own_names", &self.own_names)
-            .field("own_ips", &self.own_ips)
+            .field("own", &self.own)
             .finish_non_exhaustive()
     }
 }
@@ -193,23 +181,35 @@ impl fmt::Debug for DoorCertificates {
 struct Held {
     credential: Arc<CertifiedKey>,
     issued: SystemTime,
+    /// Of the CA that issued it, and of the names that it has.
+    generation: (u64, u64),
 }
 
 impl Held {
-    /// Before half life. A clock that was set back makes it stale too, since it may lie before its beginning.
-    fn is_fresh(&self, life: Duration, now: SystemTime) -> bool {
-        now.duration_since(self.issued)
-            .is_ok_and(|age| age < life / 2)
+    /// Before half life, of the CA that signs now and with the names of now. A clock that was set back makes it stale too,
+    /// since it may lie before its beginning.
+    fn is_fresh(&self, ca: &LocalCa, names: u64, now: SystemTime) -> bool {
+        let life = ca.life();
+        self.generation == (ca.generation(), names)
+            && now
+                .duration_since(self.issued)
+                .is_ok_and(|age| age < life / 2)
     }
 }
 
 /// Takes what was issued; when that failed, what is held serves on.
-fn renew(held: &mut Option<Held>, issued: Result<CertifiedKey, IssueError>, now: SystemTime) {
+fn renew(
+    held: &mut Option<Held>,
+    issued: Result<CertifiedKey, IssueError>,
+    generation: (u64, u64),
+    now: SystemTime,
+) {
     match issued {
         Ok(credential) => {
             *held = Some(Held {
                 credential: Arc::new(credential),
                 issued: now,
+                generation,
             });
         }
         Err(error) => error!(%error, "cannot issue a serving certificate"),

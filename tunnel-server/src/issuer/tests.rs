@@ -3,7 +3,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
 use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
 use rustls_pki_types::ServerName;
-use tunnel_proto::identity::PeerIdentity;
+use tunnel_proto::identity::{PeerIdentity, spki_sha256};
 use tunnel_proto::tls::Trust;
 
 use super::*;
@@ -22,7 +22,7 @@ fn knows_worker_1() -> IsKnown {
 fn door(ca: &Arc<LocalCa>) -> resolver::DoorCertificates {
     let names = vec!["localhost".into(), "tunnel.example".into(), "ümlaut".into()];
     let ips = vec!["127.0.0.1".parse().unwrap(), "0.0.0.0".parse().unwrap()];
-    resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), names, ips)
+    resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), DoorNames::new(names, ips))
 }
 
 /// Shakes hands in memory. The client's verdict, or the certificates that it saw.
@@ -73,7 +73,7 @@ fn ca_is_made_once_and_its_files_are_private() {
     let first = ca(&scratch);
     let second = ca(&scratch);
     assert_eq!(first.root(), second.root());
-    assert_eq!(first.spki_sha256(), spki_sha256(first.root()).unwrap());
+    assert_eq!(first.spki_sha256(), spki_sha256(&first.root()).unwrap());
     assert_eq!(
         fs::read_to_string(scratch.0.ca_certificate()).unwrap(),
         first.root_pem()
@@ -162,7 +162,7 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
     ] {
         let client = tls::enroll_client(trust).unwrap();
         let seen = handshake(client, server.clone(), "any.example").unwrap();
-        assert_eq!(seen[1], *ca.root());
+        assert_eq!(seen[1], ca.root());
     }
     let other = Scratch::new();
     let foreign = Trust::Pin(self::ca(&other).spki_sha256());
@@ -174,7 +174,10 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
 fn serving_certificates_never_act_as_the_tunnel_server() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = ca.door_resolver(knows_worker_1(), vec!["culvert.example".into()], vec![]);
+    let door = ca.door_resolver(
+        knows_worker_1(),
+        DoorNames::new(vec!["culvert.example".into()], vec![]),
+    );
     let server = tls::enroll_server(door).unwrap();
     for name in [
         "worker-1",
@@ -244,7 +247,8 @@ fn certificates_are_kept_and_renewed_at_half_life() {
 fn certificates_kept_for_the_door_are_bounded() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = resolver::DoorCertificates::new(ca, Arc::new(|_| true), vec![], vec![]);
+    let door =
+        resolver::DoorCertificates::new(ca, Arc::new(|_| true), DoorNames::new(vec![], vec![]));
     let now = SystemTime::now();
     let first = door.certificate(Some("node-0"), now).unwrap();
     for number in 1..=resolver::LEAVES_MAX {
@@ -254,4 +258,37 @@ fn certificates_kept_for_the_door_are_bounded() {
     assert_eq!(door.kept(), resolver::LEAVES_MAX);
     let again = door.certificate(Some("node-0"), now).unwrap();
     assert!(!Arc::ptr_eq(&first, &again), "the oldest was dropped");
+}
+
+#[test]
+fn another_ca_or_name_makes_new_serving_certificates_at_once() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let names = DoorNames::new(vec!["localhost".into()], vec![]);
+    let door = resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), names.clone());
+    let now = SystemTime::now();
+    let leaf = |sni: &str| door.certificate(Some(sni), now).unwrap().cert[0].clone();
+    let (own, node) = (leaf("localhost"), leaf("worker-1"));
+    assert_eq!(
+        (leaf("localhost"), leaf("worker-1")),
+        (own.clone(), node.clone())
+    );
+
+    let further = std::collections::BTreeSet::from(["doors.ns.svc".to_owned()]);
+    assert!(names.set_further(&further, &Default::default()));
+    assert!(!names.set_further(&further, &Default::default()));
+    let renamed = leaf("doors.ns.svc");
+    assert_ne!(renamed, own);
+    assert!(String::from_utf8_lossy(&renamed).contains("doors.ns.svc"));
+    assert_eq!(leaf("worker-1"), node, "a node's own is not touched");
+
+    let old = ca.root();
+    let next = Arc::new(CaMaterial::generate(now).unwrap());
+    assert!(ca.replace(next.clone()));
+    assert!(!ca.replace(next));
+    for sni in ["localhost", "worker-1"] {
+        let chain = door.certificate(Some(sni), now).unwrap().cert.clone();
+        assert_eq!(chain[1], ca.root());
+    }
+    assert_ne!(ca.root(), old);
 }

@@ -11,7 +11,7 @@ impl Renewals {
     pub(crate) fn of(dir: &DataDir) -> Arc<Self> {
         let ca = Arc::new(LocalCa::load_or_create(dir).unwrap());
         let revocations = Arc::new(Revocations::open(dir, true).unwrap());
-        let roots = tls::roots(ca.roots().iter().cloned()).unwrap();
+        let roots = tls::roots(ca.roots()).unwrap();
         Arc::new(Self {
             trust: AgentTrust::new(roots, revocations.judge()).unwrap(),
             ca,

@@ -107,7 +107,7 @@ fn signed(object: &Value, ago: Duration, life: Duration) -> (String, Value) {
     asked.params.not_before = from.into();
     asked.params.not_after = (from + life).into();
     let certificate = asked.signed_by(&ca).unwrap();
-    let name = common_name(certificate.der()).unwrap().unwrap();
+    let name = common_name(certificate.der()).unwrap();
     (name, base64(certificate.pem().as_bytes()))
 }
 

@@ -1,0 +1,54 @@
+//! What all servers of a cluster agree on: one CA, one set of join tokens and revocations, QUIC keys that outlive a disk.
+
+mod first;
+mod restart;
+mod rotation;
+mod shared;
+
+use anyhow::{Context, Result};
+use tunnel_server::config::{ObjectNames, RawConfig};
+use tunnel_tests::client::{ByteStream, Door, UpgradeClient};
+use tunnel_tests::cluster::{Cluster, Kind};
+use tunnel_tests::world::World;
+
+/// A stand-in with the Secrets as manifests ship them.
+async fn cluster() -> Result<Cluster> {
+    Cluster::start(Kind::StandIn).await?.context("a stand-in")
+}
+
+/// A server in this process that follows the cluster with the rights of its ServiceAccount, and an empty disk.
+async fn server(cluster: &Cluster, change: impl FnOnce(&mut RawConfig)) -> Result<World> {
+    let kubeconfig = cluster.server_kubeconfig()?;
+    World::start_with(|settings| {
+        settings.kubernetes = Some("on".into());
+        settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
+        settings.namespace = Some("kube-system".into());
+        change(settings);
+    })
+    .await
+}
+
+fn ca_secret() -> String {
+    ObjectNames::default().ca_secret
+}
+
+fn state_secret() -> String {
+    ObjectNames::default().state_secret
+}
+
+/// A running `kubectl exec` whose far end echoes.
+struct Exec(ByteStream);
+
+impl Exec {
+    async fn start(door: Door, port: u16) -> Result<Self> {
+        let client = UpgradeClient::spdy(&format!("worker-1:{port}"), "/exec/default/pod/c");
+        Ok(Self(client.connect(door).await?.switched()?))
+    }
+
+    async fn goes_on(&mut self) -> Result<()> {
+        self.0.send(b"still here").await?;
+        let echoed = self.0.receive(10).await?;
+        anyhow::ensure!(echoed == b"still here", "{echoed:?}");
+        Ok(())
+    }
+}

@@ -1,0 +1,239 @@
+//! R11: the first writer makes the CA, everybody else takes it, and nobody makes another one.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+use serde_json::Value;
+use tunnel_tests::apiserver::Fault;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::cluster::{Kind, Objects, empty_secrets};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::Program;
+use tunnel_tests::tools::or_skip;
+use tunnel_tests::world::PATIENCE;
+
+use super::super::kubectl::{Kubectl, kubectls};
+use super::super::{FIRST, Lab};
+use super::{ca_secret, cluster, server, state_secret};
+
+/// Seeds of a plain run; `R11_SEEDS` asks for more.
+const SEEDS: u64 = 50;
+/// Clusters at once.
+const AT_ONCE: usize = 4;
+const SERVERS: usize = 5;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_five_servers_that_start_at_once_have_one_ca() -> Result<()> {
+    let asked = std::env::var("R11_SEEDS").ok();
+    let seeds = asked.map_or(Ok(SEEDS), |text| text.parse())?;
+    stream::iter(0..seeds)
+        .map(|seed| async move { one_ca(seed).await.with_context(|| format!("seed {seed}")) })
+        .buffer_unordered(AT_ONCE)
+        .try_collect::<()>()
+        .await
+}
+
+async fn one_ca(seed: u64) -> Result<()> {
+    let cluster = cluster().await?;
+    let stand_in = cluster.stand_in()?;
+    let mut random = SmallRng::seed_from_u64(seed);
+    // Writes that lose against somebody, and answers that come when others have moved on.
+    let conflicts = random.random_range(0..4);
+    stand_in.fault(Fault::conflict().of("secrets").times(conflicts));
+    for verbs in [["get"], ["update"]] {
+        let delay = Duration::from_millis(random.random_range(0..20));
+        let count = random.random_range(0..8);
+        stand_in.fault(Fault::delay(delay).of("secrets").verbs(&verbs).times(count));
+    }
+    let starting = (0..SERVERS).map(|_| server(&cluster, |_| {}));
+    let mut servers = try_join_all(starting).await?;
+    let secret = cluster.objects().secret(&ca_secret()).await?;
+    for server in &servers {
+        ensure!(server.ca().root_pem() == secret["ca.crt"], "another CA");
+    }
+    let history = stand_in.history("secrets", Some("kube-system"), &ca_secret());
+    let made: BTreeSet<String> = history
+        .iter()
+        .filter_map(|(_, state)| {
+            state.as_ref()?["data"]["ca.key"]
+                .as_str()
+                .map(str::to_owned)
+        })
+        .collect();
+    ensure!(made.len() == 1, "{} CAs were written", made.len());
+    eventually("the certificates for agents", PATIENCE, async || {
+        let bundle = cluster.objects().bundle().await?;
+        ensure!(bundle == secret["ca.crt"], "another bundle");
+        Ok(())
+    })
+    .await;
+    // Each has QUIC keys of its own.
+    let state = cluster.objects().secret(&state_secret()).await?;
+    let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
+    let replicas = replicas["replicas"].as_object().context("no replicas")?;
+    let keys: BTreeSet<_> = replicas.values().map(Value::to_string).collect();
+    ensure!(
+        keys.len() == SERVERS && replicas.len() == SERVERS,
+        "{} entries",
+        replicas.len()
+    );
+    try_join_all(
+        servers
+            .iter_mut()
+            .map(tunnel_tests::world::World::stop_server),
+    )
+    .await?;
+    Ok(())
+}
+
+/// What a server says while there is no Secret, and that it goes on by itself.
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_a_missing_secret_is_told_and_waited_for_and_no_other_ca_is_made() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let path = Objects::path("secrets", &ca_secret());
+    lab.cluster.admin().delete(&path).await?;
+    let setup = lab.setup("a")?;
+    let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
+    let mut process = run.args(setup.arguments().to_vec()).start()?;
+    let meta = process.wait_for_line("the meta port", FIRST, |line| {
+        let line: Value = serde_json::from_str(line).ok()?;
+        let fields = line.get("fields").unwrap_or(&line);
+        let waits = fields["message"]
+            .as_str()?
+            .starts_with("waiting for the CA");
+        let address = fields["address"].as_str()?.parse().ok()?;
+        waits.then_some(address)
+    });
+    let meta: std::net::SocketAddr = meta.await?;
+    eventually("the problem to be told", FIRST, async || {
+        let reply = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
+        let text = reply.text();
+        ensure!(reply.status == 503, "{}", reply.status);
+        ensure!(
+            text.contains("[!] ca: Secret kube-system/tunnel-server-ca cannot be used")
+                && text.contains("kubectl -n kube-system create secret generic tunnel-server-ca"),
+            "{text}"
+        );
+        Ok(())
+    })
+    .await;
+    let live = request(meta, &RawRequest::get("meta", "/livez")).await?;
+    ensure!(live.status == 200);
+    let folder = lab.scratch.path().join("a");
+    ensure!(!folder.join("ca.key").exists() && !folder.join("ca.crt").exists());
+
+    let [secret, _] = empty_secrets();
+    let collection = "/api/v1/namespaces/kube-system/secrets";
+    lab.cluster.admin().create(collection, &secret).await?;
+    eventually("the server to be ready", FIRST, async || {
+        let reply = request(meta, &RawRequest::get("meta", "/readyz")).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+        Ok(())
+    })
+    .await;
+    let secret = lab.objects().secret(&ca_secret()).await?;
+    eventually("the certificates on disk", FIRST, async || {
+        let kept = std::fs::read_to_string(folder.join("ca.crt"))?;
+        ensure!(kept == secret["ca.crt"], "{kept}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Manifests ship the Secrets without data, so that applying them again owns none of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_applying_the_manifests_again_keeps_ca_and_tokens() -> Result<()> {
+    let Some(programs) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    for program in programs {
+        let cluster = cluster().await?;
+        let kubectl = Kubectl::new(program, cluster.admin_kubeconfig()?)?;
+        let scratch = tunnel_tests::process::ScratchDir::new()?;
+        let list =
+            serde_json::json!({ "apiVersion": "v1", "kind": "List", "items": empty_secrets() });
+        let file = scratch.file("secrets.json", list.to_string())?;
+        let file: &str = &file.to_string_lossy();
+        kubectl.ok(&["apply", "-f", file]).await?;
+        let server = server(&cluster, |_| {}).await?;
+        let _token = server.token("worker-1", &[])?;
+        let before = (
+            cluster.objects().secret(&ca_secret()).await?,
+            cluster.objects().secret(&state_secret()).await?,
+        );
+        ensure!(
+            before.0.len() == 2 && before.1.contains_key("tokens.json"),
+            "{before:?}"
+        );
+        kubectl.ok(&["apply", "-f", file]).await?;
+        let forced = ["apply", "--server-side", "--force-conflicts", "-f", file];
+        kubectl.ok(&forced).await?;
+        let after = (
+            cluster.objects().secret(&ca_secret()).await?,
+            cluster.objects().secret(&state_secret()).await?,
+        );
+        ensure!(after.0 == before.0, "the CA has changed");
+        ensure!(
+            after.1["tokens.json"] == before.1["tokens.json"],
+            "tokens have changed"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_alone() -> Result<()>
+{
+    let cluster = cluster().await?;
+    let server = server(&cluster, |_| {}).await?;
+    let first = cluster.objects().secret(&ca_secret()).await?;
+    let path = Objects::path("secrets", &ca_secret());
+    cluster.admin().delete(&path).await?;
+    let [secret, _] = empty_secrets();
+    let collection = "/api/v1/namespaces/kube-system/secrets";
+    cluster.admin().create(collection, &secret).await?;
+    eventually("the same CA", PATIENCE, async || {
+        let now = cluster.objects().secret(&ca_secret()).await?;
+        ensure!(now == first, "not yet");
+        Ok(())
+    })
+    .await;
+    // The agents' copy is repaired, too.
+    let bundle = Objects::bundle_path();
+    let edit = serde_json::json!({ "data": { "ca.crt": "nonsense" } });
+    cluster.admin().merge(&bundle, &edit).await?;
+    eventually("repaired certificates", PATIENCE, async || {
+        ensure!(cluster.objects().bundle().await? == first["ca.crt"]);
+        Ok(())
+    })
+    .await;
+
+    cluster
+        .objects()
+        .set_secret(&ca_secret(), &[("ca.key", "nonsense")])
+        .await?;
+    eventually("the damage to be told", PATIENCE, async || {
+        let reply = request(
+            server.bound().meta,
+            &RawRequest::get("meta", "/readyz?verbose"),
+        )
+        .await?;
+        ensure!(
+            reply.status == 200
+                && reply
+                    .text()
+                    .contains("key ca.key holds no usable private key")
+        );
+        Ok(())
+    })
+    .await;
+    ensure!(cluster.objects().secret(&ca_secret()).await?["ca.key"] == "nonsense");
+    ensure!(server.ca().root_pem() == first["ca.crt"]);
+    Ok(())
+}

@@ -1,0 +1,141 @@
+//! A server whose disk goes with its container comes back as the same: agents need no new token, and notice at once.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_tests::cluster::Kind;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{AgentSetup, Listener, Server, Signal};
+
+use super::super::{FIRST, Lab};
+use super::state_secret;
+
+/// Of the agent; a restart is noticed within 1.2 of it and a second.
+const KEEP_ALIVE: Duration = Duration::from_secs(1);
+
+/// An agent on its own disk, which enrolled once.
+async fn enrolled(lab: &Lab, server: &Server) -> Result<tunnel_tests::process::Process> {
+    let token = server.token("worker-1", None).await?;
+    let agent = agent(lab, server)?.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    Ok(agent)
+}
+
+/// The same agent without a token, for when it has a certificate.
+fn agent(lab: &Lab, server: &Server) -> Result<AgentSetup> {
+    let file = "limits:\n  keepAlive: 1s\n";
+    let file = lab.scratch.file("agent.yaml", file)?;
+    let folder = lab.scratch.path().join("agent");
+    let setup = AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &folder);
+    Ok(setup.args(&["--config", &file.to_string_lossy()]))
+}
+
+fn empty(folder: &Path) -> Result<()> {
+    std::fs::remove_dir_all(folder)?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_stateless_reset()
+-> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let setup = lab.setup("a")?.args(&["--single-replica"]);
+    let mut server = setup.start().await?;
+    let _agent = enrolled(&lab, &server).await?;
+    let ca = server.verb(&["ca"])?.run().await?.ok()?;
+    for _ in 0..2 {
+        let setup = server.setup_for_restart();
+        server.process().signal(Signal::Kill)?;
+        server.process().end(FIRST).await?;
+        empty(&lab.scratch.path().join("a"))?;
+        server = setup.start().await?;
+        let started = std::time::Instant::now();
+        // Without the reset an idle agent would doubt its session after 15 s.
+        server.wait_until_connected(&["worker-1"]).await;
+        let bound = KEEP_ALIVE.mul_f64(1.2) + Duration::from_secs(2);
+        ensure!(
+            started.elapsed() <= scaled(bound),
+            "only after {:?}",
+            started.elapsed()
+        );
+        ensure!(server.verb(&["ca"])?.run().await?.ok()? == ca, "another CA");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_its_own()
+-> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let (mut one, other) = (lab.server("a").await?, lab.server("b").await?);
+    let entry = |name: &str| -> Result<(u64, String)> {
+        let file = lab.scratch.path().join(name).join("replica.json");
+        let kept: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+        let entry = kept["claim"]["entry"].as_u64().context("no entry")?;
+        Ok((entry, kept["keys"].as_str().context("no keys")?.to_owned()))
+    };
+    let (first, second) = (entry("a")?, entry("b")?);
+    ensure!(first.0 != second.0 && first.1 != second.1);
+    let third = lab.server("c").await?;
+    ensure!(![first.0, second.0].contains(&entry("c")?.0));
+
+    one.process().signal(Signal::Term)?;
+    one.process().end(FIRST).await?;
+    // Another Pod in its place, with an empty disk: the keys are free, and nobody makes more.
+    let replacement = lab.server("d").await?;
+    ensure!(entry("d")? == first, "not the entry that was given back");
+    let state = lab.objects().secret(&state_secret()).await?;
+    let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
+    ensure!(
+        replicas["replicas"]
+            .as_object()
+            .is_some_and(|all| all.len() == 3),
+        "{replicas}"
+    );
+    drop((other, third, replacement));
+    Ok(())
+}
+
+/// Secrets and the API server away, the disk kept: the server is the same all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_who_was_revoked()
+-> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let mut server = lab.server("a").await?;
+    let enrolled = enrolled(&lab, &server).await?;
+    server
+        .verb(&["nodes", "revoke", "worker-1"])?
+        .run()
+        .await?
+        .ok()?;
+    server.wait_until_connected(&[]).await;
+    let kept = lab.scratch.path().join("a").join("authority.json");
+    eventually("the revocation on disk", FIRST, async || {
+        let text = std::fs::read_to_string(&kept)?;
+        ensure!(text.contains("worker-1") && text.contains("revokedAt"));
+        Ok(())
+    })
+    .await;
+    lab.cluster
+        .stand_in()?
+        .be(tunnel_tests::apiserver::Presence::Refusing)
+        .await?;
+    let setup = server.setup_for_restart();
+    server.process().signal(Signal::Kill)?;
+    server.process().end(FIRST).await?;
+    drop(enrolled);
+    let server = setup.start().await?;
+    let mut agent = agent(&lab, &server)?.start()?;
+    let told = agent.wait_for_line("the refusal", FIRST, |line| {
+        line.contains("revoked").then_some(())
+    });
+    told.await?;
+    let nodes = server.nodes().await?;
+    ensure!(
+        nodes.iter().all(|node| node["connected"] == false),
+        "{nodes:?}"
+    );
+    Ok(())
+}

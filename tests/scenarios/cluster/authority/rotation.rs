@@ -1,0 +1,181 @@
+//! F20: our CA, and the serving certificate of the TLS door, are replaced under a running exec, and nothing is cut.
+
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use rustls::RootCertStore;
+use serde_json::json;
+use tunnel_proto::identity::PeerIdentity;
+use tunnel_server::controllers::objects::NAMES_ANNOTATION;
+use tunnel_server::issuer::CaMaterial;
+use tunnel_tests::client::{ByteStream, ClientTls, Door};
+use tunnel_tests::cluster::{Objects, edge};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::StandInKubelet;
+use tunnel_tests::world::{PATIENCE, World};
+
+use super::{Exec, ca_secret, cluster, server};
+
+/// Certificates of this life are renewed about every three seconds, which is how agents hear of another CA.
+const LIFE: &str = "certificateLife: 6s";
+const RENEWAL: Duration = Duration::from_secs(20);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()> {
+    let cluster = cluster().await?;
+    let limits = || World::limits(LIFE);
+    let servers = [
+        server(&cluster, |settings| settings.limits = limits()).await?,
+        server(&cluster, |settings| settings.limits = limits()).await?,
+    ];
+    let [one, other] = &servers;
+    let kubelet = StandInKubelet::start("worker-1").await?;
+    let _agent = one.agent("worker-1").await?;
+    let mut exec = Exec::start(one.https("worker-1")?, kubelet.addr().port()).await?;
+    exec.goes_on().await?;
+
+    let old = cluster.objects().secret(&ca_secret()).await?;
+    let next = CaMaterial::generate(SystemTime::now())?;
+    let both = format!("{}{}", old["ca.crt"], next.certificates_pem());
+    let adopted = async |what: &str, text: &str| {
+        eventually(what, PATIENCE, async || {
+            let all = servers.iter().all(|server| server.ca().root_pem() == text);
+            ensure!(all, "not adopted");
+            ensure!(cluster.objects().bundle().await? == text, "bundle");
+            Ok(())
+        })
+        .await;
+    };
+    let known = one.path().join("agent-worker-1").join("ca.crt");
+    let certificate = one.path().join("agent-worker-1").join("agent.crt");
+
+    // Both are trusted, the old one signs. Agents hear of it with their next certificate.
+    cluster
+        .objects()
+        .set_secret(&ca_secret(), &[("ca.crt", &both)])
+        .await?;
+    adopted("both roots", &both).await;
+    exec.goes_on().await?;
+    eventually("the agent to know both", RENEWAL, async || {
+        let roots = std::fs::read_to_string(&known)?
+            .matches("BEGIN CERTIFICATE")
+            .count();
+        ensure!(roots == 2, "{roots} roots");
+        Ok(())
+    })
+    .await;
+
+    let signed_by = one.ca().spki_sha256();
+    // The new one signs, and what the old one signed is good.
+    cluster
+        .objects()
+        .set_secret(&ca_secret(), &[("ca.key", next.key_pem())])
+        .await?;
+    eventually("the new CA to sign", PATIENCE, async || {
+        let all = servers
+            .iter()
+            .all(|server| server.ca().spki_sha256() != signed_by);
+        all.then_some(())
+    })
+    .await;
+    exec.goes_on().await?;
+    let _late = other.agent("worker-2").await?;
+    let changed = SystemTime::now();
+    eventually("a certificate of the new CA", RENEWAL, async || {
+        let pem = std::fs::read(&certificate)?;
+        let chain = tunnel_proto::tls::files::chain(&pem)?;
+        let leaf = PeerIdentity::from_certificate(chain.first().context("no leaf")?)?;
+        // Certificates begin some minutes before they are issued.
+        let issued = leaf.not_after - Duration::from_secs(6);
+        ensure!(issued > changed, "still an old one");
+        Ok(())
+    })
+    .await;
+
+    // The old one is gone.
+    let new = next.certificates_pem();
+    cluster
+        .objects()
+        .set_secret(&ca_secret(), &[("ca.crt", new)])
+        .await?;
+    adopted("the new root alone", new).await;
+    exec.goes_on().await?;
+    let mut again = Exec::start(one.https("worker-1")?, kubelet.addr().port()).await?;
+    again.goes_on().await?;
+    exec.goes_on().await?;
+    let sessions = one.registry().of_node(&"worker-1".parse()?);
+    ensure!(sessions.iter().any(|session| !session.is_withdrawn()));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()> {
+    let cluster = cluster().await?;
+    cluster
+        .objects()
+        .create_service(|service| service["spec"]["clusterIP"] = "10.106.217.16".into())
+        .await?;
+    cluster.objects().add(&edge("worker-1")).await?;
+    let kubelet = StandInKubelet::start("worker-1").await?;
+    let port = kubelet.addr().port();
+    let server = server(&cluster, |settings| {
+        settings.http_proxy_ports = None;
+        settings.https_proxy_ports = Some(port.to_string());
+        settings.https_name = vec!["tunnel.example".into(), "192.0.2.7".into()];
+    })
+    .await?;
+    let _agent = server.agent("worker-1").await?;
+    let mut exec = Exec::start(server.https("worker-1")?, port).await?;
+    exec.goes_on().await?;
+    let door = async |name: &str| shakes_hands(&server, name).await;
+    let at_start = [
+        "x-tunnel-server-internal-svc",
+        "x-tunnel-server-internal-svc.kube-system",
+        "x-tunnel-server-internal-svc.kube-system.svc",
+        "x-tunnel-server-internal-svc.kube-system.svc.cluster.local",
+        "10.106.217.16",
+        "tunnel.example",
+        "192.0.2.7",
+        "worker-1",
+    ];
+    for name in at_start {
+        eventually(name, PATIENCE, async || door(name).await).await;
+    }
+    ensure!(door("later.example").await.is_err());
+
+    let path = Objects::path("services", "x-tunnel-server-internal-svc");
+    let change = json!({
+        "metadata": { "annotations": { NAMES_ANNOTATION: "later.example, 203.0.113.9" } },
+        "spec": { "externalIPs": ["198.51.100.4"] },
+    });
+    cluster.admin().merge(&path, &change).await?;
+    for name in [
+        "later.example",
+        "203.0.113.9",
+        "198.51.100.4",
+        "10.106.217.16",
+    ] {
+        eventually(name, PATIENCE, async || door(name).await).await;
+    }
+    exec.goes_on().await?;
+    let back = json!({ "metadata": { "annotations": { NAMES_ANNOTATION: null } } });
+    cluster.admin().merge(&path, &back).await?;
+    eventually("the name to be gone", PATIENCE, async || {
+        ensure!(door("later.example").await.is_err());
+        Ok(())
+    })
+    .await;
+    exec.goes_on().await
+}
+
+/// A handshake of a caller that knows the CA and calls the door so.
+async fn shakes_hands(server: &World, name: &str) -> Result<()> {
+    let address = server.bound().https.context("no TLS door")?;
+    let roots = RootCertStore::clone(&*server.roots()?);
+    let door = Door::tls(address, ClientTls::verifying(name, roots, None)?);
+    let stream = ByteStream::connect(door).await?;
+    stream
+        .peer_certificate()
+        .map(drop)
+        .context("no certificate")
+}

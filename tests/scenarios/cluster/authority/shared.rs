@@ -1,0 +1,187 @@
+//! Tokens and revocations of one server count at all others, and none is lost when several write.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_tests::apiserver::Fault;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::world::{Agent, PATIENCE, World};
+
+use super::{cluster, server, state_secret};
+
+/// An agent of `node` for `server`, with a token that another server made.
+async fn agent(node: &str, server: &World, token_of: &World) -> Result<Agent> {
+    let token = token_of.token(node, &[])?;
+    let made = Instant::now();
+    let agent = server
+        .agent_with(node, |config| {
+            config.token = Some(tunnel_agent::config::TokenSource::Given(token));
+        })
+        .await?;
+    // A first try may come before the token; the agent's next one does not.
+    ensure!(
+        made.elapsed() <= scaled(Duration::from_secs(5)),
+        "{:?}",
+        made.elapsed()
+    );
+    Ok(agent)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()> {
+    let cluster = cluster().await?;
+    let (one, other) = (
+        server(&cluster, |_| {}).await?,
+        server(&cluster, |_| {}).await?,
+    );
+    let token = one.token("worker-1", &[])?;
+    let made = Instant::now();
+    eventually("the token at the other", PATIENCE, async || {
+        let listed = other.tokens().list(SystemTime::now());
+        ensure!(
+            listed.iter().any(|known| known.id == token.id()),
+            "{listed:?}"
+        );
+        Ok(())
+    })
+    .await;
+    ensure!(
+        made.elapsed() <= scaled(Duration::from_secs(1)),
+        "{:?}",
+        made.elapsed()
+    );
+    let _agent = agent("worker-2", &other, &one).await?;
+    // And a token that is taken back at the other is of no use at the first.
+    ensure!(other.tokens().revoke(token.id(), SystemTime::now())?);
+    let node = "worker-1".parse()?;
+    eventually("the first to refuse it", PATIENCE, async || {
+        let refused = one
+            .tokens()
+            .redeem(&token.reveal(), &node, [1; 32], SystemTime::now());
+        ensure!(refused.is_err_and(|(code, _)| code == EnrollCode::Revoked));
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused() -> Result<()> {
+    let cluster = cluster().await?;
+    let (one, other) = (
+        server(&cluster, |_| {}).await?,
+        server(&cluster, |_| {}).await?,
+    );
+    let node = "worker-1".parse()?;
+    for _ in 0..20 {
+        let token = one.token("worker-1", &[])?;
+        eventually("the token at the other", PATIENCE, async || {
+            let listed = other.tokens().list(SystemTime::now());
+            listed
+                .iter()
+                .any(|known| known.id == token.id())
+                .then_some(())
+        })
+        .await;
+        let text = token.reveal();
+        let redeem = |world: &World, key: u8| {
+            world
+                .tokens()
+                .redeem(&text, &node, [key; 32], SystemTime::now())
+        };
+        let results = std::thread::scope(|threads| {
+            let first = threads.spawn(|| redeem(&one, 1));
+            let second = threads.spawn(|| redeem(&other, 2));
+            [first.join(), second.join()]
+        });
+        let mut granted = 0;
+        for result in results {
+            match result.map_err(|_| anyhow::anyhow!("a panic"))? {
+                Ok(_) => granted += 1,
+                Err((code, detail)) => ensure!(code == EnrollCode::TokenUsed, "{detail}"),
+            }
+        }
+        ensure!(granted == 1, "{granted} keys have it");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s() -> Result<()> {
+    let cluster = cluster().await?;
+    let (one, other) = (
+        server(&cluster, |_| {}).await?,
+        server(&cluster, |_| {}).await?,
+    );
+    let _agent = agent("worker-1", &other, &one).await?;
+    let node = "worker-1".parse()?;
+    one.revocations().revoke(&node, SystemTime::now())?;
+    let revoked = Instant::now();
+    eventually("the session to end", Duration::from_secs(15), async || {
+        let live = other.registry().of_node(&node);
+        ensure!(
+            live.iter().all(|session| session.is_closing()),
+            "{} live",
+            live.len()
+        );
+        Ok(())
+    })
+    .await;
+    ensure!(
+        revoked.elapsed() <= scaled(Duration::from_secs(10)),
+        "{:?}",
+        revoked.elapsed()
+    );
+    // A server that comes later knows it before it serves anybody.
+    let late = server(&cluster, |_| {}).await?;
+    ensure!(late.revocations().of_node(&node).is_some());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_that_several_servers_make_under_conflicts_are_all_kept() -> Result<()> {
+    let cluster = cluster().await?;
+    let servers = [
+        server(&cluster, |_| {}).await?,
+        server(&cluster, |_| {}).await?,
+        server(&cluster, |_| {}).await?,
+    ];
+    cluster
+        .stand_in()?
+        .fault(Fault::conflict().of("secrets").times(5));
+    let made: Vec<String> = std::thread::scope(|threads| {
+        let makers: Vec<_> = servers
+            .iter()
+            .map(|server| {
+                threads.spawn(move || {
+                    (0..10)
+                        .map(|count| {
+                            Ok(server
+                                .token(&format!("worker-{count}"), &[])?
+                                .id()
+                                .to_owned())
+                        })
+                        .collect::<Result<Vec<_>>>()
+                })
+            })
+            .collect();
+        let ids = makers
+            .into_iter()
+            .map(|maker| maker.join().map_err(|_| anyhow::anyhow!("a panic"))?);
+        ids.collect::<Result<Vec<_>>>()
+    })?
+    .concat();
+    ensure!(made.len() == 30);
+    let state = cluster.objects().secret(&state_secret()).await?;
+    let tokens: serde_json::Value = serde_json::from_str(&state["tokens.json"])?;
+    let kept = tokens["tokens"].as_object().context("no tokens")?;
+    ensure!(
+        made.iter().all(|id| kept.contains_key(id)),
+        "{} of 30 are kept",
+        kept.len()
+    );
+    // Only hashes of secrets are in the cluster.
+    ensure!(!state["tokens.json"].contains("secret\""));
+    Ok(())
+}

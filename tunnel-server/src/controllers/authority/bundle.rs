@@ -1,0 +1,88 @@
+//! The ConfigMap with the certificates of our CA, for agents that mount it: made when it is missing, repaired when
+//! somebody else changed it.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{ObjectMeta, PostParams};
+use tracing::info;
+
+use super::super::failure::Failure;
+use super::super::metrics::Object;
+use super::super::objects::CA_CERTIFICATE_KEY;
+use super::{CONFLICTS_MAX, Place, conflicts, pause_after_conflict};
+
+/// What to write; pure.
+#[derive(Debug, PartialEq)]
+enum Plan {
+    Nothing,
+    Create(ConfigMap),
+    Update(ConfigMap),
+}
+
+/// Brings the ConfigMap to these certificates. All servers of a cluster write the same, so no Lease is needed.
+pub(super) async fn write(place: &Place, name: &str, certificates: &str) -> Result<(), Failure> {
+    let parameters = PostParams::default();
+    for _ in 0..CONFLICTS_MAX {
+        let found = place.call(place.maps.get_opt(name)).await?;
+        let written = match plan(name, found, certificates) {
+            Plan::Nothing => return Ok(()),
+            Plan::Create(map) => place.call(place.maps.create(&parameters, &map)).await,
+            Plan::Update(map) => {
+                place
+                    .call(place.maps.replace(name, &parameters, &map))
+                    .await
+            }
+        };
+        if place.wrote(Object::Bundle, written)?.is_some() {
+            info!(config_map = name, "wrote the CA's certificates");
+            return Ok(());
+        }
+        pause_after_conflict().await;
+    }
+    Err(conflicts())
+}
+
+fn plan(name: &str, found: Option<ConfigMap>, certificates: &str) -> Plan {
+    let Some(mut map) = found else {
+        let metadata = ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        };
+        let data = BTreeMap::from([(CA_CERTIFICATE_KEY.to_owned(), certificates.to_owned())]);
+        return Plan::Create(ConfigMap {
+            metadata,
+            data: Some(data),
+            ..ConfigMap::default()
+        });
+    };
+    let data = map.data.get_or_insert_default();
+    if data.get(CA_CERTIFICATE_KEY).map(String::as_str) == Some(certificates) {
+        return Plan::Nothing;
+    }
+    data.insert(CA_CERTIFICATE_KEY.to_owned(), certificates.to_owned());
+    Plan::Update(map)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_is_made_foreign_edits_are_repaired_and_other_keys_stay() {
+        let Plan::Create(mut map) = plan("tunnel-ca", None, "PEM") else {
+            panic!("not made");
+        };
+        assert_eq!(plan("tunnel-ca", Some(map.clone()), "PEM"), Plan::Nothing);
+        let data = map.data.as_mut().unwrap();
+        data.insert("ca.crt".into(), "other".into());
+        data.insert("note".into(), "of a person".into());
+        let Plan::Update(repaired) = plan("tunnel-ca", Some(map), "PEM") else {
+            panic!("not repaired");
+        };
+        let data = repaired.data.unwrap();
+        assert_eq!((&*data["ca.crt"], &*data["note"]), ("PEM", "of a person"));
+        let bare = ConfigMap::default();
+        assert!(matches!(plan("x", Some(bare), "PEM"), Plan::Update(_)));
+    }
+}
