@@ -75,6 +75,12 @@ impl World {
     /// # Errors
     /// It does not start.
     pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        let mut world = Self::prepare(change)?;
+        world.start_server().await?;
+        Ok(world)
+    }
+
+    fn prepare(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let free = || Some("127.0.0.1:0".into());
         let mut settings = RawConfig {
@@ -91,13 +97,11 @@ impl World {
         };
         change(&mut settings);
         let config = ServerConfig::try_from(settings)?;
-        let mut world = Self {
+        Ok(Self {
             scratch,
             server: None,
             config,
-        };
-        world.start_server().await?;
-        Ok(world)
+        })
     }
 
     /// Limits from YAML, for [`World::start_with`].
@@ -122,7 +126,8 @@ impl World {
 
     async fn start_server(&mut self) -> Result<()> {
         let shutdown = Shutdown::new();
-        let app = tunnel_server::app::App::start(self.config.clone(), shutdown.clone()).await?;
+        let starting = tunnel_server::app::App::start(self.config.clone(), shutdown.clone());
+        let app = Box::pin(starting).await?;
         let (bound, ca, tokens) = (app.bound().clone(), app.ca().clone(), app.tokens().clone());
         let (nodes, registry) = (app.nodes().clone(), app.registry().clone());
         let revocations = app.revocations().clone();

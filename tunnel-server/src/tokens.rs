@@ -330,7 +330,7 @@ impl State {
                 }
                 Some(ours) => {
                     ours.revoked |= theirs.revoked;
-                    ours.used_by = theirs.used_by.or(ours.used_by.take());
+                    ours.used_by = theirs.used_by.or_else(|| ours.used_by.take());
                 }
             }
         }

@@ -74,10 +74,9 @@ impl DnsClient {
     /// # Errors
     /// The socket fails.
     pub async fn exchange(&self, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
-        let source = self.source.unwrap_or(if self.server.is_ipv4() {
-            Ipv4Addr::UNSPECIFIED.into()
-        } else {
-            Ipv6Addr::UNSPECIFIED.into()
+        let source = self.source.unwrap_or_else(|| match self.server {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         });
         let socket = UdpSocket::bind((source, 0)).await?;
         // Connected: an answer from another address than the one asked is not taken, as with every stub resolver.

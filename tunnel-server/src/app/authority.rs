@@ -3,12 +3,10 @@
 
 use std::sync::Arc;
 
-use anyhow::Context as _;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
-use tunnel_proto::process::meta::{Meta, Readiness};
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
@@ -102,6 +100,10 @@ impl Opening<'_> {
         meta: &TcpListener,
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Authority> {
+        use anyhow::Context as _;
+        use tracing::info;
+        use tunnel_proto::process::meta::Meta;
+
         let side = Side::open(settings, self.readiness, registry).await?;
         let waiting = self.readiness.block("ca");
         // The metrics are not complete yet, so that this one has none.

@@ -97,7 +97,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
         });
         let mut granted = 0;
         for result in results {
-            match result.map_err(|_| anyhow::anyhow!("a panic"))? {
+            match result.map_err(|_again| anyhow::anyhow!("a panic"))? {
                 Ok(_) => granted += 1,
                 Err((code, detail)) => ensure!(code == EnrollCode::TokenUsed, "{detail}"),
             }
@@ -168,7 +168,7 @@ async fn tokens_that_several_servers_make_under_conflicts_are_all_kept() -> Resu
             .collect();
         let ids = makers
             .into_iter()
-            .map(|maker| maker.join().map_err(|_| anyhow::anyhow!("a panic"))?);
+            .map(|maker| maker.join().map_err(|_again| anyhow::anyhow!("a panic"))?);
         ids.collect::<Result<Vec<_>>>()
     })?
     .concat();

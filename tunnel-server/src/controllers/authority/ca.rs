@@ -28,7 +28,7 @@ const RESYNC: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 enum Plan {
     /// It has a CA.
-    Adopt(CaMaterial),
+    Adopt(Box<CaMaterial>),
     /// It has none yet.
     Fill,
     /// It has something else, which nobody should overwrite.
@@ -148,7 +148,7 @@ impl Keeper {
         for _ in 0..CONFLICTS_MAX {
             let mut secret = self.place.secret(&self.secret).await?;
             match plan(&secret, &self.place.named(&self.secret)) {
-                Plan::Adopt(material) => return Ok(Arc::new(material)),
+                Plan::Adopt(material) => return Ok(Arc::from(material)),
                 Plan::Refuse(problem) => {
                     return Err(Failure::new(FailureKind::Invalid, problem));
                 }
@@ -206,7 +206,7 @@ fn plan(secret: &Secret, name: &str) -> Plan {
         format!("{name}, key {CA_PRIVATE_KEY}"),
     );
     match CaMaterial::parse(certificates, key, (&names.0, &names.1)) {
-        Ok(material) => Plan::Adopt(material),
+        Ok(material) => Plan::Adopt(Box::new(material)),
         Err(error) => Plan::Refuse(error.to_string()),
     }
 }
