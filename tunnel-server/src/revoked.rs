@@ -38,6 +38,8 @@ struct State {
     issued: BTreeMap<NodeName, SystemTime>,
     /// The document as last read or written.
     seen: Option<Version>,
+    /// A revocation was made later here than what others wrote, and is not written yet.
+    owed: bool,
 }
 
 /// The form of the document.
@@ -89,6 +91,19 @@ impl Revocations {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock().revoke(node, now, &self.doc);
         self.version.send_modify(|version| *version += 1);
+        self.write()
+    }
+
+    /// Writes what was raised here since others wrote. Blocks the thread.
+    fn settle(&self) -> io::Result<()> {
+        if !self.lock().owed {
+            return Ok(());
+        }
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.write()
+    }
+
+    fn write(&self) -> io::Result<()> {
         let seen = self.doc.change(|theirs: Option<Content>| {
             let mut state = self.lock();
             if let Some(theirs) = theirs {
@@ -96,7 +111,9 @@ impl Revocations {
             }
             Ok(Content::of(&state.nodes))
         })?;
-        self.lock().seen = seen;
+        let mut state = self.lock();
+        state.seen = seen;
+        state.owed = false;
         Ok(())
     }
 
@@ -169,6 +186,11 @@ impl Revocations {
                     _ = changed.changed() => {}
                     () = tokio::time::sleep(LOOK_EVERY) => {}
                 }
+                let owing = revocations.clone();
+                let settled = tokio::task::spawn_blocking(move || owing.settle()).await;
+                if let Ok(Err(error)) = settled {
+                    warn!(%error, "cannot tell other servers of a later revocation, trying again");
+                }
                 for agent in registry.all() {
                     if !revocations.holds_for(agent.session.peer()) || agent.is_closing() {
                         continue;
@@ -221,23 +243,38 @@ impl State {
         if version.is_none() || version == self.seen {
             return Ok(());
         }
-        if let Some(content) = doc.read::<Content>()? {
-            self.merge(content, doc)?;
-            self.seen = version;
-        }
-        Ok(())
+        let Some(content) = doc.read::<Content>()? else {
+            return Ok(());
+        };
+        self.seen = version;
+        self.merge(content, doc)
     }
 
+    /// Damaged names are told and hold up nothing else.
     fn merge(&mut self, content: Content, doc: &SharedDoc) -> io::Result<()> {
+        let mut damaged = None;
         for (name, entry) in content.nodes {
-            let node: NodeName = name.parse().map_err(|error| {
-                let text = format!("{} is damaged: {name:?}: {error}", doc.name());
-                io::Error::new(io::ErrorKind::InvalidData, text)
-            })?;
-            let at = self.nodes.entry(node).or_insert(entry.revoked_at);
-            *at = entry.revoked_at.max(*at);
+            let node: NodeName = match name.parse() {
+                Ok(node) => node,
+                Err(error) => {
+                    damaged = Some(format!("{} is damaged: {name:?}: {error}", doc.name()));
+                    continue;
+                }
+            };
+            let known = self.nodes.get(&node);
+            if known.is_some_and(|known| *known >= entry.revoked_at) {
+                continue;
+            }
+            // Who revoked may not have known of what was issued or shown here before this was heard.
+            let newest = self.issued.get(&node).copied();
+            let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
+            self.owed |= at > entry.revoked_at;
+            self.nodes.insert(node, at);
         }
-        Ok(())
+        match damaged {
+            Some(text) => Err(io::Error::new(io::ErrorKind::InvalidData, text)),
+            None => Ok(()),
+        }
     }
 }
 
