@@ -15,7 +15,8 @@ use crate::registry::Registry;
 pub(crate) const DISTRUSTED: &str = "the CA of the agent's certificate is no longer trusted";
 
 /// Judges all sessions after each replacement of the roots. Agents' processes that have proven themselves by the new ones,
-/// over a newer session, keep their older ones until these have done their work.
+/// over a newer session, keep their older ones until these have done their work; so do those that were issued a
+/// certificate of the new ones over a live session.
 pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shutdown) {
     let (trust, registry, tasks) = (trust.clone(), registry.clone(), shutdown.clone());
     let mut replaced = trust.replaced();
@@ -39,10 +40,9 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
 }
 
 fn judge(trust: &AgentTrust, registry: &Registry) -> Vec<Arc<crate::registry::AgentSession>> {
-    let (trusted, mut others): (Vec<_>, Vec<_>) = registry
-        .all()
-        .into_iter()
-        .partition(|agent| trust.still_accepts(&agent.session.peer_chain()));
+    let (trusted, mut others): (Vec<_>, Vec<_>) = registry.all().into_iter().partition(|agent| {
+        trust.still_accepts(&agent.session.peer_chain()) || trust.still_accepts(&agent.issued())
+    });
     let proven: HashSet<_> = trusted
         .iter()
         .map(|agent| (agent.node.clone(), agent.instance))

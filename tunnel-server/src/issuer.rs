@@ -83,6 +83,8 @@ pub enum CaError {
 pub struct Issued {
     /// Leaf first; the root is not in it.
     pub chain: Vec<CertificateDer<'static>>,
+    /// The roots of the moment of the issue.
+    pub roots: Vec<CertificateDer<'static>>,
     /// When the leaf ends.
     pub not_after: SystemTime,
 }
@@ -236,10 +238,11 @@ impl LocalCa {
             names: vec![uri(&Role::Agent(node.clone()))?],
             usage: ExtendedKeyUsagePurpose::ClientAuth,
         };
-        let (certificate, not_after) =
-            self.sign(&self.material.load(), leaf, request.public_key(), now)?;
+        let material = self.material.load();
+        let (certificate, not_after) = self.sign(&material, leaf, request.public_key(), now)?;
         Ok(Issued {
             chain: vec![certificate],
+            roots: material.roots.clone(),
             not_after,
         })
     }

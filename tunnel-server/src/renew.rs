@@ -39,6 +39,8 @@ pub type Refusal = (EnrollCode, String);
 pub struct Renewed {
     /// What the agent is sent.
     pub reply: EnrollReply,
+    /// The certificate, with what leads to its root.
+    pub chain: Vec<CertificateDer<'static>>,
     /// When the certificate ends.
     pub not_after: SystemTime,
 }
@@ -154,8 +156,9 @@ impl Renewals {
         Ok(Renewed {
             reply: EnrollReply::Issued {
                 chain: bytes(&issued.chain),
-                roots: bytes(&self.ca.roots()),
+                roots: bytes(&issued.roots),
             },
+            chain: issued.chain,
             not_after: issued.not_after,
         })
     }

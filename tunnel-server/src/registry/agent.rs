@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use rustls_pki_types::CertificateDer;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
@@ -35,6 +36,8 @@ pub struct AgentSession {
     /// When the last certificate that the agent proved or was issued here ends, by this process's own clock: a clock
     /// that is set must not end every session.
     valid_until: Mutex<Instant>,
+    /// Chain of the last certificate that was issued over this session.
+    issued: Mutex<Vec<CertificateDer<'static>>>,
 }
 
 /// Why a session takes no new streams until it answers again.
@@ -85,16 +88,27 @@ impl AgentSession {
             busy: Notify::new(),
             closing: OnceLock::new(),
             valid_until: Mutex::new(valid_until),
+            issued: Mutex::default(),
         }
     }
 
-    /// A certificate that ends at `not_after` was issued to the agent over this session.
-    pub fn renewed(&self, not_after: SystemTime) {
+    /// A certificate with this chain, leaf first, that ends at `not_after` was issued to the agent over this session.
+    pub fn renewed(&self, not_after: SystemTime, chain: Vec<CertificateDer<'static>>) {
+        *self.issued.lock().unwrap_or_else(PoisonError::into_inner) = chain;
         let mut valid_until = self
             .valid_until
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         *valid_until = own_time(not_after).max(*valid_until);
+    }
+
+    /// The certificates that the agent was issued last over this session; none where it was not.
+    #[must_use]
+    pub fn issued(&self) -> Vec<CertificateDer<'static>> {
+        self.issued
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// When the agent's last certificate ends.

@@ -73,7 +73,7 @@ impl Sessions {
         });
         match issued {
             Ok(renewed) => {
-                agent.renewed(renewed.not_after);
+                agent.renewed(renewed.not_after, renewed.chain);
                 self.nodes.seen(node, renewed.not_after);
                 self.metrics.renewal("issued");
                 let not_after = crate::data::rfc3339(renewed.not_after);
