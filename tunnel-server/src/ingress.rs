@@ -169,7 +169,7 @@ impl Doors {
         guard: impl Send + 'static,
     ) {
         let doors = self.clone();
-        self.shutdown.spawn_service(async move {
+        self.shutdown.spawn_listener(async move {
             let _guard = guard;
             let mut accepting = Accepting::new(listener, door.name);
             loop {

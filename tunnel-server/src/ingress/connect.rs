@@ -61,6 +61,9 @@ pub(super) enum Tunnel {
     Direct(DirectSocket),
 }
 
+/// Common names of kubelets' certificates begin so.
+const KUBELET: &str = "system:node:";
+
 impl Gate {
     /// Who the caller is.
     fn admit(
@@ -68,6 +71,13 @@ impl Gate {
         shown: &CallerName,
         request: &Request<Incoming>,
     ) -> Result<CallerName, Failure> {
+        // The CA of a cluster vouches for its kubelets as well, and no edge node is to reach the others.
+        if let CallerName::Certificate(name) = shown
+            && name.starts_with(KUBELET)
+        {
+            let text = format!("{name} is a kubelet, and kubelets are no callers of this door");
+            return Err(Failure::new(Outcome::RefusedByPolicy, text));
+        }
         let Some(passwords) = &self.passwords else {
             return Ok(shown.clone());
         };

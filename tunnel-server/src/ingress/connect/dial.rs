@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
@@ -19,9 +19,12 @@ use super::super::answer::{Failure, Outcome};
 use super::super::socket::{DoorSocket, Fate, Unfinished};
 use super::goal::Place;
 use super::ranges::Allowed;
+use crate::config::Limit;
 
 /// Lookups at once; each takes a thread while the system's resolver works.
 const LOOKUPS: usize = 64;
+/// A lookup and all of its dials take no longer: a scrape that gives up after 10 s is to have heard why.
+const WHOLE_MAX: Duration = Duration::from_secs(8);
 /// Addresses of one name that are tried.
 const ADDRESSES_MAX: usize = 4;
 
@@ -31,8 +34,10 @@ pub(in crate::ingress) type Resolved<'a> =
 
 /// What turns names into addresses.
 pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
-    /// The addresses of a name. Cancel-safe.
-    fn resolve<'a>(&'a self, name: &'a str, port: u16) -> Resolved<'a>;
+    /// The addresses of a name. `place` is kept as long as the work goes on, which may be longer than anybody waits for
+    /// it. Cancel-safe.
+    fn resolve<'a>(&'a self, name: &'a str, port: u16, place: OwnedSemaphorePermit)
+    -> Resolved<'a>;
 }
 
 /// The system's resolver.
@@ -40,8 +45,19 @@ pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
 pub(in crate::ingress) struct System;
 
 impl Resolve for System {
-    fn resolve<'a>(&'a self, name: &'a str, port: u16) -> Resolved<'a> {
-        Box::pin(async move { Ok(tokio::net::lookup_host((name, port)).await?.collect()) })
+    fn resolve<'a>(
+        &'a self,
+        name: &'a str,
+        port: u16,
+        place: OwnedSemaphorePermit,
+    ) -> Resolved<'a> {
+        let name = name.to_owned();
+        // The system's resolver cannot be cancelled: its thread goes on, and so does its place.
+        let lookup = tokio::task::spawn_blocking(move || {
+            let _place = place;
+            Ok((name.as_str(), port).to_socket_addrs()?.collect())
+        });
+        Box::pin(async move { lookup.await.map_err(io::Error::other)? })
     }
 }
 
@@ -50,7 +66,7 @@ impl Resolve for System {
 pub struct Direct {
     allowed: Allowed,
     resolver: Box<dyn Resolve>,
-    lookups: Semaphore,
+    lookups: Arc<Semaphore>,
     limit: Duration,
 }
 
@@ -69,7 +85,7 @@ impl Direct {
         Self {
             allowed,
             resolver,
-            lookups: Semaphore::new(LOOKUPS),
+            lookups: Arc::new(Semaphore::new(LOOKUPS)),
             limit,
         }
     }
@@ -112,7 +128,7 @@ impl Direct {
             Err(failure)
         };
         // The name and all of its addresses together.
-        match timeout(self.limit * 2, dialling).await {
+        match timeout((self.limit * 2).min(WHOLE_MAX), dialling).await {
             Ok(dialled) => dialled,
             Err(_elapsed) => Err(late(goal)),
         }
@@ -131,8 +147,11 @@ impl Direct {
                 .collect(),
             Place::Name(name) => {
                 let lookup = async {
-                    let _place = self.lookups.acquire().await;
-                    self.resolver.resolve(name.as_str(), port.get()).await
+                    let place = self.lookups.clone().acquire_owned().await;
+                    let place = place.map_err(io::Error::other)?;
+                    self.resolver
+                        .resolve(name.as_str(), port.get(), place)
+                        .await
                 };
                 let unknown = |error: &dyn fmt::Display| {
                     let text = format!("{goal}: the name cannot be resolved: {error}");
@@ -163,7 +182,7 @@ impl Direct {
 
 fn late(what: &str) -> Failure {
     let text = format!("{what}: did not accept the connection in time");
-    Failure::new(Outcome::TargetTimeout, text)
+    Failure::new(Outcome::TargetTimeout, text).at(Limit::TargetDialTimeout)
 }
 
 /// A connection that the server dialled: it ends in a reset unless it was finished, and counts its bytes.

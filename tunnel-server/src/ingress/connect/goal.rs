@@ -103,6 +103,12 @@ impl Goal {
         cluster: &ClusterRanges,
         has_agent: impl Fn(&NodeName) -> bool,
     ) -> Result<Way, Failure> {
+        // Nodes write their own addresses: what the cluster's networks are for is never an agent's.
+        if let Host::Address(address) = self.host
+            && cluster.owns(address, &has_agent)
+        {
+            return Ok(Way::Direct(Place::Addresses(vec![address])));
+        }
         let found = match &self.host {
             Host::Name(name) => routes.by_name(name),
             Host::Address(address) => routes.by_address(*address),

@@ -61,10 +61,23 @@ impl ClusterRanges {
         self.cloud_nodes.get(node).map(Vec::as_slice)
     }
 
-    fn contains(&self, ip: IpAddr) -> bool {
+    /// Whether an address is one of Services, of Pods in the cloud, or of a node in the cloud that has no agent.
+    #[must_use]
+    pub fn owns(&self, ip: IpAddr, has_agent: impl Fn(&NodeName) -> bool) -> bool {
+        let ip = ip.to_canonical();
+        let has = |(node, addresses): (&NodeName, &Vec<IpAddr>)| {
+            addresses.contains(&ip) && !has_agent(node)
+        };
+        self.is_network(ip) || self.cloud_nodes.iter().any(has)
+    }
+
+    fn is_network(&self, ip: IpAddr) -> bool {
         let mut networks = self.services.iter().chain(&self.pods);
         networks.any(|network| covers(network, ip))
-            || self.cloud_nodes.values().flatten().any(|node| *node == ip)
+    }
+
+    fn contains(&self, ip: IpAddr) -> bool {
+        self.is_network(ip) || self.cloud_nodes.values().flatten().any(|node| *node == ip)
     }
 }
 

@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::net::TcpListener;
 
 use super::super::ranges::LiveRanges;
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::*;
 
 /// Gives its answers one after the other.
@@ -15,7 +17,12 @@ struct Flipping {
 }
 
 impl Resolve for Flipping {
-    fn resolve<'a>(&'a self, name: &'a str, _port: u16) -> Resolved<'a> {
+    fn resolve<'a>(
+        &'a self,
+        name: &'a str,
+        _port: u16,
+        _place: OwnedSemaphorePermit,
+    ) -> Resolved<'a> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
         self.names.lock().unwrap().push(name.to_owned());
         let answer = self.answers[number % self.answers.len()].clone();
