@@ -104,6 +104,7 @@ impl ClusterSide {
         let mut known = current.subscribe();
         let material = first(&mut known).await;
         documents.heard().await;
+        kept::publish(data, material.clone()).await;
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);
         let replicas = Replicas {

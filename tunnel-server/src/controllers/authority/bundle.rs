@@ -43,6 +43,14 @@ pub(super) async fn write(place: &Place, name: &str, certificates: &str) -> Resu
     Err(conflicts())
 }
 
+/// Whether it has certificates.
+pub(super) async fn is_filled(place: &Place, name: &str) -> Result<bool, Failure> {
+    let found = place.call(place.maps.get_opt(name)).await?;
+    let data = found.and_then(|map| map.data).unwrap_or_default();
+    let text = data.get(CA_CERTIFICATE_KEY);
+    Ok(text.is_some_and(|text| text.contains("BEGIN CERTIFICATE")))
+}
+
 fn plan(name: &str, found: Option<ConfigMap>, certificates: &str) -> Plan {
     let Some(mut map) = found else {
         let metadata = ObjectMeta {

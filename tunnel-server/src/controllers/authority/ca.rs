@@ -146,6 +146,9 @@ impl Keeper {
     /// The CA of the Secret. An empty one gets the CA that this server has already, or else a new one.
     async fn adopt(&self) -> Result<Arc<CaMaterial>, Failure> {
         for _ in 0..CONFLICTS_MAX {
+            // Looked at before the Secret, since servers write it after the Secret.
+            let held = self.current.borrow().clone();
+            let has_agents = held.is_none() && bundle::is_filled(&self.place, &self.map).await?;
             let mut secret = self.place.secret(&self.secret).await?;
             match plan(&secret, &self.place.named(&self.secret)) {
                 Plan::Adopt(material) => return Ok(Arc::from(material)),
@@ -154,9 +157,16 @@ impl Keeper {
                 }
                 Plan::Fill => {}
             }
-            let held = self.current.borrow().clone();
             let material = match held {
                 Some(held) => held,
+                None if has_agents => {
+                    let problem = format!(
+                        "it is empty, and ConfigMap {}/{} has the certificates of a CA that agents trust: put the CA back from a \
+                         backup, or empty that ConfigMap, too, to begin anew with new agents",
+                        self.place.namespace, self.map
+                    );
+                    return Err(Failure::new(FailureKind::Invalid, problem));
+                }
                 None => Arc::new(
                     CaMaterial::generate(SystemTime::now())
                         .map_err(|error| Failure::new(FailureKind::Invalid, error.to_string()))?,

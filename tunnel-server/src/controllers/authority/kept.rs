@@ -79,6 +79,18 @@ pub(super) fn load(data: &DataDir, secret: &str) -> Kept {
     }
 }
 
+/// Puts the certificates where people look for them.
+pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
+    let path = data.ca_certificate();
+    let writing =
+        tokio::task::spawn_blocking(move || write_certificates(&path, material.certificates_pem()));
+    match writing.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "cannot write the certificates of the CA"),
+        Err(error) => warn!(%error, "writing the certificates of the CA failed"),
+    }
+}
+
 /// Keeps what is heard, as soon as it changes.
 pub(super) fn start(
     data: &DataDir,
@@ -130,8 +142,12 @@ fn state(secret: &str, material: Option<&CaMaterial>, documents: &Documents) -> 
 fn save(path: &Path, certificate: &Path, kept: &Kept) -> std::io::Result<()> {
     let content = serde_json::to_vec(kept).map_err(std::io::Error::other)?;
     files::replace(path, &content)?;
-    if files::read(certificate)?.as_deref() == Some(kept.certificates.as_bytes()) {
+    write_certificates(certificate, &kept.certificates)
+}
+
+fn write_certificates(path: &Path, pem: &str) -> std::io::Result<()> {
+    if files::read(path)?.as_deref() == Some(pem.as_bytes()) {
         return Ok(());
     }
-    files::replace(certificate, kept.certificates.as_bytes())
+    files::replace(path, pem.as_bytes())
 }

@@ -35,6 +35,9 @@ const RENEW_EVERY: Duration = Duration::from_secs(4);
 const STALE: SignedDuration = SignedDuration::from_secs(60);
 /// Finding keys at the start takes this long at most; it goes on with its own.
 const CLAIM_LIMIT: Duration = Duration::from_secs(8);
+/// The same for a server that remembers keys: names are to be answered within a second of a start, also while the API
+/// server is away.
+const CLAIM_LIMIT_REMEMBERED: Duration = Duration::from_millis(500);
 /// Giving them back at a clean stop.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
@@ -93,9 +96,13 @@ impl Replicas {
         documents: &Documents,
         data: &DataDir,
     ) -> Result<Claimed, CaError> {
-        let remembered = remembered(data);
-        let finding = self.find(documents, remembered.as_ref());
-        let found = tokio::time::timeout(CLAIM_LIMIT, finding).await;
+        let mut remembered = remembered(data);
+        let limit = match remembered {
+            Some(_) => CLAIM_LIMIT_REMEMBERED,
+            None => CLAIM_LIMIT,
+        };
+        let finding = self.find(documents, &mut remembered);
+        let found = tokio::time::timeout(limit, finding).await;
         let found = found
             .unwrap_or_else(|_elapsed| Err("the API server did not answer in time".to_owned()));
         let found = match found {
@@ -135,7 +142,7 @@ impl Replicas {
     async fn find(
         &self,
         documents: &Documents,
-        remembered: Option<&Remembered>,
+        remembered: &mut Option<Remembered>,
     ) -> Result<Remembered, String> {
         let claim = if self.is_single {
             Claim {
@@ -143,16 +150,18 @@ impl Replicas {
                 holder: self.holder.clone(),
             }
         } else {
-            let claim = self.hold_any(remembered.map(|remembered| &remembered.claim));
-            claim.await.map_err(|failure| failure.to_string())?
+            let claim = self.hold_any(remembered).await;
+            claim.map_err(|failure| failure.to_string())?
         };
         let keys = keys_of(documents, claim.entry).await?;
         Ok(Remembered { claim, keys })
     }
 
-    /// Gets the Lease of the entry that it had, of a free one, or of a new one.
-    async fn hold_any(&self, before: Option<&Claim>) -> Result<Claim, Failure> {
-        let holder = before.map_or(&self.holder, |claim| &claim.holder);
+    /// Gets the Lease of the entry that it had, of a free one, or of a new one. An entry that another server has by now
+    /// is not remembered any more: its keys are that server's.
+    async fn hold_any(&self, remembered: &mut Option<Remembered>) -> Result<Claim, Failure> {
+        let before = remembered.as_ref().map(|remembered| &remembered.claim);
+        let holder = before.map_or_else(|| self.holder.clone(), |claim| claim.holder.clone());
         let first = before.map(|claim| claim.entry);
         let others = (0..REPLICAS_MAX).filter(|entry| Some(*entry) != first);
         for entry in first.into_iter().chain(others) {
@@ -162,6 +171,9 @@ impl Replicas {
             };
             if self.take(&claim).await? {
                 return Ok(claim);
+            }
+            if Some(entry) == first {
+                *remembered = None;
             }
         }
         Err(Failure::new(
