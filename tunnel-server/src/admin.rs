@@ -3,10 +3,7 @@
 
 use std::convert::Infallible;
 use std::fmt;
-use std::fs::{self, Permissions};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +13,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::accept::Accepting;
@@ -30,6 +27,7 @@ use crate::issuer::LocalCa;
 use crate::nodes::KnownNodes;
 use crate::revoked::Revocations;
 use crate::tokens::{CreateTokenError, TokenStore};
+use crate::unix::{self, Access};
 
 mod client;
 mod command;
@@ -76,8 +74,13 @@ impl fmt::Debug for AdminState {
 /// When another server answers there, or the socket cannot be made, with its path.
 pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
     let path = dir.admin_socket();
-    let (listener, socket) = bind(dir, &path)
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?;
+    let (listener, socket) = unix::bind(&path, OWN_USER).map_err(|error| match error.kind() {
+        io::ErrorKind::AddrInUse => {
+            let problem = "another tunnel-server runs with this data directory";
+            io::Error::new(error.kind(), format!("{}: {problem}", path.display()))
+        }
+        _ => error,
+    })?;
     let state = Arc::new(state);
     let tasks = shutdown.clone();
     shutdown.spawn_listener(async move {
@@ -94,42 +97,6 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
         }
     });
     Ok(())
-}
-
-/// Binds beside the final name and moves the socket there when it is private, so that it never exists with another
-/// mode.
-fn bind(dir: &DataDir, path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-    match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            let problem = "is not a socket; remove it";
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
-        }
-        Ok(_socket) => match std::os::unix::net::UnixStream::connect(path) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(error) => return Err(error),
-            Ok(_answered) => {
-                let problem = "another tunnel-server runs with this data directory";
-                return Err(io::Error::new(io::ErrorKind::AddrInUse, problem));
-            }
-        },
-    }
-    let fresh = dir.path().join("admin.new");
-    let _nothing_left_over = fs::remove_file(&fresh);
-    let listener = UnixListener::bind(&fresh)?;
-    fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
-    fs::rename(&fresh, path)?;
-    Ok((listener, SocketFile(path.to_owned())))
-}
-
-/// Removes the socket when the server ends.
-struct SocketFile(PathBuf);
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let _best_effort = fs::remove_file(&self.0);
-    }
 }
 
 async fn serve(state: Arc<AdminState>, socket: UnixStream) {
@@ -363,6 +330,11 @@ impl Refusal {
     }
 }
 
+/// Nobody but the server's own user.
+const OWN_USER: Access = Access {
+    mode: 0o600,
+    owner: None,
+};
 /// Connections at once; more wait. Verbs make one each.
 const CONNECTIONS_MAX: usize = 16;
 /// A caller must send its request head within this time.
