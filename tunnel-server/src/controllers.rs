@@ -24,18 +24,17 @@ use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
-use tunnel_proto::wire::name::NodeName;
 
 use crate::config::KubernetesSettings;
 use crate::data::DataDir;
-use crate::dns::{RecordSet, Records};
+use crate::dns::Records;
 use crate::ingress::connect::ranges::LiveRanges;
 use crate::issuer::DoorNames;
 use crate::metrics::Metrics;
 use crate::pods::Question;
 use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::Registry;
-use crate::routes::{Routes, Source};
+use crate::routes::Routes;
 
 mod authority;
 mod client;
@@ -52,6 +51,7 @@ pub mod objects;
 mod pods;
 mod ports;
 mod problems;
+mod publisher;
 mod ranges;
 mod reviews;
 mod service;
@@ -68,7 +68,8 @@ use events::EventLog;
 use lease::Election;
 use metrics::{ClusterMetrics, Object};
 use nodes::{NodeObject, NodeStore};
-use problems::{Part, Problems};
+use problems::Problems;
+use publisher::Publisher;
 pub use service::DoorPorts;
 pub use signing::Signer;
 use signing::Signing;
@@ -78,9 +79,6 @@ use writers::Writers;
 
 /// A server without any node kept waits this long for the first list before it says that it is ready.
 const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
-
-/// Agents that come and go within this time count together.
-const AGENTS_PAUSE: Duration = Duration::from_millis(200);
 
 /// What the cluster's side feeds.
 #[derive(Debug)]
@@ -413,111 +411,6 @@ fn watch_all(
             }
             drop(first_list);
         });
-    }
-}
-
-/// Puts what follows from the world in force, as soon as it changes.
-struct Publisher {
-    own: Own,
-    routes: Routes,
-    records: Records,
-    policy: LivePolicy,
-    ranges: Option<LiveRanges>,
-    /// When connected agents make edge nodes.
-    agents: Option<Arc<Registry>>,
-    route_metrics: Metrics,
-    service: String,
-    problems: Problems,
-    metrics: ClusterMetrics,
-    desired: watch::Sender<Desired>,
-    last_nodes: Option<Arc<nodes::NodeSet>>,
-}
-
-impl Publisher {
-    async fn run(mut self, mut world: watch::Receiver<World>) {
-        let mut agents = self.agents.as_ref().map(|registry| registry.changed());
-        loop {
-            let now = world.borrow_and_update().clone();
-            self.publish(&now);
-            let more = tokio::select! {
-                changed = world.changed() => changed.is_ok(),
-                changed = async {
-                    match &mut agents {
-                        Some(agents) => {
-                            let changed = agents.changed().await.is_ok();
-                            // A site that comes back brings many in a row.
-                            tokio::time::sleep(AGENTS_PAUSE).await;
-                            changed
-                        }
-                        None => std::future::pending().await,
-                    }
-                } => changed,
-            };
-            if !more {
-                return;
-            }
-        }
-    }
-
-    fn publish(&mut self, world: &World) {
-        let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
-        if !self.last_nodes.as_ref().is_some_and(is_same) {
-            self.last_nodes = Some(world.nodes.clone());
-            if let Some(ranges) = &self.ranges {
-                let (pods, nodes) = world.nodes.in_the_cloud();
-                ranges.set_nodes(pods, nodes);
-            }
-            let table = self.routes.set(Source::Cluster, world.nodes.routes());
-            self.route_metrics
-                .routes(table.len(), table.conflicts().len());
-            self.problems
-                .set(Part::NodeNames, world.nodes.refused().to_vec());
-        }
-        let agents = self.agents.clone();
-        let derived = world.derive(&self.own, |node: &NodeName| {
-            agents.as_ref().is_some_and(|agents| agents.has(node))
-        });
-        let (records_heard, ports_heard) = world.is_heard();
-        self.policy.replace(derived.policy.clone());
-        self.problems.set(Part::PortLists, derived.mistakes);
-        self.problems
-            .set(Part::Service, self.service_problem(world));
-        let records = derived.records.map(|records| self.put(records));
-        let ports = service::wanted(&derived.policy, self.own.doors);
-        let desired = Desired {
-            records: records.filter(|_| records_heard),
-            ports: ports_heard.then_some(ports),
-        };
-        self.desired.send_if_modified(|last| {
-            let is_other = *last != desired;
-            if is_other {
-                *last = desired;
-            }
-            is_other
-        });
-    }
-
-    fn put(&self, records: RecordSet) -> Arc<RecordSet> {
-        self.records.replace(records);
-        let records = self.records.load();
-        self.metrics.records(records.len(), records.hosts().len());
-        records
-    }
-
-    fn service_problem(&self, world: &World) -> Vec<String> {
-        let problem = match &world.service {
-            Seen::Unknown => None,
-            Seen::Absent => Some("is missing"),
-            Seen::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
-            Seen::Present(_) => None,
-        };
-        let line = problem.map(|what| {
-            format!(
-                "Service {} {what}: records stay as they are until it is there",
-                self.service
-            )
-        });
-        line.into_iter().collect()
     }
 }
 
