@@ -2,7 +2,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tunnel_proto::process::base64;
 use tunnel_proto::wire::code::RefusalCode;
@@ -91,6 +91,45 @@ async fn half_close_is_kept_also_before_the_answer() {
     let mut answer = String::new();
     within(caller.read_to_string(&mut answer)).await.unwrap();
     assert_eq!(answer, format!("{GRANTED}late"));
+}
+
+/// The caller's end comes right behind the head, and the answer when the target is connected, which is later.
+#[tokio::test]
+async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = target.local_addr().unwrap();
+    let mut caller = bench.dial_at(open_door(&[])).await;
+    caller.write_all(ASK.as_bytes()).await.unwrap();
+    caller.shutdown().await.unwrap();
+    let mut stream = agent.stream().await;
+    // The door has had every chance to see the end before it may answer.
+    assert!(agent.is_left_alone().await);
+    stream.accept("").await.unwrap();
+    speaks_after_the_end(&mut stream).await;
+    let mut answer = String::new();
+    within(caller.read_to_string(&mut answer)).await.unwrap();
+    assert_eq!(answer, format!("{GRANTED}late"));
+
+    let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
+    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    caller.write_all(ask.as_bytes()).await.unwrap();
+    caller.shutdown().await.unwrap();
+    let (mut socket, _) = within(target.accept()).await.unwrap();
+    speaks_after_the_end(&mut socket).await;
+    drop(socket);
+    let mut answer = String::new();
+    within(caller.read_to_string(&mut answer)).await.unwrap();
+    assert_eq!(answer, format!("{GRANTED}late"));
+}
+
+async fn speaks_after_the_end<S: AsyncRead + AsyncWrite + Unpin>(target: &mut S) {
+    let mut nothing = Vec::new();
+    within(target.read_to_end(&mut nothing)).await.unwrap();
+    assert!(nothing.is_empty());
+    target.write_all(b"late").await.unwrap();
+    target.shutdown().await.unwrap();
 }
 
 #[tokio::test]
