@@ -32,6 +32,6 @@ pub use script::Received;
 pub use tls::TargetTls;
 
 pub(crate) use body::{BodyReader, Framing};
-pub(crate) use data::{base64, websocket_accept};
+pub(crate) use data::websocket_accept;
 pub(crate) use head::{Head, first_value};
 pub(crate) use wire::Wire;

@@ -5,12 +5,12 @@ use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::hmac;
 use serde_json::{Map, Value, json};
+use tunnel_proto::process::base64;
 
 use super::access::User;
 use super::admission::key;
 use super::kinds::Kind;
 use super::store::Content;
-use crate::targets::base64;
 
 /// What a token says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -176,7 +176,7 @@ fn part(value: &Value) -> String {
 
 /// base64url without padding (RFC 7515, section 2).
 fn url(bytes: &[u8]) -> String {
-    let text = base64(bytes);
+    let text = base64::encode(bytes);
     let text = text.trim_end_matches('=');
     text.replace('+', "-").replace('/', "_")
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use aws_lc_rs::digest::{Context, Digest, SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
+use tunnel_proto::process::base64;
 
 /// The first `n` pseudo-random bytes of the sequence named by `seed`; shorter answers are prefixes of longer ones.
 ///
@@ -133,7 +134,7 @@ impl ByteSource {
 /// The `Sec-WebSocket-Accept` that belongs to a `Sec-WebSocket-Key` (RFC 6455, section 4.2.2).
 pub(crate) fn websocket_accept(key: &str) -> String {
     let salted = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
-    base64(digest(&SHA1_FOR_LEGACY_USE_ONLY, salted.as_bytes()).as_ref())
+    base64::encode(digest(&SHA1_FOR_LEGACY_USE_ONLY, salted.as_bytes()).as_ref())
 }
 
 fn hex(digest: &Digest) -> String {
@@ -145,26 +146,6 @@ fn hex(digest: &Digest) -> String {
             let _ = write!(text, "{byte:02x}");
             text
         })
-}
-
-/// Standard alphabet with padding (RFC 4648, section 4).
-pub(crate) fn base64(bytes: &[u8]) -> String {
-    const ALPHABET: [u8; 64] = *b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for group in bytes.chunks(3) {
-        let bits = (0..3).fold(0_usize, |bits, i| {
-            bits << 8 | group.get(i).copied().map_or(0, usize::from)
-        });
-        for i in 0..4 {
-            let sextet = (bits >> (18 - 6 * i)) & 0x3f;
-            text.push(if i <= group.len() {
-                char::from(ALPHABET[sextet])
-            } else {
-                '='
-            });
-        }
-    }
-    text
 }
 
 #[cfg(test)]
@@ -203,12 +184,5 @@ mod tests {
             websocket_accept("dGhlIHNhbXBsZSBub25jZQ=="),
             "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
         );
-    }
-
-    #[test]
-    fn base64_pads_short_groups() {
-        assert_eq!(base64(b"f"), "Zg==");
-        assert_eq!(base64(b"fo"), "Zm8=");
-        assert_eq!(base64(b"foobar"), "Zm9vYmFy");
     }
 }
