@@ -4,6 +4,8 @@ mod doors;
 mod egress;
 mod people;
 mod prometheus;
+mod ranges;
+mod rights;
 mod stalls;
 
 use std::net::SocketAddr;

@@ -200,7 +200,8 @@ async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
     talk(dialer.dial(&target).await?).await
 }
 
-async fn talk(mut tunnel: Tunnel) -> Result<()> {
+/// Fails unless what is sent comes back, and then the end.
+pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
     tunnel.write_all(b"hello").await?;
     let mut heard = [0; 5];
     tunnel.read_exact(&mut heard).await?;

@@ -68,6 +68,13 @@ impl Node {
         self
     }
 
+    /// With this range for its Pods.
+    #[must_use]
+    pub fn with_pods(mut self, network: &str) -> Self {
+        self.0["spec"] = json!({ "podCIDR": network, "podCIDRs": [network] });
+        self
+    }
+
     /// As the API has it.
     #[must_use]
     pub fn object(&self) -> &Value {

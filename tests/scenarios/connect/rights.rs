@@ -1,0 +1,105 @@
+//! P9: through a CONNECT door kubelets judge callers by what those bring themselves; the server, which has a certificate to
+//! lend at its TLS door, lends nothing here.
+
+use anyhow::{Context, Result, ensure};
+use rustls::RootCertStore;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Door, EgressDialer, over_tls};
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::targets::{Access, StandInKubelet};
+
+use super::{Lab, NODE};
+
+/// Whom kubelets know the API server as, and the server of the tunnel.
+const APISERVER: &str = "kube-apiserver-kubelet-client";
+const OWN: &str = "culvert-tunnel-server";
+const SCRAPER: &str = "token-of-prometheus-37c1";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p09_kubelets_give_each_caller_of_the_connect_doors_its_own_rights() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let (clients, kubelets) = (TestCa::new("clients")?, TestCa::new("kubelets")?);
+    let callers = scratch.file("callers.crt", clients.pem())?;
+    let lent = clients.issue(&Leaf::caller(OWN))?;
+    let (own, key) = lent.write(scratch.path(), "own")?;
+    let lab = Lab::start_with(|settings| {
+        let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.client_ca = text(&callers);
+        settings.target_cert_file = text(&own);
+        settings.target_key_file = text(&key);
+        settings.https_proxy_ports = Some("1024-65535".into());
+        settings.http_proxy_ports = None;
+    });
+    let lab = lab.await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let access = Access::new(clients.root(), &[APISERVER, OWN])?
+        .with_scraper(SCRAPER, "system:serviceaccount:monitoring:prometheus-k8s");
+    let serving = kubelets.issue(&Leaf::target(NODE))?.serving()?;
+    let kubelet = StandInKubelet::guarded(NODE, serving, access).await?;
+    let target = format!("{NODE}:{}", kubelet.addr().port());
+
+    let apiserver = clients.issue(&Leaf::caller(APISERVER))?;
+    let other = clients.issue(&Leaf::caller("prometheus"))?;
+    let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
+    // The door over TCP knows its caller as the API server, which gives what is inside of the tunnel no right.
+    let address = lab.world.bound().connect.context("a door")?;
+    let roots = RootCertStore::clone(&*lab.world.roots()?);
+    let at_the_door = ClientTls::verifying(NODE, roots, Some(apiserver.presented()?))?;
+    for (door, dialer) in [
+        ("uds", lab.dialer()),
+        ("tcp", EgressDialer::tcp(Door::tls(address, at_the_door))),
+    ] {
+        for (who, certificate, token, expected) in [
+            ("a pod without credentials", None, None, [401, 401, 401]),
+            ("a wrong token", None, Some("guess"), [401, 401, 401]),
+            ("Prometheus", None, Some(SCRAPER), [403, 200, 403]),
+            ("the API server", Some(&apiserver), None, [200, 200, 101]),
+            ("another caller", Some(&other), None, [403, 403, 403]),
+            ("a foreign CA", Some(&foreign), None, [401, 401, 401]),
+        ] {
+            let mut roots = RootCertStore::empty();
+            roots.add(kubelets.root().clone())?;
+            let presented = certificate.map(Issued::presented).transpose()?;
+            let tls = ClientTls::verifying(NODE, roots, presented)?;
+            let got = tried(&dialer, &target, (&tls, token)).await;
+            let got = got.with_context(|| format!("{who} over {door}"))?;
+            ensure!(got == expected, "{who} over {door}: {got:?}");
+        }
+    }
+    Ok(())
+}
+
+/// The statuses of a page, of metrics and of a command, each through a tunnel of its own.
+async fn tried(
+    dialer: &EgressDialer,
+    target: &str,
+    (tls, token): (&ClientTls, Option<&str>),
+) -> Result<[u16; 3]> {
+    let token = token.map_or_else(String::new, |token| {
+        format!("Authorization: Bearer {token}\r\n")
+    });
+    let command = "POST /exec/default/web-0/app?command=ls HTTP/1.1\r\nConnection: Upgrade\r\n\
+                   Upgrade: SPDY/3.1\r\nContent-Length: 0";
+    let mut statuses = [0; 3];
+    let asked = ["GET /pods HTTP/1.1", "GET /metrics HTTP/1.1", command];
+    for (head, status) in asked.into_iter().zip(&mut statuses) {
+        let mut stream = over_tls(dialer.dial(target).await?, tls).await?;
+        let request = format!("{head}\r\nHost: {target}\r\n{token}\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = Vec::new();
+        while !answer.ends_with(b"\r\n\r\n") {
+            answer.push(stream.read_u8().await?);
+        }
+        let answer = String::from_utf8_lossy(&answer);
+        *status = answer.split(' ').nth(1).context("no status")?.parse()?;
+        if *status == 101 {
+            stream.write_all(b"ls\n").await?;
+            let mut echoed = [0; 3];
+            stream.read_exact(&mut echoed).await?;
+            ensure!(&echoed == b"ls\n", "{echoed:?}");
+        }
+    }
+    Ok(statuses)
+}
