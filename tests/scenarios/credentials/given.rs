@@ -1,12 +1,13 @@
 //! F19: certificates that the operator brings, replaced while everything runs.
 
-use std::path::PathBuf;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rustls::RootCertStore;
-use tunnel_tests::ca::{Leaf, TestCa, replace};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
+use tunnel_tests::client::{ClientTls, Door, RawRequest, UpgradeClient, request};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::load::Load;
 use tunnel_tests::process::ScratchDir;
@@ -297,5 +298,79 @@ async fn f19_certificate_of_the_tls_door_is_replaced_under_load() -> Result<()> 
         }
     }
     ensure!(answered > 0);
+    Ok(())
+}
+
+/// A certificate in a mounted Secret: the kubelet writes a new folder, and swaps the link to it.
+fn mount(volume: &Path, revision: u32, issued: &Issued) -> Result<()> {
+    let name = format!("..revision-{revision}");
+    let folder = volume.join(&name);
+    std::fs::create_dir(&folder)?;
+    std::fs::write(folder.join("tls.crt"), &issued.certificate)?;
+    std::fs::write(folder.join("tls.key"), &issued.key)?;
+    let (data, fresh) = (volume.join("..data"), volume.join("..data_tmp"));
+    let before = std::fs::read_link(&data).ok();
+    symlink(&name, &fresh)?;
+    std::fs::rename(&fresh, &data)?;
+    match before {
+        Some(before) => std::fs::remove_dir_all(volume.join(before))?,
+        None => {
+            for file in ["tls.crt", "tls.key"] {
+                symlink(Path::new("..data").join(file), volume.join(file))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_mounted_certificate_of_the_tls_door_is_swapped_under_an_exec_that_goes_on()
+-> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let leaf = Leaf::target("worker-1");
+    // Each certificate is of a CA of its own, so that who trusts one sees which is shown.
+    let authorities = ["first", "second", "third"].map(TestCa::new);
+    let mut authorities = authorities.into_iter().collect::<Result<Vec<_>>>()?;
+    let rest = authorities.split_off(1);
+    mount(scratch.path(), 0, &authorities[0].issue(&leaf)?)?;
+    let text = |name| Some(scratch.path().join(name).to_string_lossy().into_owned());
+    let world = World::start_with(|settings| {
+        settings.https_cert_file = text("tls.crt");
+        settings.https_key_file = text("tls.key");
+        settings.limits = World::limits("reloadEvery: 20ms");
+        settings.https_proxy_ports = Some("1024-65535".into());
+        settings.http_proxy_ports = None;
+    })
+    .await?;
+    let kubelet = StandInKubelet::start("worker-1").await?;
+    let _agent = world.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let door = |ca: &TestCa| -> Result<Door> {
+        let mut roots = RootCertStore::empty();
+        roots.add(ca.root().clone())?;
+        let tls = ClientTls::verifying("worker-1", roots, None)?;
+        Ok(Door::tls(world.bound().https.unwrap(), tls))
+    };
+    let exec = async |ca: &TestCa| -> Result<_> {
+        let client = UpgradeClient::spdy(&host, "/exec/default/web-0/app?command=sh");
+        client.connect(door(ca)?).await?.switched()
+    };
+    let mut running = vec![exec(&authorities[0]).await?];
+    for (revision, ca) in (1..).zip(&rest) {
+        mount(scratch.path(), revision, &ca.issue(&leaf)?)?;
+        let opened = eventually("the new certificate", PATIENCE, async || exec(ca).await).await;
+        running.push(opened);
+        let old = request(door(&authorities[0])?, &RawRequest::get(&host, "/healthz")).await;
+        ensure!(old.is_err(), "the first certificate is still shown");
+        for stream in &mut running {
+            stream.send(b"still here").await?;
+            ensure!(stream.receive(10).await? == b"still here");
+        }
+    }
+    for mut stream in running {
+        stream.finish().await?;
+        let rest = stream.read_to_end().await;
+        ensure!(rest.ended.is_clean() && rest.bytes.is_empty(), "{rest:?}");
+    }
     Ok(())
 }
