@@ -261,12 +261,14 @@ impl State {
                     continue;
                 }
             };
-            let known = self.nodes.get(&node);
-            if known.is_some_and(|known| *known >= entry.revoked_at) {
+            let known = self.nodes.get(&node).copied();
+            if known.is_some_and(|known| known >= entry.revoked_at) {
                 continue;
             }
-            // Who revoked may not have known of what was issued or shown here before this was heard.
-            let newest = self.issued.get(&node).copied();
+            // Who revoked may not have known of what was issued or shown here before this was heard. One that is hardly
+            // later than the known one is that one, raised by such a server: what was bought since then stays good.
+            let is_new = known.is_none_or(|known| entry.revoked_at > known + RAISED_MAX);
+            let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
             self.owed |= at > entry.revoked_at;
             self.nodes.insert(node, at);
@@ -311,6 +313,8 @@ pub fn told(at: SystemTime) -> String {
 const REVOKED: &str = "the node's certificate was revoked";
 /// How often the document is looked at for revocations that another process wrote.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// Clocks of servers differ by less, and a server hears of a revocation sooner.
+const RAISED_MAX: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -366,6 +370,31 @@ mod tests {
             revocations.revoke(&node, behind).unwrap();
             assert!(revocations.of_node(&node) > Some(now));
         }
+    }
+
+    #[test]
+    fn revocation_of_another_server_covers_what_was_issued_here_before_it_was_heard() {
+        let scratch = Scratch::new();
+        let open = || Revocations::open(&scratch.0, true).unwrap();
+        let (here, there) = (open(), open());
+        let node = "worker-1".parse().unwrap();
+        let now = whole_seconds(SystemTime::now());
+        // This server's clock is ahead, and it has not heard yet.
+        let ahead = now + Duration::from_secs(2);
+        there.revoke(&node, now).unwrap();
+        here.lock().note(&node, ahead);
+        let stolen = peer("worker-1", ahead);
+        assert!(here.holds_for(&stolen));
+        assert!(!there.holds_for(&peer("worker-1", ahead + Duration::from_secs(1))));
+        here.settle().unwrap();
+        assert!(there.holds_for(&stolen) && open().holds_for(&stolen));
+        // What is issued from then on is good, and nothing is raised again.
+        let next = issue_time(here.of_node(&node), now);
+        for revocations in [&here, &there] {
+            assert!(!revocations.holds_for(&peer("worker-1", next)));
+        }
+        here.settle().unwrap();
+        assert!(!open().holds_for(&peer("worker-1", next)));
     }
 
     #[test]

@@ -90,8 +90,10 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     let twin = name("edge-2");
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let (own, shared, far) = (ip("10.0.0.1"), ip("192.168.33.221"), ip("10.0.0.9"));
+    // Kubelets write what addresses they like.
+    let claimed = [own, shared, far, ip("10.96.0.11")];
     let routes = RouteTable::new([
-        (&edge, &[own, shared][..]),
+        (&edge, &claimed[..]),
         (&twin, &[shared][..]),
         (&cloud, &[far][..]),
     ]);
@@ -101,6 +103,7 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     };
     let mut cluster = ClusterRanges::default();
     cluster.cloud_nodes.insert(cloud.clone(), vec![far]);
+    cluster.services = vec!["10.96.0.0/12".parse().unwrap()];
     let way = |target: &str, agents: &[&NodeName]| {
         let goal = goal("CONNECT", target, &[]).unwrap();
         goal.way(&routes, &policy, &cluster, |node| agents.contains(&node))
@@ -130,6 +133,11 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         "it has an agent"
     );
     assert_eq!(way("10.96.0.10:443", &[]), direct(&[ip("10.96.0.10")]));
+    assert_eq!(
+        way("10.96.0.11:10250", &[&edge]),
+        direct(&[ip("10.96.0.11")]),
+        "an edge node claims a Service's address"
+    );
     assert_eq!(
         way("hook.default.svc:443", &[]),
         Ok(Way::Direct(Place::Name(name("hook.default.svc"))))
