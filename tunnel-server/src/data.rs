@@ -91,6 +91,13 @@ impl DataDir {
         self.0.join("authority.json")
     }
 
+    /// Whether a server of a cluster uses it: then CA, tokens and revocations are the cluster's. A key of its own says that it
+    /// does not, or did not begin so.
+    #[must_use]
+    pub fn is_of_cluster(&self) -> bool {
+        self.authority().exists() && !self.ca_key().exists()
+    }
+
     /// Which QUIC keys of the cluster this server has.
     #[must_use]
     pub fn replica(&self) -> PathBuf {

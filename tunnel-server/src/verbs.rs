@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
+use tunnel_proto::process::files;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
@@ -157,6 +158,16 @@ pub enum VerbError {
     /// The server does not run, or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
+    /// The directory is a server's of a cluster, which keeps this elsewhere.
+    #[error(
+        "no tunnel-server runs with {}, and what it follows is in its cluster's Secrets: use the verb where a server runs, as in \
+         kubectl exec",
+        .0.display()
+    )]
+    OfCluster(PathBuf),
+    /// The directory is a server's of a cluster that has not kept the CA's certificate.
+    #[error("{} is not there yet; the cluster's ConfigMap for agents has the CA's certificate", .0.display())]
+    NotKept(PathBuf),
     /// There is no connection to a node.
     #[error(transparent)]
     Connect(#[from] connect::ConnectError),
@@ -183,6 +194,8 @@ impl VerbError {
             | Self::NoToken(_)
             | Self::NoNode(_)
             | Self::NotReady(_)
+            | Self::OfCluster(_)
+            | Self::NotKept(_)
             | Self::Connect(_)
             | Self::Json(_) => 1,
         }
@@ -213,7 +226,7 @@ impl TokenVerb {
                 let dir = DataDir::existing(&data_dir.data_dir)?;
                 let tokens = match AdminClient::connect(&dir).await? {
                     Some(server) => server.tokens().await?,
-                    None => TokenStore::open(&dir)?.list(SystemTime::now()),
+                    None => TokenStore::open(own(&dir)?)?.list(SystemTime::now()),
                 };
                 Ok(Printed::out(match output {
                     OutputForm::Table => table::tokens(&tokens),
@@ -224,7 +237,7 @@ impl TokenVerb {
                 let dir = DataDir::existing(&data_dir.data_dir)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
-                    None => TokenStore::open(&dir)?.revoke(&id, SystemTime::now())?,
+                    None => TokenStore::open(own(&dir)?)?.revoke(&id, SystemTime::now())?,
                 };
                 if found {
                     Ok(Printed::out(format!("token {id} revoked\n")))
@@ -286,7 +299,7 @@ impl NodesArgs {
 }
 
 impl CaArgs {
-    /// Prints the CA's certificate; makes the CA when there is none yet.
+    /// Prints the CA's certificate; makes the CA when there is none yet. Without a server, a cluster's is what was heard last.
     ///
     /// # Errors
     /// [`VerbError`].
@@ -298,6 +311,11 @@ impl CaArgs {
         let dir = DataDir::open(&self.data_dir.data_dir)?;
         Ok(Printed::out(match AdminClient::connect(&dir).await? {
             Some(server) => server.ca().await?,
+            None if dir.is_of_cluster() => {
+                let path = dir.ca_certificate();
+                let kept = files::read(&path)?.ok_or(VerbError::NotKept(path))?;
+                String::from_utf8_lossy(&kept).into_owned()
+            }
             None => LocalCa::load_or_create(&dir)?.root_pem(),
         }))
     }
@@ -314,6 +332,15 @@ impl HealthcheckArgs {
     }
 }
 
+/// A directory whose files are what a server of it follows. In a cluster a change of them would be told as done and have no
+/// effect.
+fn own(dir: &DataDir) -> Result<&DataDir, VerbError> {
+    if dir.is_of_cluster() {
+        return Err(VerbError::OfCluster(dir.path().to_owned()));
+    }
+    Ok(dir)
+}
+
 async fn revoke_node(
     dir: &DataDir,
     server: Option<AdminClient>,
@@ -325,6 +352,7 @@ async fn revoke_node(
             "its sessions end now",
         )
     } else {
+        let dir = own(dir)?;
         // Whether certificates are ours matters to the running server only.
         let revocations = Revocations::open(dir, true)?;
         let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
@@ -357,7 +385,7 @@ async fn create_token(
         };
         server.create_token(&wish).await?
     } else {
-        let ca = LocalCa::load_or_create(dir)?;
+        let ca = LocalCa::load_or_create(own(dir)?)?;
         let now = SystemTime::now();
         let tokens = TokenStore::open(dir)?;
         let token = tokens.create(&node, ttl, ips.clone(), ca.spki_sha256(), now)?;

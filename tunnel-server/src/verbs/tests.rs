@@ -126,6 +126,29 @@ async fn verbs_work_on_the_files_when_no_server_runs() {
 }
 
 #[tokio::test]
+async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
+    let scratch = Scratch::new();
+    let dir = &scratch.0;
+    std::fs::write(dir.authority(), "{}").unwrap();
+    let told = verb(&scratch, "ca").await.err().unwrap();
+    assert!(matches!(told, VerbError::NotKept(_)), "{told}");
+    assert!(!dir.ca_key().exists(), "no other CA is made");
+    std::fs::write(dir.ca_certificate(), "the cluster's\n").unwrap();
+    assert_eq!(out(&scratch, "ca").await, "the cluster's\n");
+    for line in [
+        "token create --node worker-1",
+        "token list",
+        "token revoke abcdef012345",
+        "nodes revoke worker-1",
+    ] {
+        let told = verb(&scratch, line).await.err().unwrap();
+        assert!(matches!(told, VerbError::OfCluster(_)), "{line}: {told}");
+        assert!(told.to_string().contains("Secrets"), "{told}");
+    }
+    assert!(!dir.tokens().exists() && !dir.revoked().exists());
+}
+
+#[tokio::test]
 async fn verbs_work_through_a_running_server() {
     let scratch = Scratch::new();
     let shutdown = Shutdown::new();
