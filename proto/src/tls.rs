@@ -12,10 +12,12 @@ use std::sync::Arc;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
-use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
+use rustls::sign::{CertifiedKey, SigningKey, SingleCertAndKey};
+use rustls::{ClientConfig, Error, InconsistentKeys, RootCertStore, ServerConfig};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use zeroize::Zeroizing;
 
 use crate::wire::ALPN_ENROLL;
 
@@ -52,7 +54,15 @@ pub fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
-/// A chain with its private key, checked to belong together.
+/// A private key that can sign. Its bytes are wiped.
+///
+/// # Errors
+/// When it is of no known kind.
+pub fn signing_key(key: PrivateKeyDer<'static>) -> Result<Arc<dyn SigningKey>, Error> {
+    any_supported_type(&Zeroizing::new(key))
+}
+
+/// A chain with its private key, checked to belong together. The key's bytes are wiped.
 ///
 /// # Errors
 /// When the key is not usable or is not the leaf's.
@@ -60,7 +70,11 @@ pub fn certified_key(
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
 ) -> Result<Arc<CertifiedKey>, Error> {
-    CertifiedKey::from_der(chain, key, &provider()).map(Arc::new)
+    let own = CertifiedKey::new(chain, signing_key(key)?);
+    match own.keys_match() {
+        Ok(()) | Err(Error::InconsistentKeys(InconsistentKeys::Unknown)) => Ok(Arc::new(own)),
+        Err(error) => Err(error),
+    }
 }
 
 /// A store of the given roots.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use tunnel_proto::process::files;
 use tunnel_proto::process::settings::ConfigError;
+use zeroize::Zeroize as _;
 
 mod checked;
 mod limits;
@@ -160,10 +161,16 @@ tunnel_proto::layered! {
     }
 }
 
-/// A text that is not shown in logs or errors.
+/// A text that is not shown in logs or errors, and wiped when it is dropped.
 #[derive(Clone, PartialEq, Eq, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(pub String);
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        self.0.zeroize();
+    }
+}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

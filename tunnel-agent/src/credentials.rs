@@ -15,8 +15,9 @@ use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
 use tunnel_proto::wire::name::NodeName;
+use zeroize::Zeroizing;
 
-use crate::config::{NO_CA, Secret, TokenSource, parse_token};
+use crate::config::{NO_CA, TokenSource, parse_token};
 
 mod error;
 mod given;
@@ -194,7 +195,7 @@ impl Store {
             Some(pem) => self.key_pair(&pem),
             None => {
                 let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(generated)?;
-                self.replace(KEY, key.serialize_pem().as_bytes())?;
+                self.replace(KEY, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 Ok(key)
             }
         }
@@ -205,7 +206,7 @@ impl Store {
         if self.read_key()?.is_some() {
             return Ok(());
         }
-        self.replace(KEY, key.serialize_pem().as_bytes())
+        self.replace(KEY, Zeroizing::new(key.serialize_pem()).as_bytes())
     }
 
     fn key_pair(&self, pem: &[u8]) -> Result<KeyPair, CredentialError> {
@@ -214,7 +215,7 @@ impl Store {
             .map_err(|error| self.damaged(KEY, &format!("is not a usable key: {error}")))
     }
 
-    fn read_key(&self) -> Result<Option<Vec<u8>>, CredentialError> {
+    fn read_key(&self) -> Result<Option<Zeroizing<Vec<u8>>>, CredentialError> {
         files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))
     }
 
@@ -285,7 +286,7 @@ pub(crate) struct AccountFile(PathBuf);
 
 impl AccountFile {
     /// The token of this moment. Blocks the thread.
-    pub(crate) fn read(&self) -> Result<Secret, CredentialError> {
+    pub(crate) fn read(&self) -> Result<Zeroizing<String>, CredentialError> {
         let text = read_text(&self.0)?;
         if !is_account_token(&text) {
             return Err(CredentialError::BadToken {
@@ -293,7 +294,7 @@ impl AccountFile {
                 problem: "is no ServiceAccount token any more".to_owned(),
             });
         }
-        Ok(Secret(text.trim().to_owned()))
+        Ok(text.trim().to_owned().into())
     }
 }
 
@@ -317,12 +318,12 @@ pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, Cr
     Ok(Token::Account(AccountFile(path.clone())))
 }
 
-fn read_text(path: &Path) -> Result<String, CredentialError> {
+fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
     let content = files::read_given(path).map_err(|source| CredentialError::TokenFile {
         path: path.to_owned(),
         source,
     })?;
-    Ok(String::from_utf8_lossy(&content).into_owned())
+    Ok(String::from_utf8_lossy(&content).into_owned().into())
 }
 
 const KEY: &str = "agent.key";

@@ -26,6 +26,7 @@ use tunnel_proto::wire::enroll::{
 };
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::NodeName;
+use zeroize::{Zeroize as _, Zeroizing};
 
 use crate::config::ServerAddress;
 use crate::config::{NO_CA, NO_PIN};
@@ -269,9 +270,9 @@ async fn request(
     };
     let message = EnrollRequest {
         token: match &enrolment.claim {
-            Claim::Token(token) => token.reveal(),
-            Claim::Account(file, _) => file.read()?.0,
-            Claim::Ended(_) => String::new(),
+            Claim::Token(token) => token.reveal().into(),
+            Claim::Account(file, _) => file.read()?,
+            Claim::Ended(_) => Zeroizing::default(),
         },
         csr: csr.der().to_vec(),
         node_name: enrolment.node.clone(),
@@ -281,12 +282,12 @@ async fn request(
     message
         .encode(&mut framed)
         .map_err(|error| prepare(error.to_string()))?;
-    limited(within, exchange(tls, &framed))
-        .await
-        .map_err(|source| EnrollError::Exchange {
-            place: at(),
-            source,
-        })
+    let replied = limited(within, exchange(tls, &framed)).await;
+    framed.as_mut().zeroize();
+    replied.map_err(|source| EnrollError::Exchange {
+        place: at(),
+        source,
+    })
 }
 
 /// The certificate's key signs what only the two ends of this connection know.

@@ -9,6 +9,7 @@ use tokio::sync::{mpsc, oneshot};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
+use zeroize::Zeroizing;
 
 use crate::tokens::{FAILURES_PER_MINUTE, Window};
 
@@ -21,13 +22,13 @@ const COUNTED_MAX: usize = 4096;
 
 /// A ServiceAccount token. Its `Debug` form tells nothing of it.
 #[derive(Clone)]
-pub struct AccountToken(Arc<str>);
+pub struct AccountToken(Arc<Zeroizing<String>>);
 
 impl AccountToken {
     /// Takes a token as it came.
     #[must_use]
     pub fn new(text: &str) -> Self {
-        Self(text.trim().into())
+        Self(Arc::new(text.trim().to_owned().into()))
     }
 
     /// The token itself.

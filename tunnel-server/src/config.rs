@@ -135,7 +135,7 @@ pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError
                 ConfigError(vec![format!("--config: {}: {problem}", path.display())])
             };
             let text = files::read_given(path)
-                .and_then(|bytes| String::from_utf8(bytes).map_err(std::io::Error::other))
+                .and_then(|bytes| String::from_utf8(bytes.to_vec()).map_err(std::io::Error::other))
                 .map_err(|error| mistake(error.to_string()))?;
             serde_saphyr::from_str::<Option<RawConfig>>(&text)
                 .map_err(|error| mistake(error.to_string()))?

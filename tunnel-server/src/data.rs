@@ -191,9 +191,9 @@ impl DataDir {
         } else {
             let fresh = random::<{ QuicKeys::LEN }>()?;
             files::replace(&path, &fresh)?;
-            fresh.to_vec()
+            fresh.to_vec().into()
         };
-        let bytes = <[u8; QuicKeys::LEN]>::try_from(stored)
+        let bytes = <[u8; QuicKeys::LEN]>::try_from(stored.as_slice())
             .map_err(|_wrong_length| damaged(&path, "has the wrong length; remove it"))?;
         Ok(QuicKeys::from_bytes(&bytes))
     }

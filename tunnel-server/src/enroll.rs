@@ -13,6 +13,7 @@ use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_account_token,
 };
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
+use zeroize::Zeroize as _;
 
 use crate::attest::{AccountToken, Attested, Attestor};
 use crate::data::rfc3339;
@@ -237,7 +238,14 @@ async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollReq
         }
     }
     let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
-    EnrollRequest::decode(&frame.unwrap_or_default()).map_err(ReadError::Frame)
+    let frame = frame.unwrap_or_default();
+    // What is left of the buffer shares its memory with the frame.
+    drop(buffer);
+    let request = EnrollRequest::decode(&frame).map_err(ReadError::Frame);
+    if let Ok(mut frame) = frame.try_into_mut() {
+        frame.as_mut().zeroize();
+    }
+    request
 }
 
 async fn send_reply<S>(stream: &mut S, reply: &EnrollReply) -> std::io::Result<()>
@@ -323,7 +331,7 @@ mod tests {
 
         async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
             let request = EnrollRequest {
-                token: token.to_owned(),
+                token: token.to_owned().into(),
                 csr,
                 node_name: node(),
                 proof: None,

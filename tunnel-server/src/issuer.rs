@@ -21,6 +21,7 @@ use tunnel_proto::identity::{BACKDATED, Role};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::name::NodeName;
+use zeroize::Zeroizing;
 
 use crate::data::{DataDir, random, whole_seconds};
 
@@ -126,7 +127,7 @@ impl LocalCa {
             }
             None => {
                 let key = KeyPair::generate().map_err(CaError::Make)?;
-                files::replace(&key_path, key.serialize_pem().as_bytes())?;
+                files::replace(&key_path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 key
             }
         };
@@ -362,10 +363,7 @@ impl LeafKey {
     fn generate() -> Result<Self, CaError> {
         let pair = KeyPair::generate().map_err(CaError::Make)?;
         let private = PrivateKeyDer::Pkcs8(pair.serialize_der().into());
-        let signing = tls::provider()
-            .key_provider
-            .load_private_key(private)
-            .map_err(CaError::Tls)?;
+        let signing = tls::signing_key(private).map_err(CaError::Tls)?;
         Ok(Self { pair, signing })
     }
 }

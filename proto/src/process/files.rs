@@ -6,6 +6,8 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use zeroize::Zeroizing;
+
 /// Largest file of ours that is read; a known-nodes file of 10,000 nodes is a few MiB.
 const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
 const PRIVATE: u32 = 0o600;
@@ -30,23 +32,25 @@ pub fn make_private_dir(path: &Path) -> io::Result<()> {
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
 pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    read_own(path, OTHERS_WRITE)
+    let content = read_own(path, OTHERS_WRITE)?;
+    Ok(content.map(|mut content| std::mem::take(&mut *content)))
 }
 
-/// As [`read`], for keys: refuses files that others can so much as read.
+/// As [`read`], for keys: refuses files that others can so much as read, and what is read is wiped when it is dropped.
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_secret(path: &Path) -> io::Result<Option<Vec<u8>>> {
+pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     read_own(path, OTHERS)
 }
 
 /// Reads a file that an operator brings: links are followed, since mounted Secrets and the kubelet's certificates are
-/// links; group and others may read it (a Secret is 0644 or 0640), but not write it.
+/// links; group and others may read it (a Secret is 0644 or 0640), but not write it. It may hold a secret, so it is wiped when
+/// it is dropped.
 ///
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
-pub fn read_given(path: &Path) -> io::Result<Vec<u8>> {
+pub fn read_given(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
     let file = File::open(path).map_err(|error| at(path, &error))?;
     let opened = file.metadata().map_err(|error| at(path, &error))?;
     if !opened.is_file() {
@@ -55,7 +59,7 @@ pub fn read_given(path: &Path) -> io::Result<Vec<u8>> {
     if opened.mode() & OTHERS_WRITE != 0 {
         return Err(refused_mode(path, &opened, OTHERS_WRITE));
     }
-    let mut content = Vec::new();
+    let mut content = room(&opened, GIVEN_MAX_BYTES);
     file.take(GIVEN_MAX_BYTES + 1)
         .read_to_end(&mut content)
         .map_err(|error| at(path, &error))?;
@@ -65,7 +69,13 @@ pub fn read_given(path: &Path) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Vec<u8>>> {
+/// Room for a whole file and the look beyond its end: a buffer that grows leaves copies of itself behind.
+fn room(file: &fs::Metadata, most: u64) -> Zeroizing<Vec<u8>> {
+    let bytes = usize::try_from(file.len().min(most)).unwrap_or_default();
+    Zeroizing::new(Vec::with_capacity(bytes + 64))
+}
+
+fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -85,7 +95,7 @@ fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Vec<u8>>> {
     if (opened.dev(), opened.ino()) != (metadata.dev(), metadata.ino()) {
         return Err(refused(path, "changed while it was opened"));
     }
-    let mut content = Vec::new();
+    let mut content = room(&opened, FILE_MAX_BYTES);
     file.take(FILE_MAX_BYTES)
         .read_to_end(&mut content)
         .map_err(|error| at(path, &error))?;
@@ -283,7 +293,7 @@ mod tests {
         let link = dir.join("link");
         symlink(&path, &link).unwrap();
         assert!(read(&link).is_err() && read_secret(&link).is_err());
-        assert_eq!(read_given(&link).unwrap(), b"x");
+        assert_eq!(*read_given(&link).unwrap(), b"x");
         assert!(try_lock(&link).is_err(), "a lock is no link either");
         symlink(dir.join("nowhere"), dir.join("dangling")).unwrap();
         assert!(try_lock(&dir.join("dangling")).is_err());

@@ -25,14 +25,78 @@ pub fn forbid_core_dumps() -> io::Result<()> {
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
-    use rustix::process::{DumpableBehavior, dumpable_behavior};
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::sync::{Mutex, PoisonError};
+
+    use rustix::process::{DumpableBehavior, dumpable_behavior, set_dumpable_behavior};
 
     use super::*;
+    use crate::process::files;
+    use crate::wire::enroll::{EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
+
+    /// A process that is not dumped cannot read its own memory by that file either.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+    /// What memory of this process holds, where `bytes` are or were.
+    fn memory((at, length): (u64, usize)) -> Vec<u8> {
+        let mut found = vec![0; length];
+        let memory = File::open("/proc/self/mem").unwrap();
+        memory.read_exact_at(&mut found, at).unwrap();
+        found
+    }
+
+    fn place(bytes: &[u8]) -> (u64, usize) {
+        (bytes.as_ptr().addr() as u64, bytes.len())
+    }
+
+    /// Drops `held` and asserts that its secret, which was at `place`, is not there any more. The allocator writes into the
+    /// beginning of what is free, so the end is what tells.
+    fn assert_wiped<T>(held: T, place: (u64, usize), secret: &[u8]) {
+        assert_eq!(memory(place), secret);
+        drop(held);
+        let left = memory(place);
+        assert_ne!(left[left.len() - 8..], secret[secret.len() - 8..]);
+    }
+
+    #[test]
+    fn t21_token_is_wiped_when_it_is_dropped() {
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let secret = [0xa5; TOKEN_SECRET_BYTES];
+        let token = JoinToken::new("abcdef012345", &secret, None).unwrap();
+        let at = place(token.secret());
+        assert_wiped(token, at, &secret);
+        let request = EnrollRequest {
+            token: "a ServiceAccount token of some length".to_owned().into(),
+            csr: Vec::new(),
+            node_name: "worker-1".parse().unwrap(),
+            proof: None,
+        };
+        let at = place(request.token.as_bytes());
+        assert_wiped(request, at, b"a ServiceAccount token of some length");
+    }
+
+    #[test]
+    fn t21_files_with_secrets_are_wiped_when_they_are_dropped() {
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = format!("culvert-secret-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let text = b"-----BEGIN PRIVATE KEY----- and what follows it";
+        files::replace(&path, text).unwrap();
+        let (given, own) = (files::read_given(&path), files::read_secret(&path));
+        std::fs::remove_file(&path).unwrap();
+        for content in [given.unwrap(), own.unwrap().unwrap()] {
+            let at = place(&content);
+            assert_wiped(content, at, text);
+        }
+    }
 
     #[test]
     fn t21_process_is_not_dumped() {
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::Dumpable);
         forbid_core_dumps().unwrap();
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
+        set_dumpable_behavior(DumpableBehavior::Dumpable).unwrap();
     }
 }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use bytes::BytesMut;
 use prost::Message;
+use zeroize::{Zeroize as _, Zeroizing};
 
 use super::code::EnrollCode;
 use super::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
@@ -28,7 +29,7 @@ pub const RENEW_EXPORT_BYTES: usize = 32;
 #[derive(Clone, PartialEq, Eq)]
 pub struct EnrollRequest {
     /// The join token or ServiceAccount token as given to the agent; empty with a proof.
-    pub token: String,
+    pub token: Zeroizing<String>,
     /// PKCS#10 in DER; its names are ignored.
     pub csr: Vec<u8>,
     /// The node that the agent believes to be.
@@ -78,15 +79,17 @@ impl EnrollRequest {
     /// [`FrameError::TooLarge`] above [`ENROLL_MESSAGE_MAX`].
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
         let proof = self.proof.as_ref();
-        let message = pb::EnrollRequest {
-            token: self.token.clone(),
+        let mut message = pb::EnrollRequest {
+            token: String::clone(&self.token),
             csr: self.csr.clone(),
             node_name: self.node_name.to_string(),
             old_chain: proof.map_or_else(Vec::new, |proof| proof.chain.clone()),
             proof: proof.map_or_else(Vec::new, |proof| proof.signature.clone()),
             proof_scheme: proof.map_or(0, |proof| proof.scheme.into()),
         };
-        frame::encode(&message, ENROLL_MESSAGE_MAX, out)
+        let encoded = frame::encode(&message, ENROLL_MESSAGE_MAX, out);
+        message.token.zeroize();
+        encoded
     }
 
     /// Decodes one frame's content.
@@ -94,7 +97,8 @@ impl EnrollRequest {
     /// # Errors
     /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
     pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
-        let message = pb::EnrollRequest::decode(frame)?;
+        let mut message = pb::EnrollRequest::decode(frame)?;
+        let token = Zeroizing::new(std::mem::take(&mut message.token));
         let node_name = message
             .node_name
             .parse()
@@ -107,7 +111,7 @@ impl EnrollRequest {
             scheme,
         });
         Ok(Self {
-            token: message.token,
+            token,
             csr: message.csr,
             node_name,
             proof,
@@ -172,7 +176,7 @@ pub fn is_account_token(text: &str) -> bool {
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     id: String,
-    secret: Vec<u8>,
+    secret: Zeroizing<Vec<u8>>,
     ca_hash: Option<[u8; CA_HASH_BYTES]>,
 }
 
@@ -208,7 +212,7 @@ impl JoinToken {
         }
         Ok(Self {
             id: id.to_owned(),
-            secret: secret.to_vec(),
+            secret: Zeroizing::new(secret.to_vec()),
             ca_hash,
         })
     }
@@ -231,16 +235,20 @@ impl JoinToken {
         self.ca_hash.as_ref()
     }
 
-    /// The token as text, with its secret.
+    /// The token as text, with its secret: it is for whoever asks to wipe it.
     #[must_use]
     pub fn reveal(&self) -> String {
-        let pin = self.ca_hash.map(|hash| format!(".{}", hex(&hash)));
-        format!(
-            "{}.{}{}",
-            self.id,
-            hex(&self.secret),
-            pin.unwrap_or_default()
-        )
+        // Room for all of it at once: a text that grows leaves copies of itself behind.
+        let room = self.id.len() + 2 * self.secret.len() + 2 * CA_HASH_BYTES + 2;
+        let mut text = String::with_capacity(room);
+        text.push_str(&self.id);
+        text.push('.');
+        push_hex(&mut text, &self.secret);
+        if let Some(hash) = &self.ca_hash {
+            text.push('.');
+            push_hex(&mut text, hash);
+        }
+        text
     }
 }
 
@@ -263,7 +271,7 @@ impl FromStr for JoinToken {
         else {
             return Err(TokenError::Shape);
         };
-        let secret = unhex(secret).ok_or(TokenError::Part("secret"))?;
+        let secret = Zeroizing::new(unhex(secret).ok_or(TokenError::Part("secret"))?);
         let hash = match hash.map(unhex) {
             None => None,
             Some(bytes) => Some(
@@ -279,13 +287,16 @@ impl FromStr for JoinToken {
 /// Lower-case hexadecimal.
 #[must_use]
 pub fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len() * 2);
+    push_hex(&mut text, bytes);
+    text
+}
+
+fn push_hex(text: &mut String, bytes: &[u8]) {
     use fmt::Write as _;
-    bytes
-        .iter()
-        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-            let _infallible = write!(text, "{byte:02x}");
-            text
-        })
+    for byte in bytes {
+        let _infallible = write!(text, "{byte:02x}");
+    }
 }
 
 /// Bytes of a hexadecimal text, or `None`.
@@ -294,14 +305,13 @@ pub fn unhex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
-    text.as_bytes()
-        .chunks_exact(2)
-        .map(|pair| {
-            std::str::from_utf8(pair)
-                .ok()
-                .and_then(|digits| u8::from_str_radix(digits, 16).ok())
-        })
-        .collect()
+    // Room for all of it at once, since it may be a secret.
+    let mut bytes = Vec::with_capacity(text.len() / 2);
+    for pair in text.as_bytes().chunks_exact(2) {
+        let digits = std::str::from_utf8(pair).ok()?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+    }
+    Some(bytes)
 }
 
 #[cfg(test)]
@@ -347,7 +357,7 @@ mod tests {
     #[test]
     fn debug_never_prints_the_secret() {
         let request = EnrollRequest {
-            token: token().reveal(),
+            token: token().reveal().into(),
             csr: vec![1],
             node_name: "n".parse().unwrap(),
             proof: None,
@@ -364,7 +374,7 @@ mod tests {
         };
         for proof in [None, Some(by_proof)] {
             let request = EnrollRequest {
-                token: "t".into(),
+                token: "t".to_owned().into(),
                 csr: vec![1, 2],
                 node_name: "n".parse().unwrap(),
                 proof,

@@ -179,13 +179,13 @@ fn close_of_a_session_is_as_captured() {
 #[test]
 fn enrolment_is_as_captured() {
     let request = EnrollRequest {
-        token: "abcdef012345.a5a5.1111".to_owned(),
+        token: "abcdef012345.a5a5.1111".to_owned().into(),
         csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
         node_name: "worker-1".parse().unwrap(),
         proof: None,
     };
     let renewal = EnrollRequest {
-        token: String::new(),
+        token: String::new().into(),
         csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
         node_name: "worker-1".parse().unwrap(),
         proof: Some(RenewalProof {

@@ -49,7 +49,7 @@ async fn t04_thousand_bad_tokens_from_one_address_do_not_stop_200_good_ones() ->
     for index in 0..200 {
         let name = format!("worker-{index}");
         let good = EnrollRequest {
-            token: world.token(&name, &[])?.reveal(),
+            token: world.token(&name, &[])?.reveal().into(),
             csr: csr()?,
             node_name: name.parse()?,
             proof: None,
@@ -61,7 +61,7 @@ async fn t04_thousand_bad_tokens_from_one_address_do_not_stop_200_good_ones() ->
                 Some(pin),
             )?;
             let bad = EnrollRequest {
-                token: guess.reveal(),
+                token: guess.reveal().into(),
                 ..good.clone()
             };
             requests.push((false, bad));

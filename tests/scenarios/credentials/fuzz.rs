@@ -126,7 +126,7 @@ fn fuzz_control_messages() {
 #[test]
 fn fuzz_enrolment_messages() {
     let request = |proof| EnrollRequest {
-        token: "abcdef012345.a5.11".into(),
+        token: "abcdef012345.a5.11".to_owned().into(),
         csr: vec![0x30; 120],
         node_name: "worker-1".parse().unwrap(),
         proof,

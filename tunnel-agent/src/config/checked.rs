@@ -331,7 +331,7 @@ fn token(
             mistakes.add("--token", "and --token-file exclude each other");
             None
         }
-        (Some(Secret(text)), None) => match parse_token(&text) {
+        (Some(text), None) => match parse_token(&text.0) {
             Ok(token) => Some(TokenSource::Given(token)),
             Err(problem) => {
                 mistakes.add("--token", problem);

@@ -42,7 +42,7 @@ async fn certificate_for_our_key_and_name_is_kept() {
     let (server, scratch) = (Server::start().await, Scratch::new());
     let enrolment = enrolment(&server, server.token(), &scratch);
     let (enrolled, served) = once(&enrolment, &server, |request| {
-        assert_eq!(request.token, server.token().reveal());
+        assert_eq!(*request.token, server.token().reveal());
         assert_eq!(request.node_name.as_str(), "worker-1");
         assert!(!request.csr.is_empty());
         Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
@@ -316,7 +316,7 @@ async fn token_gets_its_turn_when_the_servers_ca_is_another_one() {
         let refused = server.enrolment(|_| panic!("a proof arrived")).await;
         refused.unwrap_err();
         let issue = |request: EnrollRequest| {
-            assert_eq!(request.token, server.token().reveal());
+            assert_eq!(*request.token, server.token().reveal());
             Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
         };
         server.enrolment(issue).await.unwrap();

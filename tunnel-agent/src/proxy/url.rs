@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use tunnel_proto::process::base64;
 use tunnel_proto::wire::name::Port;
+use zeroize::Zeroizing;
 
 use super::HttpProxy;
 use crate::config::Secret;
@@ -92,12 +93,12 @@ fn place_of(place: &str) -> Result<(String, Port), String> {
 /// Basic credentials (RFC 7617) from the part of the URL before the @.
 fn basic(user: &str) -> Result<Secret, String> {
     let (user, password) = user.split_once(':').unwrap_or((user, ""));
-    let mut credentials = decoded(user)?;
+    let mut credentials = Zeroizing::new(decoded(user)?);
     if credentials.contains(&b':') {
         return Err("has a colon in the user, which proxies cannot tell from its end".to_owned());
     }
     credentials.push(b':');
-    credentials.extend(decoded(password)?);
+    credentials.extend_from_slice(&Zeroizing::new(decoded(password)?));
     Ok(Secret(format!("Basic {}", base64::encode(&credentials))))
 }
 

@@ -11,6 +11,7 @@ use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::{BACKDATED, sha256, spki_sha256};
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
+use zeroize::Zeroizing;
 
 use super::{CaError, common_name, serial};
 use crate::data::whole_seconds;
@@ -22,7 +23,7 @@ pub struct CaMaterial {
     /// All certificates to trust: while a CA is being replaced, the old and the new one.
     pub(super) roots: Vec<CertificateDer<'static>>,
     pub(super) root_pem: String,
-    pub(super) key_pem: String,
+    pub(super) key_pem: Zeroizing<String>,
     pub(super) spki_sha256: [u8; 32],
     pub(super) issuer: Issuer<'static, KeyPair>,
 }
@@ -72,7 +73,7 @@ impl CaMaterial {
                 key_name.to_owned(),
             ));
         };
-        let key_pem = key.serialize_pem();
+        let key_pem = Zeroizing::new(key.serialize_pem());
         let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Make)?;
         Ok(Self {
             root,

@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use tracing::warn;
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
+use zeroize::Zeroizing;
 
 use super::documents::Documents;
 use crate::data::DataDir;
@@ -26,7 +27,8 @@ pub(super) struct Kept {
     /// The Secret that the CA is of; another one's is of no use.
     secret: String,
     certificates: String,
-    key: String,
+    #[serde(with = "wiped")]
+    key: Zeroizing<String>,
     pub(super) documents: BTreeMap<String, String>,
     /// Whether the documents were heard.
     is_whole: bool,
@@ -70,12 +72,11 @@ pub(super) fn load(data: &DataDir, secret: &str) -> Kept {
         );
     }
     if kept.secret == secret {
-        kept
-    } else {
-        Kept {
-            secret: secret.to_owned(),
-            ..Kept::default()
-        }
+        return kept;
+    }
+    Kept {
+        secret: secret.to_owned(),
+        ..Kept::default()
     }
 }
 
@@ -129,7 +130,7 @@ fn state(secret: &str, material: Option<&CaMaterial>, documents: &Documents) -> 
     Kept {
         secret: secret.to_owned(),
         certificates: material.map_or_else(String::new, |ca| ca.certificates_pem().to_owned()),
-        key: material.map_or_else(String::new, |ca| ca.key_pem().to_owned()),
+        key: material.map_or_else(Zeroizing::default, |ca| ca.key_pem().to_owned().into()),
         is_whole: documents.is_heard(),
         documents: texts
             .into_iter()
@@ -138,9 +139,28 @@ fn state(secret: &str, material: Option<&CaMaterial>, documents: &Documents) -> 
     }
 }
 
+/// A text that is wiped when it is dropped.
+mod wiped {
+    use serde::{Deserialize as _, Deserializer, Serializer};
+    use zeroize::Zeroizing;
+
+    pub(super) fn serialize<S: Serializer>(
+        text: &Zeroizing<String>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(text)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Zeroizing<String>, D::Error> {
+        String::deserialize(deserializer).map(Zeroizing::new)
+    }
+}
+
 /// The file, and the certificates where people look for them.
 fn save(path: &Path, certificate: &Path, kept: &Kept) -> std::io::Result<()> {
-    let content = serde_json::to_vec(kept).map_err(std::io::Error::other)?;
+    let content = Zeroizing::new(serde_json::to_vec(kept).map_err(std::io::Error::other)?);
     files::replace(path, &content)?;
     write_certificates(certificate, &kept.certificates)
 }

@@ -11,6 +11,7 @@ use tracing::warn;
 use tunnel_proto::identity::validity;
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
+use zeroize::Zeroizing;
 
 use crate::data::DataDir;
 
@@ -43,15 +44,15 @@ impl Kept {
         let path = data.kubelet_client_key();
         let key = match files::read_secret(&path)? {
             Some(pem) => {
-                let text = String::from_utf8(pem).map_err(io::Error::other)?;
-                KeyPair::from_pem(&text).map_err(|error| {
+                let text = std::str::from_utf8(&pem).map_err(io::Error::other)?;
+                KeyPair::from_pem(text).map_err(|error| {
                     let text = format!("{} holds no private key: {error}", path.display());
                     io::Error::new(io::ErrorKind::InvalidData, text)
                 })?
             }
             None => {
                 let key = KeyPair::generate().map_err(io::Error::other)?;
-                files::replace(&path, key.serialize_pem().as_bytes())?;
+                files::replace(&path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 key
             }
         };

@@ -11,6 +11,7 @@ use http::header::PROXY_AUTHORIZATION;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::base64;
 use tunnel_proto::process::files;
+use zeroize::Zeroizing;
 
 /// The lines of `--connect-auth`. A name may have several, for a change of its password.
 #[derive(Clone)]
@@ -56,9 +57,9 @@ impl Passwords {
         let shown = path.display().to_string();
         let content = files::read_given(path)?;
         let digest = sha256(&content);
-        let text =
-            String::from_utf8(content).map_err(|_bytes| PasswordsError::NotText(shown.clone()))?;
-        Ok((digest, Self::parse(&text, &shown)?))
+        let text = std::str::from_utf8(&content)
+            .map_err(|_bytes| PasswordsError::NotText(shown.clone()))?;
+        Ok((digest, Self::parse(text, &shown)?))
     }
 
     fn parse(text: &str, shown: &str) -> Result<Self, PasswordsError> {
@@ -75,7 +76,7 @@ impl Passwords {
             };
             entries.push(Entry {
                 user: user.into(),
-                digest: sha256(base64::encode(line.as_bytes()).as_bytes()),
+                digest: sha256(Zeroizing::new(base64::encode(line.as_bytes())).as_bytes()),
             });
         }
         if entries.is_empty() {
