@@ -1,5 +1,6 @@
 //! The CONNECT doors: kube-apiserver's egress selector, Prometheus' proxy_url, ssh and ansible.
 
+mod callers;
 mod doors;
 mod egress;
 mod people;
@@ -9,7 +10,7 @@ mod rights;
 mod stalls;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use rustls::RootCertStore;
@@ -23,6 +24,8 @@ use tunnel_tests::targets::{StandInKubelet, TargetTls};
 use tunnel_tests::world::World;
 
 const NODE: &str = "worker-1";
+/// What the door over TCP is called.
+const DOOR: &str = "tunnel.example";
 
 /// A world with a CONNECT door on a Unix socket, which may also dial this host's loopback itself.
 struct Lab {
@@ -49,6 +52,24 @@ impl Lab {
             socket,
             _scratch: scratch,
         })
+    }
+
+    /// With a door over TCP too, which serves TLS as [`DOOR`] and takes callers with certificates of the CA in this file.
+    async fn mutual(pki: &Pki, scratch: &ScratchDir, ca: &Path) -> Result<Self> {
+        let serving = pki.ca.issue(&Leaf {
+            uri: None,
+            dns: Some(DOOR.to_owned()),
+            ..Leaf::server()
+        })?;
+        let (certificate, key) = serving.write(scratch.path(), "door")?;
+        let text = |path: &Path| Some(path.to_string_lossy().into_owned());
+        Self::start_with(|settings| {
+            settings.connect_listen = Some("127.0.0.1:0".to_owned());
+            settings.client_ca = text(ca);
+            settings.https_cert_file = text(&certificate);
+            settings.https_key_file = text(&key);
+        })
+        .await
     }
 
     fn dialer(&self) -> EgressDialer {

@@ -40,7 +40,7 @@ async fn metric(world: &World, name: &str) -> Result<f64> {
 }
 
 /// Waits until a metric of the server is at least `least`.
-async fn metric_reaches(world: &World, name: &str, least: f64, patience: Duration) {
+pub(crate) async fn metric_reaches(world: &World, name: &str, least: f64, patience: Duration) {
     eventually(&format!("{name} {least}"), patience, async || {
         let value = metric(world, name).await?;
         anyhow::ensure!(value >= least, "{name} is {value}");

@@ -7,7 +7,6 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
-use tunnel_tests::ca::Leaf;
 use tunnel_tests::client::{ClientTls, Door, EgressDialer, Tunnel, ask_through, over_tls};
 use tunnel_tests::cluster::{Cluster, Real};
 use tunnel_tests::eventually::{eventually, scaled};
@@ -16,7 +15,7 @@ use tunnel_tests::targets::{EchoTarget, Exporter, StandInKubelet, TargetTls, sha
 use tunnel_tests::tools::or_skip;
 use tunnel_tests::world::PATIENCE;
 
-use super::{Lab, NODE, Pki, get, kubelet};
+use super::{DOOR, Lab, NODE, Pki, get, kubelet};
 
 /// One upgraded stream as exec, attach and port-forward are: it echoes.
 async fn exec(dialer: &EgressDialer, target: &str, tls: &ClientTls, path: &str) -> Result<()> {
@@ -270,24 +269,12 @@ async fn p04a_mutual_tls_door_takes_certificates_of_its_ca_alone() -> Result<()>
     let (pki, foreign) = (Pki::new()?, Pki::new()?);
     let scratch = ScratchDir::new()?;
     let ca = scratch.file("ca.crt", pki.ca.pem())?;
-    let serving = pki.ca.issue(&Leaf {
-        uri: None,
-        dns: Some("tunnel.example".to_owned()),
-        ..Leaf::server()
-    })?;
-    let (certificate, key) = serving.write(scratch.path(), "door")?;
-    let lab = Lab::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-        settings.client_ca = Some(ca.to_string_lossy().into_owned());
-        settings.https_cert_file = Some(certificate.to_string_lossy().into_owned());
-        settings.https_key_file = Some(key.to_string_lossy().into_owned());
-    });
-    let lab = lab.await?;
+    let lab = Lab::mutual(&pki, &scratch, &ca).await?;
     let exporter = Exporter::start("cloud").await?;
     let target = exporter.addr().to_string();
     let address = lab.world.bound().connect.context("a door")?;
     let (good, bad) = (pki.client()?, foreign.client()?);
-    let tls = pki.tls("tunnel.example", Some(&good))?;
+    let tls = pki.tls(DOOR, Some(&good))?;
     let dialer = EgressDialer::tcp(Door::tls(address, tls.clone()));
     for _ in 0..2 {
         let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
@@ -304,7 +291,7 @@ async fn p04a_mutual_tls_door_takes_certificates_of_its_ca_alone() -> Result<()>
     }
     drop(tcp);
     for certificate in [None, Some(&bad)] {
-        let tls = pki.tls("tunnel.example", certificate)?;
+        let tls = pki.tls(DOOR, certificate)?;
         let dialer = EgressDialer::tcp(Door::tls(address, tls));
         ensure!(dialer.dial(&target).await.is_err(), "a stranger came in");
     }
