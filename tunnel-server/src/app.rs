@@ -184,7 +184,7 @@ impl App {
             own: own_ports(&bound),
             ..config.ports.clone()
         });
-        let targets = targets::targets(&config, &followed)?;
+        let targets = targets::targets(&config, &followed, &readiness)?;
         let cluster = follow_cluster(
             &config,
             side,

@@ -42,6 +42,14 @@ pub enum FileError {
     Root(PathBuf, #[source] rustls::Error),
 }
 
+impl FileError {
+    /// Whether there is no such file; anything else is a mistake in one that is there.
+    #[must_use]
+    pub fn is_absent(&self) -> bool {
+        matches!(self, Self::Read(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
 /// The files of a chain and its key; they may be the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PairFiles {

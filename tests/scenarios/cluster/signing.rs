@@ -117,6 +117,74 @@ async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Re
     Ok(())
 }
 
+/// A Secret that is mounted as optional may be made after the server has started.
+#[tokio::test(flavor = "multi_thread")]
+async fn certificate_of_a_secret_that_comes_later_is_lent_without_a_restart() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    lab.objects().add(&edge("worker-1")).await?;
+    let clients = TestCa::new("clients of kubelets")?;
+    let access = Access::new(clients.root(), &["culvert-tunnel-server"])?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    let kubelet = StandInKubelet::guarded("worker-1", tls, access).await?;
+    let callers = TestCa::new("callers")?;
+    let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
+    let ca = lab.scratch.file("callers.pem", callers.pem())?;
+    let mounted = lab.scratch.path().join("mounted");
+    std::fs::create_dir(&mounted)?;
+    let file = |end| mounted.join(format!("tls.{end}"));
+    let settings = lab
+        .scratch
+        .file("limits.yaml", "limits: { reloadEvery: 50ms }\n")?;
+    let port = kubelet.addr().port().to_string();
+    let server = lab
+        .setup("a")?
+        .args(&["--config", &settings.to_string_lossy()])
+        .args(&["--client-ca", &ca.to_string_lossy()])
+        .args(&["--target-cert-file", &file("crt").to_string_lossy()])
+        .args(&["--target-key-file", &file("key").to_string_lossy()])
+        .args(&["--https-proxy-ports", &port]);
+    let server = server.start().await?;
+    let token = server.token("worker-1", None).await?;
+    let agents = server.address(Listener::Agents);
+    let _agent = AgentSetup::on_loopback("worker-1", agents, &lab.scratch.path().join("agent"))
+        .args(&["--token", &token])
+        .start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let told_it = "[!] kubelet certificate: no client certificate to lend";
+    let shown = told(&server, "/readyz?verbose").await?;
+    ensure!(
+        shown.contains(told_it) && shown.contains("tls.crt"),
+        "{shown}"
+    );
+    let meta = server.address(Listener::Meta);
+    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
+    assert_eq!(ready.status, 200);
+    assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
+    let own = clients.issue(&Leaf::caller("culvert-tunnel-server"))?;
+    own.write(&mounted, "tls")?;
+    let lent = (200, sha256_hex(&own.own.cert[0]));
+    eventually("the certificate is lent", FIRST, async || {
+        let shown = page(&server, &kubelet, &apiserver).await?;
+        ensure!(shown == lent, "{shown:?}");
+        let shown = told(&server, "/readyz?verbose").await?;
+        ensure!(!shown.contains(told_it), "{shown}");
+        Ok(())
+    })
+    .await;
+    // From now on a missing file is a mistake: the last good one stays.
+    std::fs::remove_file(file("crt"))?;
+    let failed =
+        "tunnel_server_credential_reloads_total{files=\"target_certificate\",result=\"failed\"} 1";
+    eventually("the failure is counted", FIRST, async || {
+        let shown = told(&server, "/metrics").await?;
+        ensure!(shown.contains(failed), "{shown}");
+        Ok(())
+    })
+    .await;
+    assert_eq!(page(&server, &kubelet, &apiserver).await?, lent);
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn denied_request_is_told_and_the_server_stays_ready() -> Result<()> {
     let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
