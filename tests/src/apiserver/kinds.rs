@@ -221,12 +221,12 @@ impl Kind {
 
 /// The groups beside the core one, each once.
 pub(super) fn groups() -> Vec<&'static str> {
-    let mut groups: Vec<_> = KINDS
-        .iter()
-        .map(|kind| kind.group)
-        .filter(|group| !group.is_empty())
-        .collect();
-    groups.dedup();
+    let mut groups = Vec::new();
+    for kind in &KINDS {
+        if !kind.group.is_empty() && !groups.contains(&kind.group) {
+            groups.push(kind.group);
+        }
+    }
     groups
 }
 
