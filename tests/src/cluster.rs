@@ -17,7 +17,7 @@ use crate::apiserver::{Setup, StandIn};
 pub use api::{Api, is_status};
 pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
-    server_roles,
+    server_roles, server_roles_of,
 };
 pub use real::Real;
 

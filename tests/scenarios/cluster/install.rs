@@ -31,7 +31,9 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     lab.objects()
         .add(&cloud("master-1", "192.168.33.220"))
         .await?;
-    let _server = lab.server("a").await?;
+    // As the manifest has it, whose rights have no Leases of replicas.
+    let server = lab.setup("a")?.args(&["--single-replica"]);
+    let _server = server.start().await?;
     let service = lab.objects().service().await?;
     let address = service["spec"]["clusterIP"]
         .as_str()

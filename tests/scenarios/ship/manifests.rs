@@ -6,8 +6,9 @@ use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
+use tunnel_server::controllers::objects::{Right, Scope};
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles};
+use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{
     Container, Facts, INSTALLED, OVERLAYS, documents, find, installed, items, overlay, render,
     repository,
@@ -158,8 +159,10 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
     let Some(overlays) = overlays()? else {
         return Ok(());
     };
-    let wanted: BTreeSet<_> = server_roles().iter().flat_map(rights).collect();
     for (overlay, objects) in overlays {
+        let [(_, _, server), _] = workloads(&objects)?;
+        let roles = server_roles_of(|right| is_needed(right, &server.args));
+        let wanted: BTreeSet<_> = roles.iter().flat_map(rights).collect();
         let roles = objects.iter().filter(|object| {
             ["Role", "ClusterRole"]
                 .iter()
@@ -185,6 +188,17 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
         }
     }
     Ok(())
+}
+
+/// Whether a server with these arguments asks for it: some rights are those of a flag.
+fn is_needed(right: &Right, args: &[String]) -> bool {
+    let has = |flag: &str| args.iter().any(|word| word.split('=').next() == Some(flag));
+    match (right.resource, right.scope) {
+        ("servicecidrs", _) => has("--connect-uds") || has("--connect-listen"),
+        ("certificatesigningrequests", _) => has("--target-cert-signer"),
+        (_, Scope::Numbered(_)) => !has("--single-replica"),
+        _ => true,
+    }
 }
 
 /// Each right of a role by itself: kind of role, group, resource, name, verb.

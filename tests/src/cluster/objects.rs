@@ -349,8 +349,15 @@ pub fn endpoints(service: &Value, address: &str) -> Value {
 /// The roles that the server's table of rights comes to: one of the cluster, one of the namespace.
 #[must_use]
 pub fn server_roles() -> [Value; 2] {
+    server_roles_of(|_| true)
+}
+
+/// The same with only the rights that are `needed`.
+#[must_use]
+pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 2] {
     let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
         .iter()
+        .filter(|right| needed(right))
         .partition(|right| right.scope == Scope::Cluster);
     let rules = |rights: Vec<&Right>| rights.into_iter().map(rule).collect::<Vec<_>>();
     let (namespace, name) = SERVICE_ACCOUNT;
