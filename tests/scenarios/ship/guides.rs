@@ -17,14 +17,18 @@ use crate::cluster::kubectls;
 use crate::dns::tell;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 9] = [
+const GUIDES: [&str; 13] = [
     "docs/README.md",
     "docs/explanation.md",
     "docs/how-to/compose.md",
+    "docs/how-to/egress-selector.md",
     "docs/how-to/migrate.md",
     "docs/how-to/openyurt.md",
     "docs/how-to/prometheus.md",
+    "docs/how-to/prometheus-proxy.md",
+    "docs/how-to/ssh-ansible.md",
     "docs/how-to/systemd.md",
+    "docs/kubernetes.md",
     "docs/troubleshooting.md",
     "docs/tutorial-cluster.md",
 ];
