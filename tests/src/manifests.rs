@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
+use k8s_openapi::ByteString;
 use serde_json::Value;
 
 mod pod;
@@ -173,7 +174,7 @@ impl Container {
         })
     }
 
-    /// Lays the mounts out under `root`, with the content of ConfigMaps and with `token` in place of ServiceAccount tokens,
+    /// Lays the mounts out under `root`, with the content of ConfigMaps and Secrets, and with `token` in place of ServiceAccount tokens,
     /// and returns the arguments with their paths led there. Host paths stay what they are.
     ///
     /// # Errors
@@ -209,6 +210,18 @@ fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result
             if let Some(text) = map["data"][key].as_str() {
                 fs::write(folder.join(path), text)?;
             }
+        }
+    }
+    if let Some(name) = source["secret"]["secretName"].as_str() {
+        let is_optional = source["secret"]["optional"] == true;
+        match find(objects, "Secret", name) {
+            Ok(secret) => {
+                for (key, value) in secret["data"].as_object().into_iter().flatten() {
+                    let bytes: ByteString = serde_json::from_value(value.clone())?;
+                    fs::write(folder.join(key), bytes.0)?;
+                }
+            }
+            Err(absent) => ensure!(is_optional, "{absent}"),
         }
     }
     for item in items(&source["downwardAPI"]["items"]) {

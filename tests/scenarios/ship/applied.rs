@@ -1,12 +1,14 @@
 //! The whole way: kubectl applies `install.yaml`, and both programs run with the arguments, environment, mounts and user of
-//! the applied objects, in networks where Services lead where their ports say.
+//! the applied objects, in networks where Services lead where their ports say; the agent has its pod's token and nothing else.
 
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use k8s_openapi::ByteString;
 use serde_json::{Value, json};
+use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::demo::{ApiServer, api_server, site};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{Container, Facts, find, folder, items, pod_program};
@@ -57,7 +59,7 @@ impl Lab {
 
     /// The objects that matter, as the API server has them.
     async fn objects(&self) -> Result<Vec<Value>> {
-        let kinds = "deployments,daemonsets,configmaps,services";
+        let kinds = "deployments,daemonsets,configmaps,secrets,services";
         let list = self
             .kubectl(&["-n", "kube-system", "get", kinds, "-o", "json"])
             .await?;
@@ -131,6 +133,43 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         Ok(Ok(program.start()?))
     }
 
+    /// The token that a kubelet asks for a volume of a workload's pod, which its controller has made on the node.
+    async fn pod_token(&self, (kind, name): (&str, &str), node: &str) -> Result<String> {
+        let objects = self.objects().await?;
+        let spec = &find(&objects, kind, name)?["spec"]["template"]["spec"];
+        let account = spec["serviceAccountName"].as_str().context("an account")?;
+        let projected = items(&spec["volumes"])
+            .flat_map(|volume| items(&volume["projected"]["sources"]))
+            .find(|source| source.get("serviceAccountToken").is_some());
+        let projected = &projected.context("no projected token")?["serviceAccountToken"];
+        let mut spec = spec.clone();
+        spec["nodeName"] = node.into();
+        let pod = format!("{name}-x7k2p");
+        let metadata = json!({ "name": pod, "namespace": "kube-system" });
+        let object =
+            json!({ "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec });
+        self.create(&object).await?;
+        let uid = ["get", "pod", &pod, "-o", "jsonpath={.metadata.uid}"];
+        let uid = [&["-n", "kube-system"][..], &uid].concat();
+        let uid = self.kubectl(&uid).await?;
+        let request = json!({
+            "apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest",
+            "spec": {
+                "audiences": [projected["audience"]], "expirationSeconds": projected["expirationSeconds"],
+                "boundObjectRef": { "apiVersion": "v1", "kind": "Pod", "name": pod, "uid": uid.trim() },
+            },
+        });
+        let file = self.scratch.file("request.json", request.to_string())?;
+        let path = format!("/api/v1/namespaces/kube-system/serviceaccounts/{account}/token");
+        let file = file.to_string_lossy().into_owned();
+        let answer = self
+            .kubectl(&["create", "--raw", &path, "-f", &file])
+            .await?;
+        let answer: Value = serde_json::from_str(&answer)?;
+        let token = answer["status"]["token"].as_str();
+        token.map(str::to_owned).context(answer.to_string())
+    }
+
     /// A verb of the server for the data directory of its pod.
     async fn verb(&self, words: &[&str]) -> Result<String> {
         let data = self
@@ -175,6 +214,14 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         lab.create(&node).await?;
     }
     lab.proxy().await?;
+    let lent = TestCa::new("kubernetes")?.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
+    let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls",
+        "metadata": { "name": "tunnel-kubelet-client", "namespace": "kube-system" },
+        "data": { "tls.crt": bytes(&lent.certificate), "tls.key": bytes(&lent.key) },
+    });
+    lab.create(&secret).await?;
 
     let token = kubeconfig(&lab.api.accounts[0])?["users"][0]["user"]["token"].clone();
     let token = token.as_str().context("a token")?;
@@ -200,21 +247,24 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     })
     .await;
 
-    // An exporter and a kubelet on the node, and its agent. Its first credential is a join token in the place of the pod's.
+    // The agent can start when the server has written its CA where the manifest mounts it.
+    let ca = eventually("ConfigMap tunnel-ca", START, async || {
+        let objects = lab.objects().await?;
+        let map = find(&objects, "ConfigMap", "tunnel-ca").with_context(|| server.to_string())?;
+        let ca = map["data"]["ca.crt"].as_str().map(str::to_owned);
+        ca.context("no certificate")
+    })
+    .await;
     let edge = &lab.sites.edges()[0];
     let at = |port| Some(SocketAddr::new(EDGE_ADDRESS.into(), port));
     let _site = site("worker-1", at(9100), at(10250), Some(edge.node())).await?;
-    let join = lab.verb(&["token", "create", "--node", "worker-1"]).await?;
-    lab.create(&config_map("tunnel-ca", &lab.verb(&["ca"]).await?))
-        .await?;
+    let agent = ("DaemonSet", "tunnel-agent");
+    let token = lab.pod_token(agent, "worker-1").await?;
     let facts = Facts {
         node: "worker-1".into(),
         address: EDGE_ADDRESS.to_string(),
     };
-    let agent = ("DaemonSet", "tunnel-agent");
-    let agent = lab
-        .start_pod(agent, edge.node(), &facts, join.trim())
-        .await?;
+    let agent = lab.start_pod(agent, edge.node(), &facts, &token).await?;
     let Some(agent) = or_skip(agent) else {
         return Ok(());
     };
@@ -269,13 +319,27 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         .with_resolver("caller", lab.scratch.path(), &resolver);
     let caller = caller.context("a caller's resolver")?;
     let curl = Program::tool(Tool::Curl)?.args(["-fsS", "--max-time", "10"]);
+    let own = curl
+        .clone()
+        .arg(format!("http://{CLOUD_ADDRESS}:10265/metrics"))
+        .inside(Some(lab.sites.cloud()));
+    let own = own.run().await?.ok()?;
+    for count in [
+        "tunnel_server_enrollments_total{result=\"issued\"} 1",
+        "tunnel_server_credential_not_after_seconds{files=\"target_certificate\"}",
+    ] {
+        ensure!(own.contains(count), "no {count}: {own}");
+    }
+    let tokens = lab.verb(&["token", "list", "-o", "json"]).await?;
+    let tokens: Value = serde_json::from_str(&tokens)?;
+    ensure!(items(&tokens).count() == 0, "join tokens: {tokens}");
     let metrics = curl
         .arg("http://worker-1:9100/metrics")
         .inside(Some(&caller));
     let metrics = metrics.run().await?.ok()?;
     ensure!(metrics.contains("worker-1"), "{metrics}");
 
-    let ca = lab.scratch.file("ca.crt", lab.verb(&["ca"]).await?)?;
+    let ca = lab.scratch.file("ca.crt", ca)?;
     let exec = Program::ours("demo")?
         .args(["exec", &format!("{doors}:10250"), "worker-1:10250"])
         .args(["/exec/default/pod/main?command=cat", "through the tunnel"])

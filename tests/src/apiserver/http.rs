@@ -16,6 +16,7 @@ use hyper::body::Incoming;
 use serde_json::{Value, json};
 
 use super::access::{self, User};
+use super::admission::key;
 use super::discovery;
 use super::faults::{Faults, Presence};
 use super::kinds::{Address, Kind, Place};
@@ -24,7 +25,7 @@ use super::request::{Answer, Query, Request};
 use super::status::Status;
 use super::store::Store;
 use super::table::table;
-use super::tokens::Signer;
+use super::tokens::{Signer, TokenClaims};
 use super::watching::{Signals, Watch};
 
 /// Everything that connections share.
@@ -141,6 +142,11 @@ impl Service {
         if kind.is_review() {
             return self.review(request);
         }
+        if kind.plural == "serviceaccounts"
+            && request.address.subresource.as_deref() == Some("token")
+        {
+            return self.issue(request);
+        }
         let as_table = accept.contains("as=Table");
         match request.serve(&self.store, &self.families)? {
             Answer::Object(code, object) if as_table && object["kind"] != "Status" => {
@@ -174,6 +180,27 @@ impl Service {
                 Ok(json_body(200, &list))
             }
         }
+    }
+
+    /// A TokenRequest, as a kubelet makes it for a projected volume.
+    fn issue(&self, request: &Request) -> Result<Response<Body>, Status> {
+        if request.verb != "create" {
+            return Err(Status::method_not_allowed());
+        }
+        let asked: Value = serde_json::from_slice(&request.body)
+            .map_err(|error| Status::bad_request(error.to_string()))?;
+        let address = &request.address;
+        let account = (address.namespace.as_deref()).zip(address.name.as_deref());
+        let account = account.ok_or_else(Status::no_such_path)?;
+        let account = (account.0.to_owned(), account.1.to_owned());
+        let exists = key(address.kind, Some(&account.0), &account.1);
+        if self.store.read(|content| content.get(&exists).is_none()) {
+            return Err(Status::not_found(address.kind, &account.1));
+        }
+        let token = self.signer.sign(&TokenClaims::requested(account, &asked));
+        let mut answer = asked;
+        answer["status"] = json!({ "token": token });
+        Ok(json_body(201, &answer))
     }
 
     fn review(&self, request: &Request) -> Result<Response<Body>, Status> {

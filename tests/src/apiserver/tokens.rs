@@ -27,6 +27,32 @@ pub struct TokenClaims {
     pub ends: Option<SystemTime>,
 }
 
+impl TokenClaims {
+    /// What a TokenRequest for `account` asks for.
+    pub(super) fn requested(account: (String, String), request: &Value) -> Self {
+        let spec = &request["spec"];
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let audiences = spec["audiences"].as_array().into_iter().flatten();
+        let audiences: Vec<_> = audiences.filter_map(text).collect();
+        let bound = &spec["boundObjectRef"];
+        let issued = SystemTime::now();
+        let seconds = spec["expirationSeconds"].as_u64().unwrap_or(3600);
+        Self {
+            account,
+            audiences: if audiences.is_empty() {
+                vec![ISSUER.to_owned()]
+            } else {
+                audiences
+            },
+            pod: text(&bound["name"])
+                .zip(text(&bound["uid"]))
+                .filter(|_| bound["kind"] == "Pod"),
+            issued,
+            ends: Some(issued + Duration::from_secs(seconds)),
+        }
+    }
+}
+
 /// How tokens are reviewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reviewing {

@@ -13,7 +13,7 @@ use crate::netns::Namespace;
 use crate::process::Program;
 use crate::tools::{Skip, Tool, bin_dir};
 
-/// The program of `container` inside `namespace`, on a root made in `folder`. `objects` has the ConfigMaps of its volumes,
+/// The program of `container` inside `namespace`, on a root made in `folder`. `objects` has the ConfigMaps and Secrets of its volumes,
 /// `token` stands for the ServiceAccount token of each.
 ///
 /// # Errors
