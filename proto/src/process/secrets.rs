@@ -39,11 +39,10 @@ mod tests {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
     /// What memory of this process holds, where `bytes` are or were.
-    fn memory((at, length): (u64, usize)) -> Vec<u8> {
+    fn memory((at, length): (u64, usize)) -> io::Result<Vec<u8>> {
         let mut found = vec![0; length];
-        let memory = File::open("/proc/self/mem").unwrap();
-        memory.read_exact_at(&mut found, at).unwrap();
-        found
+        File::open("/proc/self/mem")?.read_exact_at(&mut found, at)?;
+        Ok(found)
     }
 
     fn place(bytes: &[u8]) -> (u64, usize) {
@@ -52,11 +51,12 @@ mod tests {
 
     /// Drops `held` and asserts that its secret, which was at `place`, is not there any more. The allocator writes into the
     /// beginning of what is free, so the end is what tells.
-    fn assert_wiped<T>(held: T, place: (u64, usize), secret: &[u8]) {
-        assert_eq!(memory(place), secret);
+    fn assert_wiped<T>(held: T, place: (u64, usize), secret: &[u8]) -> io::Result<()> {
+        assert_eq!(memory(place)?, secret);
         drop(held);
-        let left = memory(place);
+        let left = memory(place)?;
         assert_ne!(left[left.len() - 8..], secret[secret.len() - 8..]);
+        Ok(())
     }
 
     #[test]
@@ -65,7 +65,7 @@ mod tests {
         let secret = [0xa5; TOKEN_SECRET_BYTES];
         let token = JoinToken::new("abcdef012345", &secret, None).unwrap();
         let at = place(token.secret());
-        assert_wiped(token, at, &secret);
+        assert_wiped(token, at, &secret).unwrap();
         let request = EnrollRequest {
             token: "a ServiceAccount token of some length".to_owned().into(),
             csr: Vec::new(),
@@ -73,7 +73,7 @@ mod tests {
             proof: None,
         };
         let at = place(request.token.as_bytes());
-        assert_wiped(request, at, b"a ServiceAccount token of some length");
+        assert_wiped(request, at, b"a ServiceAccount token of some length").unwrap();
     }
 
     #[test]
@@ -87,7 +87,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         for content in [given.unwrap(), own.unwrap().unwrap()] {
             let at = place(&content);
-            assert_wiped(content, at, text);
+            assert_wiped(content, at, text).unwrap();
         }
     }
 
