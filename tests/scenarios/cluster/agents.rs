@@ -44,11 +44,13 @@ impl Site {
             change(settings);
         })
         .await?;
-        Ok(Self {
+        let site = Self {
             cluster,
             client_ca,
             world,
-        })
+        };
+        fs::write(site.tunnel_ca(), site.world.ca().root_pem())?;
+        Ok(site)
     }
 
     fn api(&self) -> Result<&StandIn> {
@@ -57,7 +59,7 @@ impl Site {
 
     /// What an agent trusts its server by, as the ConfigMap with the CA bundle is mounted.
     fn tunnel_ca(&self) -> PathBuf {
-        self.world.path().join("server/ca.crt")
+        self.world.path().join("tunnel-ca.crt")
     }
 
     /// The kubelet of a node with a first certificate.

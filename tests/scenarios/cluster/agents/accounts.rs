@@ -93,8 +93,9 @@ async fn token_of_the_nodes_own_pod_buys_a_certificate_from_servers_old_and_new(
         ensure!(peer.domain == Domain::Tunnel, "{peer:?}");
         agent.stop().await?;
         // The certificate is kept: without the API server it is enough.
+        let config = site.agent_with_token(node, "eyJ.gone.x")?;
         site.api()?.be(Presence::Refusing).await?;
-        let agent = Agent::start(site.agent_with_token(node, "eyJ.gone.x")?).await?;
+        let agent = Agent::start(config).await?;
         site.world.connected(node).await;
         agent.stop().await?;
         site.api()?.be(Presence::Here).await?;
@@ -256,8 +257,9 @@ async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
     let site = Site::start().await?;
     let uid = site.pod("agent-1", "worker-1")?;
     let token = site.api()?.sign(&claims("agent-1", &uid));
+    let config = site.agent_with_token("worker-1", &token)?;
     site.api()?.be(Presence::Refusing).await?;
-    let _agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
+    let _agent = Agent::start(config).await?;
     site.is_told("unavailable").await;
     site.api()?.be(Presence::Here).await?;
     site.world.connected("worker-1").await;
