@@ -8,8 +8,7 @@ ROUNDS ?= 5
 .PHONY: help demo test soak faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s
-", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 demo: ## the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
