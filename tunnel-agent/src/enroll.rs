@@ -175,7 +175,8 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
 
 fn refused(enrolment: &Enrolment, code: EnrollCode, detail: String) -> EnrollError {
     let has_account = matches!(enrolment.claim, Claim::Account(..));
-    if has_account && code == EnrollCode::TokenExpired {
+    // The kubelet writes the next one by itself.
+    if has_account && matches!(code, EnrollCode::TokenExpired | EnrollCode::TokenUsed) {
         return EnrollError::Stale(detail);
     }
     EnrollError::Refused {

@@ -1,5 +1,7 @@
 //! Which node a ServiceAccount token is bound to: a question that enrolments ask, and the cluster's side answers.
 
+mod first_keys;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,6 +13,8 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
+pub use self::first_keys::FirstKey;
+use self::first_keys::FirstKeys;
 use crate::tokens::{FAILURES_PER_MINUTE, Window};
 
 /// Questions that wait to be taken; an enrolment that finds no room is told to come again.
@@ -53,6 +57,10 @@ pub struct Attested {
     pub account: String,
     /// When the token was issued.
     pub issued: SystemTime,
+    /// When the token ends.
+    pub ends: SystemTime,
+    /// SHA-256 of the token.
+    pub token: [u8; 32],
 }
 
 /// Why a token proves no node.
@@ -118,6 +126,7 @@ pub struct Attestor {
     questions: mpsc::Sender<Question>,
     /// By the hash of the token.
     failures: Arc<Mutex<HashMap<[u8; 32], Window>>>,
+    first_keys: FirstKeys,
 }
 
 impl Attestor {
@@ -128,6 +137,7 @@ impl Attestor {
         let attestor = Self {
             questions,
             failures: Arc::default(),
+            first_keys: FirstKeys::default(),
         };
         (attestor, taken)
     }
@@ -161,6 +171,13 @@ impl Attestor {
             self.count(id, now);
         }
         answered
+    }
+
+    /// Binds the token to the first key that uses it here; the same key may use it again, as after a lost answer.
+    #[must_use]
+    pub fn bind(&self, attested: &Attested, key: [u8; 32], now: SystemTime) -> FirstKey {
+        self.first_keys
+            .bind(attested.token, key, attested.ends, now)
     }
 
     fn is_exhausted(&self, id: &[u8; 32], now: SystemTime) -> bool {

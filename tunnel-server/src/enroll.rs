@@ -15,7 +15,7 @@ use tunnel_proto::wire::enroll::{
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 use zeroize::Zeroize as _;
 
-use crate::attest::{AccountToken, Attested, Attestor};
+use crate::attest::{AccountToken, Attested, Attestor, FirstKey};
 use crate::data::rfc3339;
 use crate::issuer::AgentRequest;
 use crate::nodes::KnownNodes;
@@ -136,6 +136,26 @@ impl Enrollment {
         Ok(Some(Vouched { attested, revoked }))
     }
 
+    /// A ServiceAccount token is good for the first key that uses it, as a join token is.
+    fn bind(
+        &self,
+        attested: &Attested,
+        request: &AgentRequest,
+        now: SystemTime,
+    ) -> Result<(), Refusal> {
+        let Some(attestor) = &self.attestor else {
+            return Err(not_offered());
+        };
+        match attestor.bind(attested, request.key_sha256(), now) {
+            FirstKey::Granted => Ok(()),
+            FirstKey::Taken => Err((EnrollCode::TokenUsed, OF_ANOTHER_KEY.to_owned())),
+            FirstKey::Full => {
+                let detail = "too many tokens are in use; try again later";
+                Err((EnrollCode::Unavailable, detail.to_owned()))
+            }
+        }
+    }
+
     async fn issued(
         &self,
         request: EnrollRequest,
@@ -174,6 +194,7 @@ impl Enrollment {
         let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
         if let Some(Vouched { attested, revoked }) = vouched {
             let node = &attested.node;
+            self.bind(&attested, &certificate_request, now)?;
             let issued = renewals.issue(&certificate_request, node, revoked, now)?;
             self.nodes.record(node, &[]);
             return Ok((By::Account(attested.account), issued.reply));
@@ -191,6 +212,10 @@ impl Enrollment {
         Ok((By::Token(grant.id), issued.reply))
     }
 }
+
+/// What another key than the first is told.
+const OF_ANOTHER_KEY: &str =
+    "another key has used this ServiceAccount token; the kubelet's next token is accepted";
 
 /// What the cluster vouches for, and the node's revocation as it was before.
 struct Vouched {

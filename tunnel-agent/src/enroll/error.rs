@@ -62,7 +62,7 @@ pub(crate) enum EnrollError {
         /// Asked with a ServiceAccount token.
         has_account: bool,
     },
-    /// The ServiceAccount token is over, and the kubelet has not replaced it yet.
+    /// The ServiceAccount token is over or another key has used it, and the kubelet has not replaced it yet.
     #[error("{0}; trying again with what the kubelet writes to --token-file")]
     Stale(String),
     /// Another process is at it.

@@ -12,6 +12,7 @@ use serde::Deserialize;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
+use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{Failure, FailureKind};
@@ -102,6 +103,8 @@ async fn attest(
         node,
         account: vouched.account,
         issued: claims.issued(),
+        ends: claims.ends(),
+        token: sha256(token.reveal().as_bytes()),
     })
 }
 
@@ -227,6 +230,11 @@ impl Claims {
         at(self.iat)
     }
 
+    /// Tokens that are bound to a Pod or a node have an end; one without is remembered for long.
+    fn ends(&self) -> SystemTime {
+        self.exp.map_or_else(|| at(self.iat) + ENDLESS, at)
+    }
+
     fn has_ended(&self, now: SystemTime) -> bool {
         self.exp.is_some_and(|exp| at(exp) <= now)
     }
@@ -238,6 +246,9 @@ fn at(seconds: u64) -> SystemTime {
         .checked_add(Duration::from_secs(seconds))
         .unwrap_or(epoch)
 }
+
+/// The longest that a cluster issues bound tokens for.
+const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
 
 #[cfg(test)]
 mod tests;

@@ -253,6 +253,30 @@ async fn ended_token_is_waited_for_as_the_kubelet_replaces_it() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn p9_token_that_one_key_has_used_buys_nothing_for_another() -> Result<()> {
+    let site = Site::start().await?;
+    let uid = site.pod("agent-1", "worker-1")?;
+    let first = claims("agent-1", &uid);
+    let token = site.api()?.sign(&first);
+    let config = site.agent_with_token("worker-1", &token)?;
+    let agent = Agent::start(config.clone()).await?;
+    site.world.connected("worker-1").await;
+    agent.stop().await?;
+    // Whoever has read the token has another key, as an agent has that lost its own.
+    std::fs::remove_dir_all(site.world.path().join("agent-worker-1"))?;
+    let _agent = Agent::start(config).await?;
+    site.is_told("token_used").await;
+    ensure!(site.enrolled("issued").await? == 1.0);
+    let next = TokenClaims {
+        issued: first.issued + Duration::from_secs(1),
+        ..first
+    };
+    site.write_token("worker-1", &site.api()?.sign(&next))?;
+    site.world.connected("worker-1").await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
     let site = Site::start().await?;
     let uid = site.pod("agent-1", "worker-1")?;
