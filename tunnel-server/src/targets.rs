@@ -120,12 +120,15 @@ impl Given {
     }
 }
 
-/// The name that a node's targets are asked for (SNI), and by which they are verified if they are.
+/// The name that a node's targets are asked for (SNI), and by which they are verified if they are. A name that ends in a
+/// number is none that TLS knows: its targets are asked for one that nobody has (RFC 6761, section 6.4), so they are
+/// reached where they are not verified, and refused where they are.
 ///
 /// # Errors
-/// When the node's name is none that TLS knows.
+/// When neither is a name that TLS knows.
 pub fn server_name(node: &NodeName) -> Result<ServerName<'static>, InvalidDnsNameError> {
     ServerName::try_from(node.to_string())
+        .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
 }
 
 impl fmt::Debug for Targets {
