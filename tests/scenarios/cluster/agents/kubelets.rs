@@ -194,6 +194,9 @@ async fn cas_are_followed_kept_and_replaced_while_the_rest_goes_on() -> Result<(
     eventually("the CA is on disk", PATIENCE, async || {
         let kept = site.world.path().join("server/kubelet-client-ca.crt");
         ensure!(std::fs::read_to_string(kept)? == next.pem());
+        let shared = site.world.path().join("server/authority.json");
+        let shared = std::fs::read_to_string(shared)?;
+        ensure!(shared.contains("\"isWhole\":true"), "not all is kept");
         anyhow::Ok(())
     })
     .await;
