@@ -7,6 +7,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
+use tunnel_proto::process::telemetry::ACCESS;
 use tunnel_proto::relay::{RelayEnd, Side, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
@@ -123,7 +124,7 @@ impl Egress {
         };
         self.metrics.stream_ended(outcome.end);
         info!(
-            target: "access",
+            target: ACCESS,
             agent = %self.node,
             session = %terms.session,
             target,

@@ -43,7 +43,8 @@ fn main() -> ExitCode {
 
 fn run(source: Source) -> anyhow::Result<()> {
     let config = load(source)?;
-    telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
+    let _logs =
+        telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
     if let Err(error) = secrets::forbid_core_dumps() {
         warn!(%error, "cannot forbid core dumps; they would hold keys");
     }

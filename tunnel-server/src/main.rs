@@ -104,7 +104,7 @@ fn load(source: Source) -> anyhow::Result<Config> {
 
 fn run(source: Source) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
-    telemetry::start(config.log_level, config.log_format)?;
+    let _logs = telemetry::start(config.log_level, config.log_format)?;
     if let Err(error) = forbid_core_dumps() {
         warn!(%error, "cannot forbid core dumps; they would hold keys");
     }

@@ -105,7 +105,7 @@ async fn attack() -> Result<()> {
 async fn t15_no_text_of_others_ends_or_colours_a_line_of_the_log() -> Result<()> {
     if let Ok(format) = std::env::var(VICTIM) {
         let format = format.parse().map_err(anyhow::Error::msg)?;
-        telemetry::start("debug".parse()?, format)?;
+        let _logs = telemetry::start("debug".parse()?, format)?;
         return attack().await;
     }
     for format in [LogFormat::Text, LogFormat::Json] {

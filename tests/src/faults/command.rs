@@ -108,13 +108,16 @@ pub async fn main(arguments: Arguments) -> Result<ExitCode> {
         say(&list(&cases));
         return Ok(ExitCode::SUCCESS);
     }
-    if let Some(level) = &arguments.log {
-        let Ok(level) = level.parse() else {
-            note(&format!("faults: --log: {level:?} is no level"));
-            return Ok(ExitCode::from(USAGE));
-        };
-        telemetry::start(level, LogFormat::Text).context("start the log")?;
-    }
+    let _logs = match &arguments.log {
+        Some(level) => {
+            let Ok(level) = level.parse() else {
+                note(&format!("faults: --log: {level:?} is no level"));
+                return Ok(ExitCode::from(USAGE));
+            };
+            Some(telemetry::start(level, LogFormat::Text).context("start the log")?)
+        }
+        None => None,
+    };
     let plan = Plan {
         cases,
         seeds: match arguments.seed {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::info;
+use tunnel_proto::process::telemetry::ACCESS;
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
@@ -131,7 +132,7 @@ impl Drop for Record {
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
         info!(
-            target: "access",
+            target: ACCESS,
             door = self.door,
             peer = %self.peer,
             caller = present(&self.caller),

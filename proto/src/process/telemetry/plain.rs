@@ -2,11 +2,16 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::{self, Write};
+use std::io::{self, Stderr, Write};
+use std::sync::Arc;
 
+use tracing::Metadata;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Standard error for whole lines.
+use super::ACCESS;
+use super::outlet::Outlet;
+
+/// How a line becomes plain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Plain {
     /// What is replaced is escaped as in JSON strings.
@@ -15,27 +20,54 @@ pub(super) struct Plain {
     pub(super) colours: bool,
 }
 
-impl MakeWriter<'_> for Plain {
-    type Writer = Self;
+/// Makes writers of whole lines to standard error.
+#[derive(Debug)]
+pub(super) struct Lines {
+    pub(super) plain: Plain,
+    pub(super) outlet: Arc<Outlet<Stderr>>,
+}
 
-    fn make_writer(&self) -> Self {
-        *self
+/// Writes one line.
+pub(super) struct Line<'a> {
+    lines: &'a Lines,
+    /// An access record.
+    may_wait: bool,
+}
+
+impl<'a> MakeWriter<'a> for Lines {
+    type Writer = Line<'a>;
+
+    fn make_writer(&'a self) -> Line<'a> {
+        Line {
+            lines: self,
+            may_wait: false,
+        }
+    }
+
+    fn make_writer_for(&'a self, event: &Metadata<'_>) -> Line<'a> {
+        Line {
+            lines: self,
+            may_wait: event.target() == ACCESS,
+        }
     }
 }
 
-impl Write for Plain {
+impl Write for Line<'_> {
     /// Takes a whole line with its end, as the formatter gives it.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut out = io::stderr().lock();
-        match std::str::from_utf8(line) {
-            Ok(text) => out.write_all(self.visible(text).as_bytes())?,
-            Err(_no_text) => out.write_all(line)?,
+        let visible = std::str::from_utf8(line).map(|text| self.lines.plain.visible(text));
+        let out = visible.as_deref().map_or(line, str::as_bytes);
+        if self.may_wait {
+            self.lines.outlet.gather(out)?;
+        } else {
+            self.lines.outlet.write(out)?;
         }
         Ok(line.len())
     }
 
+    /// A line leaves as it is written, or when its time has come.
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        Ok(())
     }
 }
 
@@ -45,7 +77,9 @@ impl Plain {
             Some(text) => (text, "\n"),
             None => (line, ""),
         };
-        if !text.chars().any(|letter| self.is_hidden(letter)) {
+        // Nearly all lines are of such letters alone.
+        let is_printable = |byte: u8| (b' '..=b'~').contains(&byte);
+        if text.bytes().all(is_printable) || !text.chars().any(|letter| self.is_hidden(letter)) {
             return Cow::Borrowed(line);
         }
         let mut visible = String::with_capacity(line.len() + 64);
