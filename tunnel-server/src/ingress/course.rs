@@ -3,12 +3,12 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::watch;
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
 /// What a caller's connection is doing.
@@ -114,19 +114,13 @@ impl State {
 /// The course of one caller's connection.
 #[derive(Debug)]
 pub(super) struct Course {
-    state: watch::Sender<State>,
+    state: Mutex<State>,
+    /// A request has begun.
+    begun: Notify,
     patience: Patience,
 }
 
 impl Course {
-    /// Waits until the first request head is there.
-    pub(super) async fn opened(&self) {
-        let is_open = |state: &State| !matches!(state.stage, Stage::Opening { .. });
-        let mut state = self.state.subscribe();
-        // The sender is this very value.
-        let _opened = state.wait_for(is_open).await;
-    }
-
     /// A connection that begins at this moment.
     pub(super) fn begin(patience: Patience) -> Arc<Self> {
         let state = State {
@@ -137,49 +131,65 @@ impl Course {
             body: false,
         };
         Arc::new(Self {
-            state: watch::Sender::new(state),
+            state: Mutex::new(state),
+            begun: Notify::new(),
             patience,
         })
     }
 
+    /// Waits until the first request head is there. Cancel-safe.
+    pub(super) async fn opened(&self) {
+        self.reach(|stage| !matches!(stage, Stage::Opening { .. }))
+            .await;
+    }
+
+    /// Waits until a request is under way. Cancel-safe.
+    pub(super) async fn in_request(&self) {
+        self.reach(|stage| matches!(stage, Stage::Busy { .. }))
+            .await;
+    }
+
     /// A request whose head was read; it lasts until the value goes.
     pub(super) fn request(self: &Arc<Self>, body: bool) -> Underway {
-        self.state.send_modify(|state| state.begin(body));
+        self.lock().begin(body);
+        self.begun.notify_waiters();
         Underway(self.clone())
     }
 
     /// Waits for a silence that lasts too long. Cancel-safe.
     pub(super) async fn overdue(&self) -> Overdue {
-        let mut changes = self.state.subscribe();
+        // No silence that begins from now on lasts too long before that, so it need not be told of any: requests come by
+        // the ten thousand a second, silences do not.
+        let look_every = self.patience.head.min(self.patience.idle);
         loop {
-            let deadline = changes.borrow_and_update().deadline(self.patience);
-            // The sender is ours, so there is always a next change to wait for.
-            match deadline {
-                None => {
-                    let _ours = changes.changed().await;
-                }
-                Some((at, which)) => tokio::select! {
-                    _changed = changes.changed() => {}
-                    () = sleep_until(at) => return which,
-                },
-            }
+            let now = Instant::now();
+            let deadline = self.lock().deadline(self.patience);
+            let look = now + look_every;
+            let at = match deadline {
+                Some((at, which)) if at <= now => return which,
+                Some((at, _)) => at.min(look),
+                None => look,
+            };
+            sleep_until(at).await;
         }
     }
 
-    /// Waits until a request is under way. Cancel-safe.
-    pub(super) async fn in_request(&self) {
-        let mut changes = self.state.subscribe();
-        let busy = |state: &State| matches!(state.stage, Stage::Busy { .. });
-        // An error would mean that the sender, which is ours, is gone.
-        let _ours = changes.wait_for(busy).await;
+    async fn reach(&self, there: impl Fn(&Stage) -> bool) {
+        loop {
+            let begun = self.begun.notified();
+            if there(&self.lock().stage) {
+                return;
+            }
+            begun.await;
+        }
     }
 
     fn read(&self, data: &[u8]) {
-        self.state.send_if_modified(|state| {
-            let before = state.stage;
-            state.read(data, Instant::now());
-            state.stage != before
-        });
+        self.lock().read(data, Instant::now());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -189,7 +199,7 @@ pub(super) struct Underway(Arc<Course>);
 
 impl Drop for Underway {
     fn drop(&mut self) {
-        self.0.state.send_modify(|state| state.end(Instant::now()));
+        self.0.lock().end(Instant::now());
     }
 }
 
