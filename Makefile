@@ -30,9 +30,10 @@ soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 fo
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
 	$(MAKE) faults
 
-bench: ## the benchmark, about 11 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path; FULL=1 takes 24 and writes docs/benchmarks.md
+bench: ## the benchmark, about 11 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
-	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
+	@target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
+	  exec env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
 	  $(if $(FULL),--full --docs docs/benchmarks.md) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)
 
 bench-compare: ## what became worse since an older target/bench/report.json; BASE=file, exits 1 when anything did

@@ -163,6 +163,7 @@ impl Run {
                 .collect::<Vec<_>>()
                 .join(" "),
             machine: machine::describe(),
+            build: build(),
             load: (load_before, machine::load()),
             namespace: self.inside,
             took_seconds: began.elapsed().as_secs(),
@@ -178,4 +179,11 @@ impl Run {
         report.write(&folder, self.docs.as_deref())?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// The name of the binaries' folder.
+fn build() -> String {
+    let folder = tunnel_tests::tools::bin_dir().unwrap_or_default();
+    let name = folder.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
 }

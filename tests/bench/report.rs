@@ -23,6 +23,8 @@ pub(crate) struct Report {
     pub(crate) when: String,
     pub(crate) command: String,
     pub(crate) machine: String,
+    /// The build of the binaries, by the name of its folder: `release`, or `dist` as delivered.
+    pub(crate) build: String,
     /// Load average before and after.
     pub(crate) load: (f64, f64),
     /// Whether the run had a network of its own.

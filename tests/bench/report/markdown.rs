@@ -39,7 +39,10 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
     );
     push(
         &mut text,
-        &format!("- commit {}, {}", report.commit, report.when),
+        &format!(
+            "- commit {}, {}, binaries of the build `{}`",
+            report.commit, report.when, report.build
+        ),
     );
     push(&mut text, &format!("- {}, {network}", report.machine));
     push(
