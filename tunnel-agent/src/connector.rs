@@ -23,7 +23,7 @@ mod attempt;
 pub(crate) mod endpoint;
 mod ladder;
 mod lane;
-pub(crate) mod plan;
+pub mod plan;
 mod race;
 mod report;
 

@@ -1,10 +1,12 @@
 //! When to try again: a pure state machine over what happened, the time and a random number.
 //!
 //! ```text
-//! start --failed--> outage: at once, then 0..2 s for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
-//!                     | name in use: 60 s, 120 s, ... 10 min     | needs a person: 30 s
+//! start --failed--> outage: at once, then 0..its age (0.1 to 2 s) for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
+//!                     | a server's refusal: 0..2 s at least  | name in use: 60 s, ... 10 min  | needs a person: 30 s
 //!                     +--ready for 10 s--> start
 //! ```
+//!
+//! So an outage costs at most twice its length, and a wave of agents is spread over as long as it has been waiting.
 
 use std::time::Duration;
 
@@ -13,7 +15,7 @@ use tunnel_proto::wire::code::CloseCode;
 
 /// How an attempt to hold a session ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event {
+pub enum Event {
     /// It never became Ready; the code when the server said one.
     Failed(Option<CloseCode>),
     /// It was Ready for this long, and has ended or is silent.
@@ -36,7 +38,7 @@ impl Event {
 
 /// The history that decides about the next attempt.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub struct Plan {
     outage_since: Option<Instant>,
     last_at_once: Option<Instant>,
     late_cap: Duration,
@@ -45,17 +47,17 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// No attempt so far.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Self {
             outage_since: None,
             last_at_once: None,
-            late_cap: EARLY_CAP,
+            late_cap: EARLY_CAP_MOST,
             name_in_use: NAME_IN_USE_FIRST,
         }
     }
 
     /// How long to wait after `event`; `random` is from 0 to 1.
-    pub(crate) fn next(&mut self, event: Event, now: Instant, random: f64) -> Duration {
+    pub fn next(&mut self, event: Event, now: Instant, random: f64) -> Duration {
         let lost = match event {
             Event::Lost { ready_for, .. } => {
                 if ready_for >= STEADY {
@@ -89,10 +91,23 @@ impl Plan {
             self.last_at_once = Some(now);
             return Duration::ZERO;
         }
-        if now.duration_since(since) >= EARLY_FOR {
+        let age = now.duration_since(since);
+        if age >= EARLY_FOR {
             self.late_cap = (self.late_cap * 2).min(LATE_CAP);
+            return self.late_cap.mul_f64(random);
         }
-        self.late_cap.mul_f64(random)
+        let cap = match event {
+            Event::Failed(None) | Event::Lost { .. } => age.clamp(EARLY_CAP_LEAST, EARLY_CAP_MOST),
+            // A server that refuses is there; what it needs is time.
+            Event::Failed(Some(_)) => EARLY_CAP_MOST,
+        };
+        cap.mul_f64(random)
+    }
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -101,8 +116,10 @@ const STEADY: Duration = Duration::from_secs(10);
 /// Least time between two retries at once. Less than the shortest keep-alive that makes sense (1 s, less 20 %): a server
 /// that was restarted twice is noticed no sooner.
 const AT_ONCE_APART: Duration = Duration::from_millis(500);
-/// Full jitter up to this early in an outage: a server that restarts is found soon, and 10,000 agents are spread.
-const EARLY_CAP: Duration = Duration::from_secs(2);
+/// Full jitter up to this at the very beginning of an outage: a server that is only started again takes some 50 ms.
+const EARLY_CAP_LEAST: Duration = Duration::from_millis(100);
+/// Full jitter up to this for the rest of "early": a server that restarts is found soon, and 10,000 agents are spread.
+const EARLY_CAP_MOST: Duration = Duration::from_secs(2);
 /// How long "early" lasts.
 const EARLY_FOR: Duration = Duration::from_secs(120);
 /// The jitter's cap doubles up to this later on.
@@ -118,6 +135,9 @@ const SPREAD: f64 = 0.1;
 
 #[cfg(test)]
 mod tests {
+    use rand::rngs::SmallRng;
+    use rand::{RngExt, SeedableRng};
+
     use super::*;
 
     const FAILED: Event = Event::Failed(None);
@@ -133,14 +153,72 @@ mod tests {
         Duration::from_secs(count)
     }
 
+    fn millis(count: u64) -> Duration {
+        Duration::from_millis(count)
+    }
+
     #[test]
-    fn first_retry_is_at_once_then_jitter_up_to_two_seconds() {
+    fn first_retry_is_at_once_then_jitter_up_to_the_outages_age() {
         let mut plan = Plan::new();
         let start = Instant::now();
         assert_eq!(plan.next(FAILED, start, 0.9), Duration::ZERO);
         assert_eq!(plan.next(FAILED, start, 0.0), Duration::ZERO);
-        assert_eq!(plan.next(FAILED, start, 0.5), seconds(1));
+        let caps = [(0, 100), (99, 100), (300, 300), (1999, 1999), (2500, 2000)];
+        for (age, cap) in caps.map(|(age, cap)| (millis(age), millis(cap))) {
+            assert_eq!(plan.next(FAILED, start + age, 1.0), cap);
+            assert_eq!(plan.next(FAILED, start + age, 0.5), cap / 2);
+        }
         assert_eq!(plan.next(FAILED, start + seconds(119), 1.0), seconds(2));
+    }
+
+    /// However the dice fall, callers wait at most twice as long as the server was away, or 0.1 s longer.
+    #[test]
+    fn server_that_is_back_is_found_soon_by_few_dials() {
+        const AGENTS: u32 = 1000;
+        let mut random = SmallRng::seed_from_u64(7);
+        for (away, most) in [(50, 4.0), (500, 8.0), (1500, 10.0), (5000, 14.0)] {
+            let away = millis(away);
+            let mut dials = 0;
+            for _ in 0..AGENTS {
+                let start = Instant::now();
+                let (mut plan, mut now) = (Plan::new(), start);
+                let mut event = lost_after(60);
+                loop {
+                    now += plan.next(event, now, random.random());
+                    if now - start >= away {
+                        break;
+                    }
+                    dials += 1;
+                    event = FAILED;
+                }
+                let late = now - start - away;
+                assert!(late <= away.clamp(millis(100), seconds(2)), "{late:?}");
+            }
+            let mean = f64::from(dials) / f64::from(AGENTS);
+            assert!(mean <= most, "{mean} dials while away for {away:?}");
+        }
+    }
+
+    #[test]
+    fn server_that_admits_and_closes_at_once_is_soon_dialled_every_second() {
+        let mut random = SmallRng::seed_from_u64(7);
+        let start = Instant::now();
+        let (mut plan, mut now, mut dials) = (Plan::new(), start, 0);
+        while now - start < seconds(60) {
+            now += millis(20) + plan.next(lost_after(0), now, random.random());
+            dials += 1;
+        }
+        assert!(dials < 120, "{dials} dials in a minute");
+    }
+
+    #[test]
+    fn server_that_refuses_is_asked_less_often() {
+        let mut plan = Plan::new();
+        let start = Instant::now();
+        let refused = Event::Failed(Some(CloseCode::Overloaded));
+        assert_eq!(plan.next(refused, start, 1.0), Duration::ZERO);
+        assert_eq!(plan.next(refused, start, 1.0), seconds(2));
+        assert_eq!(plan.next(FAILED, start, 1.0), millis(100));
     }
 
     #[test]
@@ -164,6 +242,7 @@ mod tests {
         plan.next(FAILED, start + seconds(500), 1.0);
         let later = start + seconds(1000);
         assert_eq!(plan.next(lost_after(10), later, 1.0), Duration::ZERO);
+        assert_eq!(plan.next(FAILED, later, 1.0), millis(100));
         assert_eq!(plan.next(FAILED, later + seconds(5), 1.0), seconds(2));
     }
 
@@ -173,7 +252,7 @@ mod tests {
         let start = Instant::now();
         assert_eq!(plan.next(lost_after(1), start, 1.0), Duration::ZERO);
         let again = start + Duration::from_millis(50);
-        assert_eq!(plan.next(lost_after(0), again, 1.0), seconds(2));
+        assert_eq!(plan.next(lost_after(0), again, 1.0), millis(100));
         assert_eq!(
             plan.next(lost_after(1), start + seconds(1), 1.0),
             Duration::ZERO
