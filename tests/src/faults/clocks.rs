@@ -79,7 +79,7 @@ const DIVISOR: u32 = 10;
 /// Retransmission, the intervals at which clocks are looked at, and the scheduler do not get faster.
 const SLACK: Duration = Duration::from_millis(500);
 
-/// The agent's backoff of up to 2 s is no setting, nor is QUIC's first retransmission after 1 s.
+/// The agent's backoff of up to 2 s is no setting, nor is QUIC's first retransmission, after 1 s on a path not known yet.
 const CONNECT: Duration = Duration::from_secs(3);
 
 const SERVER_LIMITS: &str = "\

@@ -35,7 +35,7 @@ pub(crate) enum Path {
     Open,
     /// The server, after this time.
     Slow(Duration),
-    /// Nothing comes back. Packets are repeated after 1, 3 and 7 s, so a path that opens is found.
+    /// Nothing comes back. Packets are repeated after 1, 3 and 7 s at the latest, so a path that opens is found.
     Silent,
     /// "Connection refused".
     Refused,

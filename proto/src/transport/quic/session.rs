@@ -11,6 +11,7 @@ use quinn::{Connection, ConnectionError};
 use rustls_pki_types::CertificateDer;
 use tokio_util::task::TaskTracker;
 
+use super::path::LastPath;
 use super::stream::QuicStream;
 use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST, window};
 use crate::identity::{IdentityError, PeerIdentity};
@@ -35,6 +36,8 @@ pub(super) struct QuicSession {
     opening: AtomicBool,
     allowed: AtomicU32,
     allowed_most: AtomicU32,
+    /// Where the end leaves the round trip time.
+    path: Option<LastPath>,
 }
 
 impl std::fmt::Debug for QuicSession {
@@ -57,6 +60,7 @@ impl QuicSession {
         connection: Connection,
         settings: &SessionSettings,
         identify: Identify,
+        path: Option<LastPath>,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = chain_of(&connection);
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
@@ -77,6 +81,7 @@ impl QuicSession {
             opening: AtomicBool::new(true),
             allowed: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
             allowed_most: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
+            path,
         }))
     }
 
@@ -202,7 +207,11 @@ impl Session for QuicSession {
     }
 
     async fn closed(&self) -> CloseReason {
-        close_reason(self.connection.closed().await)
+        let error = self.connection.closed().await;
+        if let Some(path) = &self.path {
+            path.keep(self.connection.remote_address(), self.connection.rtt());
+        }
+        close_reason(error)
     }
 
     fn peer(&self) -> &PeerIdentity {

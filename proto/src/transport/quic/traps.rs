@@ -1,6 +1,7 @@
-//! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens.
+//! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens, a second of
+//! silence after a lost first packet.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use bytes::BytesMut;
 use futures_util::FutureExt;
 use quinn::{Connection, Runtime};
 use tokio::io::AsyncReadExt;
+use tokio::net::UdpSocket;
 use tokio::time::Instant;
 
 use super::{QuicAcceptor, QuicDialer, QuicKeys, STREAMS_ALLOWED_AT_FIRST, udp_socket};
@@ -22,8 +24,8 @@ use crate::wire::name::Port;
 const PATIENCE: Duration = Duration::from_secs(30);
 const BULK: usize = 8 << 20;
 
-/// The server's bare connection and the agent's session.
-async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
+/// The two ends, and where the server is.
+fn ends() -> (QuicAcceptor, QuicDialer, Remote) {
     let settings = SessionSettings {
         stream_window: 2 << 20,
         streams: 1000,
@@ -42,10 +44,19 @@ async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
     let trust = tls::Trust::Roots(ca.roots());
     let client = tls::session_client(ca.key(&role), trust, ALPN_SESSION).unwrap();
     let dialer = QuicDialer::new(client, settings).unwrap();
-    let remote = Remote {
+    (acceptor, dialer, at(address))
+}
+
+fn at(address: SocketAddr) -> Remote {
+    Remote {
         name: address.to_string(),
         address: Some(address),
-    };
+    }
+}
+
+/// The server's bare connection and the agent's session.
+async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
+    let (acceptor, dialer, remote) = ends();
     let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
     let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
     (connection, session.unwrap(), acceptor)
@@ -114,4 +125,49 @@ async fn peer_may_open_few_streams_until_more_are_in_use() {
     }
     let more = tokio::time::timeout(PATIENCE, connection.open_bi()).await;
     more.unwrap().unwrap();
+}
+
+/// How long after its first packet a dial sends another one when nobody listens.
+async fn sends_again_after(dialer: &QuicDialer) -> Duration {
+    let nobody = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let remote = at(nobody.local_addr().unwrap());
+    let packets = async {
+        let mut packet = [0; 2048];
+        nobody.recv(&mut packet).await.unwrap();
+        let first = Instant::now();
+        // The ClientHello takes two packets, which leave together.
+        while first.elapsed() < Duration::from_millis(10) {
+            nobody.recv(&mut packet).await.unwrap();
+        }
+        first.elapsed()
+    };
+    tokio::select! {
+        after = packets => after,
+        dialled = dialer.dial(&remote) => panic!("{dialled:?}"),
+    }
+}
+
+/// A server that was restarted misses what agents send while it is away. By default their next packets are a second later.
+#[tokio::test]
+async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
+    let (acceptor, dialer, remote) = ends();
+    tokio::time::pause();
+    let unknown = sends_again_after(&dialer).await;
+    assert_about(unknown, 1000);
+    tokio::time::resume();
+    let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
+    let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
+    connection.close(0u8.into(), b"");
+    session.unwrap().closed().await;
+    tokio::time::pause();
+    let known = sends_again_after(&dialer).await;
+    assert_about(known, 150);
+}
+
+/// Timers are to the millisecond.
+fn assert_about(time: Duration, millis: u128) {
+    assert!(
+        (millis - 5..=millis + 5).contains(&time.as_millis()),
+        "{time:?} is not about {millis} ms"
+    );
 }
