@@ -17,7 +17,7 @@ pub(crate) struct Options {
     pub(crate) hurry: f64,
 }
 
-/// With these five rounds of all cases take some 11 minutes, and some 24 in full.
+/// With these five rounds of all cases take some 13 minutes, and some 26 in full.
 const QUICK: f64 = 0.6;
 const FULL: f64 = 1.1;
 

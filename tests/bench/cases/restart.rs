@@ -34,6 +34,8 @@ const ALL_PATIENCE: Duration = Duration::from_secs(90);
 /// A drain without streams ends within this.
 const STOP: Duration = Duration::from_secs(10);
 const AGENTS: usize = 1000;
+/// Until a session counts as steady, has nothing on its way, and says nothing but that it lives.
+const SETTLE: Duration = Duration::from_secs(11);
 
 pub(super) async fn run(bench: &mut Bench) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
@@ -75,6 +77,7 @@ async fn one_agent(bench: &mut Bench, name: &'static str, stack: &mut Culvert) -
     stack.agent = Some(agent);
     bench.record(name, &START, millis(took), seen.foreign);
     restart(bench, name, stack, &AFTER_TERM).await?;
+    tokio::time::sleep(SETTLE).await;
     restart(bench, name, stack, &AFTER_KILL).await
 }
 
@@ -115,6 +118,7 @@ async fn a_thousand(bench: &mut Bench, name: &'static str, transport: &str) -> R
     };
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let mut simulator = simulate(&stack, transport, AGENTS).await?;
+    tokio::time::sleep(SETTLE).await;
     let (setup, old) = take_server(&mut stack)?;
     old.kill().await?;
     let began = Instant::now();

@@ -4,14 +4,14 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rcgen::{CertificateParams, KeyPair};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
+use tunnel_agent::plan::{Event, Plan};
 use tunnel_proto::tcp::{Direct, Remote};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
@@ -28,11 +28,13 @@ use tunnel_server::issuer::LocalCa;
 use super::listening;
 use super::raw::Kind;
 
-/// Dials at once; a thousand agents of one site come in such waves.
-const DIALS: usize = 128;
-const STEP: Duration = Duration::from_secs(20);
-/// A real agent tries again at once, then after a random time of up to this.
-const PAUSE: Duration = Duration::from_secs(2);
+/// First dials at once, since a site's agents are not started in one moment. A server that went away is dialled again by
+/// all of them, when their plans say so.
+const FIRST_DIALS: usize = 128;
+/// As the handshake timeout of agents.
+const STEP: Duration = Duration::from_secs(5);
+/// An agent that fails so often in a row says why.
+const MANY: u32 = 20;
 
 /// Holds sessions and dials lost ones again, until it is killed.
 #[derive(Debug, clap::Args)]
@@ -55,9 +57,8 @@ impl Agents {
         // One key for all: making keys is not what is measured.
         let key = KeyPair::generate()?;
         let csr = CertificateParams::default().serialize_request(&key)?;
-        let ready = Arc::new(AtomicUsize::new(0));
-        let (changed, mut changes) = watch::channel(());
-        let dials = Arc::new(Semaphore::new(DIALS));
+        let (tell, mut news) = mpsc::channel(self.count.max(1));
+        let first_dials = Arc::new(Semaphore::new(FIRST_DIALS));
         let mut agents = JoinSet::new();
         for number in 0..self.count {
             let node: NodeName = format!("sim-{number}").parse()?;
@@ -70,25 +71,72 @@ impl Agents {
                 instance: InstanceId::new(rand::random()),
                 server: self.server,
                 dialer,
-                dials: dials.clone(),
-                ready: ready.clone(),
-                changed: changed.clone(),
+                first_dials: first_dials.clone(),
+                tell: tell.clone(),
             };
             agents.spawn(agent.live());
         }
-        let mut full = false;
-        let mut generation = 0;
-        loop {
-            changes.changed().await?;
-            let now = ready.load(Ordering::Acquire);
-            if now == self.count && !full {
-                generation += 1;
+        drop(tell);
+        let mut tally = Tally::of(self.count);
+        while let Some(news) = news.recv().await {
+            if let Some(times) = tally.heed(news) {
                 let mut out = std::io::stdout().lock();
-                writeln!(out, "{ALL_READY}{generation}")?;
+                writeln!(out, "{ALL_READY}{times}")?;
                 out.flush()?;
             }
-            full = now == self.count;
         }
+        bail!("all agents have ended")
+    }
+}
+
+/// What an agent tells.
+#[derive(Debug, Clone, Copy)]
+enum News {
+    /// Its session of this number, counted from 0, is ready.
+    Ready(usize),
+    /// It has ended.
+    Lost,
+}
+
+/// How many agents are ready, and how often each has been.
+#[derive(Debug)]
+struct Tally {
+    count: usize,
+    ready: usize,
+    /// How many agents have had a session of this number.
+    had: Vec<usize>,
+    /// How often all of them were ready.
+    times: usize,
+}
+
+impl Tally {
+    fn of(count: usize) -> Self {
+        Self {
+            count,
+            ready: 0,
+            had: Vec::new(),
+            times: 0,
+        }
+    }
+
+    /// Tells when all agents are ready once more: each over another session than the last time. Over QUIC each notices by
+    /// itself that the server was restarted, so some are back before others are gone.
+    fn heed(&mut self, news: News) -> Option<usize> {
+        match news {
+            News::Ready(number) => {
+                self.ready += 1;
+                if self.had.len() <= number {
+                    self.had.resize(number + 1, 0);
+                }
+                self.had[number] += 1;
+            }
+            News::Lost => self.ready -= 1,
+        }
+        let all = self.ready == self.count && self.had.get(self.times) == Some(&self.count);
+        all.then(|| {
+            self.times += 1;
+            self.times
+        })
     }
 }
 
@@ -125,47 +173,52 @@ struct Agent {
     instance: InstanceId,
     server: SocketAddr,
     dialer: Arc<dyn Dialer>,
-    dials: Arc<Semaphore>,
-    ready: Arc<AtomicUsize>,
-    changed: watch::Sender<()>,
+    first_dials: Arc<Semaphore>,
+    tell: mpsc::Sender<News>,
 }
 
 impl Agent {
     async fn live(self) {
-        let mut failures = 0_u32;
+        let (mut failures, mut held) = (0_u32, 0);
+        let mut plan = Plan::new();
+        let mut place = self.first_dials.acquire().await.ok();
         loop {
-            match self.hold().await {
-                Ok(()) => failures = 0,
+            let event = match self.hold(&mut place, held).await {
+                Ok(lost) => {
+                    held += 1;
+                    failures = 0;
+                    lost
+                }
                 Err(error) => {
                     failures += 1;
-                    if failures == 10 {
+                    if failures == MANY {
                         let _nobody_reads = writeln!(std::io::stderr(), "{}: {error:#}", self.node);
                     }
+                    Event::Failed(None)
                 }
-            }
-            if failures > 0 {
-                sleep(PAUSE.mul_f64(rand::random_range(0.0..1.0))).await;
-            }
+            };
+            sleep(plan.next(event, Instant::now(), rand::random())).await;
         }
     }
 
-    /// One session, from the dial to its end.
-    async fn hold(&self) -> Result<()> {
-        let place = self.dials.acquire().await?;
+    /// One session, the one of this number, from the dial to its end.
+    async fn hold(&self, place: &mut Option<SemaphorePermit<'_>>, number: usize) -> Result<Event> {
         let remote = Remote {
             name: self.server.to_string(),
             address: Some(self.server),
         };
         let session = timeout(STEP, self.dialer.dial(&remote)).await??;
         let control = timeout(STEP, self.admit(&*session)).await??;
-        drop(place);
-        self.ready.fetch_add(1, Ordering::AcqRel);
-        self.changed.send_replace(());
-        let _reason = session.closed().await;
+        *place = None;
+        self.tell.send(News::Ready(number)).await?;
+        let since = Instant::now();
+        let reason = session.closed().await;
         drop(control);
-        self.ready.fetch_sub(1, Ordering::AcqRel);
-        self.changed.send_replace(());
-        Ok(())
+        self.tell.send(News::Lost).await?;
+        Ok(Event::Lost {
+            ready_for: since.elapsed(),
+            code: reason.code,
+        })
     }
 
     async fn admit(
@@ -192,5 +245,21 @@ impl Agent {
             ControlMessage::Welcome(_) => Ok((reader, writer)),
             other => bail!("not welcome: {other:?}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_are_ready_again_only_after_the_last_has_noticed() {
+        let mut tally = Tally::of(2);
+        assert_eq!(tally.heed(News::Ready(0)), None);
+        assert_eq!(tally.heed(News::Ready(0)), Some(1));
+        for news in [News::Lost, News::Ready(1), News::Lost] {
+            assert_eq!(tally.heed(news), None, "{news:?}");
+        }
+        assert_eq!(tally.heed(News::Ready(1)), Some(2));
     }
 }
