@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::{ClientConnection, ServerConnection};
 use rustls_pki_types::UnixTime;
@@ -190,4 +192,19 @@ fn key_exchange_is_hybrid_post_quantum() {
     let (client, _server) = handshake(&client, &server).unwrap();
     let group = client.negotiated_key_exchange_group().unwrap().name();
     assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);
+}
+
+/// By default AWS-LC first gathers noise for some 30 ms of processor time (see `.cargo/config.toml`).
+#[cfg(target_os = "linux")]
+#[test]
+fn first_random_number_of_a_process_is_there_at_once() {
+    let spent = || {
+        let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+        let nanos = text.split(' ').next().unwrap().parse().unwrap();
+        Duration::from_nanos(nanos)
+    };
+    let before = spent();
+    provider().secure_random.fill(&mut [0; 32]).unwrap();
+    let took = spent() - before;
+    assert!(took < Duration::from_millis(10), "{took:?}");
 }
