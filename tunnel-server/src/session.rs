@@ -95,16 +95,8 @@ impl Sessions {
             return session.close(CloseCode::Protocol, "not an agent").await;
         };
         let began = Instant::now();
-        let admitted = timeout(self.limits.handshake, self.greet(&session, &node)).await;
-        let admitted = match admitted {
-            Ok(Ok(greeted)) => self.admit(&session, &node, greeted).await,
-            Ok(Err(error)) => Err(error),
-            Err(_elapsed) => Err(AdmissionError::Refused(
-                CloseCode::HandshakeTimeout,
-                "no Hello came in time".into(),
-            )),
-        };
-        match admitted {
+        // Each step in a box of its own: what only the first need is not held for as long as the session lives.
+        match Box::pin(self.introduce(&session, &node)).await {
             Ok(admitted) => {
                 self.metrics.handshake("ok");
                 let remote = session.health().remote;
@@ -113,9 +105,26 @@ impl Sessions {
                     transport = %session.transport(), software = admitted.registration.session().software,
                     elapsed = ?began.elapsed(), "agent connected"
                 );
-                self.run(admitted).await;
+                drop((session, node));
+                Box::pin(self.run(admitted)).await;
             }
-            Err(error) => self.refuse(&session, &node, error).await,
+            Err(error) => Box::pin(self.refuse(&session, &node, error)).await,
+        }
+    }
+
+    async fn introduce(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+    ) -> Result<Admitted, AdmissionError> {
+        let greeted = timeout(self.limits.handshake, self.greet(session, node));
+        match greeted.await {
+            Ok(Ok(greeted)) => self.admit(session, node, greeted).await,
+            Ok(Err(error)) => Err(error),
+            Err(_elapsed) => Err(AdmissionError::Refused(
+                CloseCode::HandshakeTimeout,
+                "no Hello came in time".into(),
+            )),
         }
     }
 

@@ -59,26 +59,12 @@ impl Shutdown {
 
     /// Runs work that a drain waits for and `stop` drops.
     pub fn spawn_work(&self, work: impl Future<Output = ()> + Send + 'static) {
-        let stop = self.stop.clone();
-        self.work.spawn(async move {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = work => {}
-            }
-        });
+        self.work.spawn(until(self.stop.clone(), work));
     }
 
     /// Runs a service that is dropped at `stop` and that no drain waits for.
     pub fn spawn_service(&self, service: impl Future<Output = ()> + Send + 'static) {
-        let stop = self.stop.clone();
-        self.services.spawn(async move {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = service => {}
-            }
-        });
+        self.services.spawn(until(self.stop.clone(), service));
     }
 
     /// Runs what accepts connections, as a service. Without it the process would be deaf at one ear: when it panics, the
@@ -122,6 +108,22 @@ impl Shutdown {
         self.services.close();
         self.work.wait().await;
         self.services.wait().await;
+    }
+}
+
+/// `task`, which is dropped at `stop`. In a box: a future that is moved into an `async` block has its room there twice, and
+/// the tasks of sessions and streams live long.
+fn until(
+    stop: CancellationToken,
+    task: impl Future<Output = ()> + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let task = Box::pin(task);
+    async move {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => {}
+            () = task => {}
+        }
     }
 }
 

@@ -9,6 +9,19 @@ fn closed_with(bench: &Bench, code: &str) -> Option<u64> {
     ))
 }
 
+/// Every agent has these for as long as it is connected: what only admission needs must not stay.
+#[test]
+fn session_at_rest_is_small() {
+    fn future<'a, A, F>(_: impl FnOnce(&'a Sessions, A) -> F) -> usize {
+        size_of::<F>()
+    }
+    let (serving, running) = (future(Sessions::serve), future(Sessions::run));
+    assert!(
+        serving <= 384 && running <= 2048,
+        "{serving}, {running} bytes"
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn other_instance_is_refused_while_the_first_answers() {
     let bench = Bench::new();
