@@ -27,9 +27,9 @@ pub struct Acceptor {
     /// UDP.
     pub quic: Arc<QuicAcceptor>,
     /// What TCP connections need.
-    pub tcp_entry: TcpEntry,
+    pub tcp_entry: Arc<TcpEntry>,
     /// What a session needs.
-    pub sessions: Sessions,
+    pub sessions: Arc<Sessions>,
     /// Time for a handshake, and for a whole enrolment.
     pub handshake_limit: Duration,
     /// Places for connections without a valid credential yet.
@@ -121,7 +121,7 @@ impl Acceptor {
 /// A connection that has shown no credential yet.
 #[derive(Debug)]
 struct Stranger {
-    sessions: Sessions,
+    sessions: Arc<Sessions>,
     deadline: Instant,
     place: Place,
 }

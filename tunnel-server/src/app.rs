@@ -230,7 +230,7 @@ impl App {
             connect_sockets.start(&config, (&shared, &ranges), (certificates, &followed))?;
         Acceptor {
             quic: quic.clone(),
-            tcp_entry: TcpEntry {
+            tcp_entry: Arc::new(TcpEntry {
                 session_tls: session_tls(ALPN_SESSION_TCP)?,
                 settings,
                 enroll_tls: tls::enroll_server(agents.enrolment.clone())?,
@@ -240,8 +240,8 @@ impl App {
                     nodes: nodes.clone(),
                     attestor: cluster.attestor.clone(),
                 },
-            },
-            sessions: Sessions {
+            }),
+            sessions: Arc::new(Sessions {
                 registry: registry.clone(),
                 nodes: nodes.clone(),
                 metrics: metrics.clone(),
@@ -258,7 +258,7 @@ impl App {
                 revocations: revocations.clone(),
                 trust: Some(agents.trust.clone()),
                 renewals: agents.renewals.clone(),
-            },
+            }),
             handshake_limit: config.limits.handshake_timeout,
             pre_auth: Places::new(config.limits.pre_auth()),
         }

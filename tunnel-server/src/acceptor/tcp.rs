@@ -22,8 +22,8 @@ use crate::enroll::Enrollment;
 /// ServerHello nothing is encrypted, and without ALPN in the ClientHello rustls would go on.
 const NO_APPLICATION_PROTOCOL: [u8; 7] = [21, 3, 3, 0, 2, 2, 120];
 
-/// What TCP connections of agents need. Clones share it.
-#[derive(Debug, Clone)]
+/// What TCP connections of agents need.
+#[derive(Debug)]
 pub struct TcpEntry {
     /// TLS of sessions: requires the agent's certificate.
     pub session_tls: Arc<ServerConfig>,
@@ -38,7 +38,7 @@ pub struct TcpEntry {
 impl TcpEntry {
     /// Serves one connection to its end.
     pub(super) async fn serve(&self, socket: TcpStream, peer: SocketAddr, stranger: Stranger) {
-        // In boxes of their own: the future of a handshake has 20 KiB, and sessions live long.
+        // In boxes of their own: the futures of a handshake and of an enrolment are large, and sessions live long.
         let met = Box::pin(self.meet(socket, peer, &stranger)).await;
         if let Some(shaken) = met {
             stranger.admit(shaken).await;
@@ -76,7 +76,7 @@ impl TcpEntry {
                 return Some(stranger.in_time(handshake).await);
             }
             Offer::Enrollment => {
-                let result = match stranger.in_time(self.enroll(start, peer)).await {
+                let result = match stranger.in_time(Box::pin(self.enroll(start, peer))).await {
                     Ok(Ok(result)) => result,
                     Ok(Err(error)) => {
                         debug!(%error, "connection for enrolment failed");

@@ -52,7 +52,7 @@ impl Door {
         let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
         let own = ca.server_resolver(Box::new(|_| {}));
         let roots = tls::roots([ca.root().clone()]).unwrap();
-        let entry = TcpEntry {
+        let entry = Arc::new(TcpEntry {
             session_tls: tls::session_server(own.clone(), roots, ALPN_SESSION_TCP).unwrap(),
             settings: settings(),
             enroll_tls: tls::enroll_server(own).unwrap(),
@@ -62,14 +62,14 @@ impl Door {
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
             },
-        };
+        });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let places = Places::new(PlaceLimits {
             per_source: PLACES,
             total: 2 * PLACES,
         });
-        let (sessions, free) = (bench.sessions.clone(), places.clone());
+        let (sessions, free) = (Arc::new(bench.sessions.clone()), places.clone());
         let accept = async move {
             loop {
                 let (socket, peer) = listener.accept().await.unwrap();
@@ -314,4 +314,22 @@ async fn within<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
         .expect("out of patience")
+}
+
+/// A connection has its task for as long as its session lives, and a crowd of newcomers has one handshake each.
+#[test]
+fn task_of_a_connection_is_small() {
+    fn serving<'a, F>(_: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, Stranger) -> F) -> usize {
+        size_of::<F>()
+    }
+    fn meeting<'a, F>(
+        _: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, &'a Stranger) -> F,
+    ) -> usize {
+        size_of::<F>()
+    }
+    let (serving, meeting) = (serving(TcpEntry::serve), meeting(TcpEntry::meet));
+    assert!(
+        serving <= 1024 && meeting <= 5120,
+        "{serving}, {meeting} bytes"
+    );
 }
