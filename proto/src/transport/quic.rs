@@ -22,12 +22,14 @@ use crate::tls;
 use crate::wire::code::CloseCode;
 
 mod path;
+mod runtime;
 mod session;
 mod stream;
 #[cfg(test)]
 mod traps;
 
 use path::LastPath;
+use runtime::Tokio;
 use session::QuicSession;
 
 /// UDP buffers asked for, bytes. 10,000 handshakes at once dropped 2 % as many packets with these as with the default.
@@ -110,7 +112,7 @@ impl QuicAcceptor {
         });
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
-        let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))?;
+        let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(Tokio))?;
         Ok(Self {
             endpoint,
             settings,
@@ -202,7 +204,7 @@ impl QuicDialer {
             EndpointConfig::default(),
             None,
             udp_socket(any)?,
-            Arc::new(quinn::TokioRuntime),
+            Arc::new(Tokio),
         )?;
         let mut endpoints = self.lock();
         endpoints.retain(|old| old.open_connections() > 0);
