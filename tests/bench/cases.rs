@@ -6,6 +6,7 @@ use crate::bench::Bench;
 use crate::target::Target;
 
 mod bulk;
+mod growth;
 mod latency;
 mod memory;
 mod requests;
@@ -55,7 +56,7 @@ pub(crate) const CASES: &[Case] = &[
     case(8, "readers that never read", stalled::TARGETS),
     Case {
         rounds_most: 1,
-        ..case(9, "memory", memory::TARGETS)
+        ..case(9, "memory, and what many agents cost", memory::TARGETS)
     },
     Case {
         rounds_most: 5,

@@ -125,6 +125,20 @@ pub(crate) const AGENTS_10000: Metric = Metric::memory("server, each of 10000 ag
 pub(crate) const AGENTS_IDLE: Metric =
     Metric::time("server, idle, each of 1000 agents", "CPU us/s");
 pub(crate) const HANDSHAKE_CPU: Metric = Metric::cost("a session of 1000 agents, server", "CPU ms");
+pub(crate) const BULK_BESIDE_10: Metric = Metric::cost("down beside 10 agents", "CPU s/GiB");
+pub(crate) const REQUEST_BESIDE_10: Metric = Metric::cost("a request beside 10 agents", "CPU us");
+pub(crate) const CONNECTION_BESIDE_10: Metric =
+    Metric::cost("a new connection beside 10 agents", "CPU us");
+pub(crate) const BULK_BESIDE_1000: Metric = Metric::cost("down beside 1000 agents", "CPU s/GiB");
+pub(crate) const REQUEST_BESIDE_1000: Metric =
+    Metric::cost("a request beside 1000 agents", "CPU us");
+pub(crate) const CONNECTION_BESIDE_1000: Metric =
+    Metric::cost("a new connection beside 1000 agents", "CPU us");
+pub(crate) const BULK_BESIDE_10000: Metric = Metric::cost("down beside 10000 agents", "CPU s/GiB");
+pub(crate) const REQUEST_BESIDE_10000: Metric =
+    Metric::cost("a request beside 10000 agents", "CPU us");
+pub(crate) const CONNECTION_BESIDE_10000: Metric =
+    Metric::cost("a new connection beside 10000 agents", "CPU us");
 pub(crate) const START: Metric = Metric::time("agent start to first reply", "ms");
 pub(crate) const AFTER_TERM: Metric = Metric::time("server TERM to first reply", "ms");
 pub(crate) const AFTER_KILL: Metric = Metric::time("server KILL to first reply", "ms");
@@ -182,6 +196,15 @@ pub(crate) const ALL: &[Metric] = &[
     AGENTS_10000,
     AGENTS_IDLE,
     HANDSHAKE_CPU,
+    BULK_BESIDE_10,
+    REQUEST_BESIDE_10,
+    CONNECTION_BESIDE_10,
+    BULK_BESIDE_1000,
+    REQUEST_BESIDE_1000,
+    CONNECTION_BESIDE_1000,
+    BULK_BESIDE_10000,
+    REQUEST_BESIDE_10000,
+    CONNECTION_BESIDE_10000,
     START,
     AFTER_TERM,
     AFTER_KILL,

@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tunnel_tests::process::{Listener, Process};
 
+use super::growth::{self, Costs};
 use crate::bench::Bench;
 use crate::load;
 use crate::machine::{Watch, cpu_seconds, private_kib, resident_kib};
@@ -46,13 +47,33 @@ const ALL_CONNECT: Duration = Duration::from_secs(90);
 pub(super) async fn run(bench: &mut Bench) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
         streams(bench, name, transport).await?;
-        let mut sizes: Vec<(usize, &'static Metric)> =
-            vec![(100, &AGENTS_100), (1000, &AGENTS_1000)];
+        let mut sizes = vec![
+            Size {
+                count: 10,
+                // A page more or less would be a tenth of it.
+                memory: None,
+                costs: Some(growth::BESIDE_10),
+            },
+            Size {
+                count: 100,
+                memory: Some(&AGENTS_100),
+                costs: None,
+            },
+            Size {
+                count: 1000,
+                memory: Some(&AGENTS_1000),
+                costs: Some(growth::BESIDE_1000),
+            },
+        ];
         if bench.options.full {
-            sizes.push((10_000, &AGENTS_10000));
+            sizes.push(Size {
+                count: 10_000,
+                memory: Some(&AGENTS_10000),
+                costs: Some(growth::BESIDE_10000),
+            });
         }
-        for (count, metric) in sizes {
-            if let Err(error) = agents(bench, name, transport, (count, metric)).await {
+        for size in sizes {
+            if let Err(error) = agents(bench, name, transport, size).await {
                 bench.trouble(name, &error);
             }
         }
@@ -94,13 +115,26 @@ async fn streams(bench: &mut Bench, name: &'static str, transport: &str) -> Resu
     Ok(())
 }
 
+/// So many agents, and what is asked of the server with them.
+#[derive(Debug, Clone, Copy)]
+struct Size {
+    count: usize,
+    /// What each holds.
+    memory: Option<&'static Metric>,
+    costs: Option<Costs>,
+}
+
 /// Many idle agents of one server.
 #[expect(clippy::cast_precision_loss, reason = "some thousands")]
 async fn agents(
     bench: &mut Bench,
     name: &'static str,
     transport: &str,
-    (count, metric): (usize, &'static Metric),
+    Size {
+        count,
+        memory,
+        costs,
+    }: Size,
 ) -> Result<()> {
     let shape = Shape {
         transport,
@@ -113,7 +147,9 @@ async fn agents(
     let simulator = simulate(&stack, transport, count).await?;
     tokio::time::sleep(REST).await;
     let each = (resident_kib(server) - before) / count as f64;
-    bench.record(name, metric, each, 0.0);
+    if let Some(metric) = memory {
+        bench.record(name, metric, each, 0.0);
+    }
     if count == 1000 {
         let handshakes = (cpu_seconds(server) - cpu) * 1e3 / count as f64;
         bench.record(name, &HANDSHAKE_CPU, handshakes, 0.0);
@@ -123,6 +159,9 @@ async fn agents(
         let seen = watch.end();
         let idle = seen.cpu(Some(server)) * 1e6 / seen.wall / count as f64;
         bench.record(name, &AGENTS_IDLE, idle, 0.0);
+    }
+    if let Some(costs) = costs {
+        growth::beside(bench, name, &mut stack, costs).await?;
     }
     Ok(())
 }

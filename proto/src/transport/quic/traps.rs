@@ -98,8 +98,9 @@ async fn bulk_leaves_in_batches_of_segments() {
         }
     );
     assert_eq!(received, BULK);
+    // 1 without segmentation. Here every second datagram is acknowledged, and each acknowledgement lets out about three.
     assert!(
-        sent.datagrams > 3 * sent.ios,
+        sent.datagrams > 2 * sent.ios,
         "{} datagrams in {} system calls",
         sent.datagrams,
         sent.ios

@@ -1,0 +1,78 @@
+//! Of case 9: what work costs server and agent while many other agents are connected.
+
+use anyhow::{Context, Result};
+
+use crate::bench::{Bench, GIB};
+use crate::load::{self, SMALL};
+use crate::machine::Watch;
+use crate::metric::{
+    BULK_BESIDE_10, BULK_BESIDE_1000, BULK_BESIDE_10000, CONNECTION_BESIDE_10,
+    CONNECTION_BESIDE_1000, CONNECTION_BESIDE_10000, Metric, REQUEST_BESIDE_10,
+    REQUEST_BESIDE_1000, REQUEST_BESIDE_10000,
+};
+use crate::systems::Culvert;
+
+/// What is measured beside so many agents.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Costs {
+    bulk: &'static Metric,
+    request: &'static Metric,
+    connection: &'static Metric,
+}
+
+pub(super) const BESIDE_10: Costs = Costs {
+    bulk: &BULK_BESIDE_10,
+    request: &REQUEST_BESIDE_10,
+    connection: &CONNECTION_BESIDE_10,
+};
+pub(super) const BESIDE_1000: Costs = Costs {
+    bulk: &BULK_BESIDE_1000,
+    request: &REQUEST_BESIDE_1000,
+    connection: &CONNECTION_BESIDE_1000,
+};
+pub(super) const BESIDE_10000: Costs = Costs {
+    bulk: &BULK_BESIDE_10000,
+    request: &REQUEST_BESIDE_10000,
+    connection: &CONNECTION_BESIDE_10000,
+};
+
+const BYTES: u64 = 1 << 30;
+const CALLERS: usize = 64;
+const CONNECTING: usize = 16;
+
+/// Bulk, requests and new connections through the one agent that has targets; CPU of both processes, the upkeep of the
+/// other agents included.
+#[expect(clippy::cast_precision_loss, reason = "figures for people")]
+pub(super) async fn beside(
+    bench: &mut Bench,
+    name: &'static str,
+    stack: &mut Culvert,
+    costs: Costs,
+) -> Result<()> {
+    let server = stack.server_process().context("no server")?;
+    let agent = stack.agent_process().context("no agent")?;
+    let door = stack.door();
+    let (bytes, length) = (bench.bytes(BYTES), bench.length(1.0));
+    let watch = Watch::begin(&[server, agent]);
+    let spent = |watch: Watch| {
+        let seen = watch.end();
+        seen.cpu(Some(server)) + seen.cpu(Some(agent))
+    };
+    load::down(&door, bytes).await?;
+    let bulk = spent(watch) * GIB / bytes as f64;
+    let watch = Watch::begin(&[server, agent]);
+    let asked = load::closed(&door, CALLERS, SMALL, length).await;
+    let request = spent(watch) * 1e6 / asked.times.len().max(1) as f64;
+    let watch = Watch::begin(&[server, agent]);
+    let connected = load::churn(&door, CONNECTING, SMALL, length).await;
+    let connection = spent(watch) * 1e6 / connected.times.len().max(1) as f64;
+    bench.record(name, costs.bulk, bulk, 0.0);
+    bench.record(name, costs.request, request, 0.0);
+    bench.record(name, costs.connection, connection, 0.0);
+    anyhow::ensure!(
+        asked.failed + connected.failed == 0,
+        "{} requests beside many agents failed",
+        asked.failed + connected.failed
+    );
+    Ok(())
+}
