@@ -60,12 +60,14 @@ pub(crate) fn describe() -> String {
         .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
         .map_or("unknown processor", |(_, model)| model);
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    // Without the words of whoever built it.
+    let kernel = kernel.split(['-', '\n']).next().unwrap_or_default();
     let control =
         fs::read_to_string("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_default();
     format!(
         "{} processors, {model}, Linux {}, TCP {}",
         processors(),
-        kernel.trim(),
+        kernel,
         control.trim()
     )
 }

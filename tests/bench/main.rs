@@ -1,6 +1,6 @@
 //! The benchmark: what the tunnel reaches and costs beside a direct connection and a plain relay. `make bench` runs it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -30,6 +30,14 @@ struct Cli {
 enum Verb {
     /// Runs cases and writes target/bench/report.{md,json} and a plot of each.
     Run(driver::Run),
+    /// Shows a report again.
+    Show {
+        /// The report.json; target/bench/report.json by default.
+        report: Option<PathBuf>,
+        /// A document whose tables are written anew from it.
+        #[arg(long)]
+        docs: Option<PathBuf>,
+    },
     /// Compares two reports; exits 1 when a figure that does not depend on the machine's mood has become worse.
     Compare {
         /// The report.json to compare with.
@@ -55,16 +63,11 @@ enum Verb {
 async fn main() -> Result<ExitCode> {
     match Cli::parse().verb {
         Verb::Run(run) => run.run().await,
-        Verb::Compare { base, new } => {
-            let new = match new {
-                Some(new) => new,
-                None => report::folder()?.join("report.json"),
-            };
-            let read = |path: &PathBuf| {
-                report::json::read(path).with_context(|| format!("report {}", path.display()))
-            };
-            report::compare::run(&read(&base)?, &read(&new)?)
+        Verb::Show { report, docs } => {
+            report::show(&read(&newest(report)?)?, docs.as_deref())?;
+            Ok(ExitCode::SUCCESS)
         }
+        Verb::Compare { base, new } => report::compare::run(&read(&base)?, &read(&newest(new)?)?),
         Verb::Guards => guards::run(),
         Verb::Work(worker) => worker.run().await,
         Verb::Edge(part) => part.run().await.map(|()| ExitCode::SUCCESS),
@@ -72,4 +75,15 @@ async fn main() -> Result<ExitCode> {
         Verb::Raw(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Agents(part) => part.run().await.map(|()| ExitCode::SUCCESS),
     }
+}
+
+fn newest(given: Option<PathBuf>) -> Result<PathBuf> {
+    match given {
+        Some(given) => Ok(given),
+        None => Ok(report::folder()?.join("report.json")),
+    }
+}
+
+fn read(path: &Path) -> Result<report::Report> {
+    report::json::read(path).with_context(|| format!("report {}", path.display()))
 }

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use crate::bench::Sample;
 
 pub(crate) mod compare;
+mod costs;
 pub(crate) mod json;
 mod markdown;
 mod plot;
@@ -48,14 +49,23 @@ impl Report {
         for (name, svg) in plot::render(&summary) {
             fs::write(folder.join(name), svg)?;
         }
-        if let Some(docs) = docs {
-            markdown::replace_tables(docs, &text)?;
-        }
-        let mut out = std::io::stdout().lock();
-        writeln!(out, "{text}")?;
-        writeln!(out, "written to {}", folder.display())?;
+        tell(&text, docs)?;
+        writeln!(std::io::stdout(), "written to {}", folder.display())?;
         Ok(())
     }
+}
+
+/// Shows a report that was written before, and replaces the tables of `docs` if given.
+pub(crate) fn show(report: &Report, docs: Option<&Path>) -> Result<()> {
+    tell(&markdown::render(report, &Summary::of(report)), docs)
+}
+
+fn tell(text: &str, docs: Option<&Path>) -> Result<()> {
+    if let Some(docs) = docs {
+        markdown::replace_tables(docs, text)?;
+    }
+    writeln!(std::io::stdout(), "{text}")?;
+    Ok(())
 }
 
 /// Where reports go.

@@ -90,7 +90,12 @@ fn parse(text: &str) -> Result<Report> {
         foreign_most: value["foreignMost"].as_f64().context("no foreignMost")?,
         rathole: value["rathole"] == true,
         samples: samples.iter().filter_map(sample).collect(),
-        troubles: Vec::new(),
+        troubles: value["troubles"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|trouble| Some(trouble.as_str()?.to_owned()))
+            .collect(),
     })
 }
 
@@ -146,7 +151,7 @@ pub(super) mod tests {
             foreign_most: 0.3,
             rathole: false,
             samples,
-            troubles: Vec::new(),
+            troubles: vec!["case 1: a cable broke".to_owned()],
         }
     }
 
@@ -157,5 +162,6 @@ pub(super) mod tests {
         let back = parse(&text).unwrap();
         assert_eq!(back.samples, report.samples);
         assert_eq!(back.foreign_most, report.foreign_most);
+        assert_eq!(back.troubles, report.troubles);
     }
 }

@@ -61,6 +61,7 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
     );
     text.push_str("\nMedians, with the least and the most of all rounds in parentheses.\n");
     targets(&mut text, summary);
+    super::costs::tables(&mut text, summary);
     for number in summary.cases() {
         let title = CASES
             .iter()
@@ -179,7 +180,7 @@ fn figure(
     }
 }
 
-fn show(stat: Stat) -> String {
+pub(super) fn show(stat: Stat) -> String {
     if stat.rounds == 1 {
         return number(stat.median);
     }
@@ -201,7 +202,7 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-fn push(text: &mut String, line: &str) {
+pub(super) fn push(text: &mut String, line: &str) {
     let _infallible = writeln!(text, "{line}");
 }
 
