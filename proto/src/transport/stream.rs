@@ -266,8 +266,10 @@ impl Stream {
             dialled: dialled.to_owned(),
         };
         reply.encode(&mut buffer).map_err(invalid)?;
+        self.raw.write_all(&buffer).await?;
+        // From here on it is the reader's turn.
         self.gauge.end_read();
-        self.raw.write_all(&buffer).await
+        Ok(())
     }
 
     /// For acceptors: refuses the stream with a reply and a clean end, and reads no more of it. Returns when the peer

@@ -4,6 +4,7 @@ use std::pin::pin;
 use tokio::io::{DuplexStream, duplex};
 
 use super::*;
+use crate::transport::BufferPool;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -240,4 +241,45 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
             );
         }
     }
+}
+
+/// A stream that nothing can be written to for now: others' bytes go first.
+struct Full;
+
+impl RawStream for Full {
+    fn reset(&mut self, _code: ResetCode) {}
+    fn stop(&mut self, _code: ResetCode) {}
+}
+
+impl AsyncRead for Full {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        _: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+impl AsyncWrite for Full {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Pending
+    }
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+/// Behind 500 busy streams a reply waits for longer than a reader may stand still, and there is nothing to read yet.
+#[tokio::test(start_paused = true)]
+async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
+    let pool = BufferPool::new(1 << 20);
+    let flow = pool.session(1000, |_| {});
+    let mut stream = Stream::new(Box::new(Full), Reply::Ours, Arc::default(), flow.gauge());
+    let accepting = tokio::time::timeout(Duration::from_secs(1), stream.accept(""));
+    assert!(accepting.await.is_err());
+    assert_eq!(pool.charged(), 0);
 }
