@@ -9,13 +9,17 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
-use tokio::time::{Instant, Sleep};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::time::Sleep;
 
 use super::Gauge;
 use crate::wire::code::{RefusalCode, ResetCode};
 use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
-use crate::wire::header::{Refusal, StreamHeader, StreamReply};
+use crate::wire::header::{Refusal, StreamReply};
+
+mod incoming;
+
+pub use incoming::{IncomingStream, read_frame};
 
 /// What a transport offers for each stream; [`Stream`] adds the rules that all share.
 ///
@@ -471,64 +475,6 @@ impl std::fmt::Debug for Stream {
             .field("shut_down", &self.shut_down)
             .field("read_ended", &self.read_ended)
             .finish_non_exhaustive()
-    }
-}
-
-/// A stream of the peer whose header has not been read yet. Dropping it resets the stream.
-#[derive(Debug)]
-pub struct IncomingStream(Stream);
-
-impl IncomingStream {
-    /// A stream accepted by a transport.
-    #[must_use]
-    pub fn new(raw: Box<dyn RawStream>, traffic: Arc<Traffic>, gauge: Arc<Gauge>) -> Self {
-        Self(Stream::new(raw, Reply::Ours, traffic, gauge))
-    }
-
-    /// Reads the header. Not cancel-safe: dropped early, the stream is reset.
-    ///
-    /// # Errors
-    /// When the header is malformed, too large, cut or not complete by `deadline`; the stream is then reset.
-    pub async fn header(mut self, deadline: Instant) -> io::Result<(StreamHeader, Stream)> {
-        let read =
-            tokio::time::timeout_at(deadline, read_frame(&mut self.0.raw, STREAM_MESSAGE_MAX))
-                .await;
-        let decoded = match read {
-            Ok(Ok(frame)) => StreamHeader::decode(&frame).map_err(invalid),
-            Ok(Err(error)) => Err(error),
-            Err(_elapsed) => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                "stream header did not come in time",
-            )),
-        };
-        match decoded {
-            Ok(header) => Ok((header, self.0)),
-            Err(error) => {
-                self.0.reset(ResetCode::Protocol);
-                Err(error)
-            }
-        }
-    }
-}
-
-/// Reads exactly one frame, never a byte beyond it. Not cancel-safe.
-///
-/// # Errors
-/// As the reader, or `InvalidData` around [`FrameError`], or `UnexpectedEof` when the input ends first.
-pub async fn read_frame<R: AsyncRead + Unpin + ?Sized>(
-    reader: &mut R,
-    limit: usize,
-) -> io::Result<bytes::Bytes> {
-    let mut buffer = BytesMut::new();
-    loop {
-        if let Some(frame) = frame::take(&mut buffer, limit).map_err(invalid)? {
-            return Ok(frame);
-        }
-        let missing = frame::missing(&buffer, limit).map_err(invalid)?;
-        let count = reader.take(missing as u64).read_buf(&mut buffer).await?;
-        if count == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
     }
 }
 

@@ -1,7 +1,8 @@
 use std::future::poll_fn;
 use std::pin::pin;
 
-use tokio::io::{DuplexStream, duplex};
+use tokio::io::{AsyncReadExt, DuplexStream, duplex};
+use tokio::time::Instant;
 
 use super::*;
 use crate::transport::BufferPool;
