@@ -18,7 +18,7 @@ use tunnel_server::config::RawConfig;
 use tunnel_server::data::DataDir;
 use tunnel_server::dns::{
     Addresses, Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSocket, DnsSockets, Records,
-    Resolvers,
+    Resolvers, restore,
 };
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::eventually::eventually;
@@ -97,6 +97,7 @@ impl BareDns {
         shutdown: &Shutdown,
     ) -> Result<(Dns, Records)> {
         let records = Records::default();
+        restore(data, &records);
         let settings = DnsSettings {
             listen: self.address()?,
             zone: None,

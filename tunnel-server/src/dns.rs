@@ -38,6 +38,8 @@ pub use answer::{Asked, Transport, Verdict, View, decide};
 #[cfg(feature = "dns")]
 pub use guard::LoopError;
 #[cfg(feature = "dns")]
+pub use kept::restore;
+#[cfg(feature = "dns")]
 pub use metrics::{DnsMetrics, Outcome};
 #[cfg(feature = "dns")]
 pub use names::{Names, Source};

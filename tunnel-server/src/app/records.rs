@@ -8,7 +8,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::{
-    Dns, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records,
+    Dns, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records, restore,
 };
 use crate::nodes::KnownNodes;
 
@@ -36,12 +36,13 @@ pub(super) fn serve(
         limits: config.limits.dns,
         metrics: DnsMetrics::new(context.metrics, context.records.clone()),
     };
-    let dns = Dns::start(parts, context.shutdown);
+    // The records come before the first question: a name that is not known yet would be asked of other resolvers.
+    restore(context.data, context.records);
     // In a cluster its Nodes are what counts, and who follows them feeds the records.
     if config.kubernetes.is_none() {
         follow_nodes(context.nodes, settings, context.records, context.shutdown);
     }
-    Some(dns)
+    Some(Dns::start(parts, context.shutdown))
 }
 
 /// Keeps the records equal to the known nodes and the configuration. A name of both belongs to the configuration.

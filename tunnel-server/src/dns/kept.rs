@@ -13,9 +13,9 @@ use tunnel_proto::wire::name::NodeName;
 use super::{Addresses, RecordSet, Records};
 use crate::data::DataDir;
 
-/// Puts the kept records in force, unless there are records already. A damaged file is told and left behind: the next
-/// change replaces it.
-pub(super) fn restore(data: &DataDir, records: &Records) {
+/// Puts the records kept of the last run in force, unless there are records already. A damaged file is told and left
+/// behind: the next change replaces it. Blocks the thread.
+pub fn restore(data: &DataDir, records: &Records) {
     match read(data) {
         Ok(Some(kept)) if records.load().is_empty() => {
             info!(records = kept.len(), "answering from the last records kept");

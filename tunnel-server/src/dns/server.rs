@@ -81,11 +81,13 @@ pub(super) struct Forward {
 }
 
 impl Dns {
-    /// Serves until `shutdown` stops: names must resolve while running requests end. What was kept of the last run is
-    /// answered until `records` says otherwise, and kept anew with each change.
+    /// Serves until `shutdown` stops: names must resolve while running requests end. Keeps the records with each change,
+    /// for [`super::restore`] of the next run.
+    ///
+    /// Answers from `records` as they are at once: whoever knows the nodes already puts them there first, or their names
+    /// go to other resolvers.
     #[must_use]
     pub fn start(parts: DnsParts<'_>, shutdown: &Shutdown) -> Self {
-        kept::restore(parts.data, &parts.records);
         kept::keep(parts.data, &parts.records, shutdown);
         let names = Names {
             zone: parts.settings.zone.clone(),
