@@ -10,4 +10,4 @@ pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
 pub use fleet::Fleet;
 pub use log::Log;
 pub use running::{Finished, Process, Program, Signal};
-pub use scratch::ScratchDir;
+pub use scratch::{ScratchDir, own_loopback};

@@ -1,6 +1,6 @@
 //! P4b: after a cold start names are answered from disk, before anybody has told the nodes.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +9,7 @@ use tunnel_server::data::DataDir;
 use tunnel_server::dns::{Addresses, Node, Place, RecordSet, Records};
 use tunnel_tests::dns::{Behaviour, DnsClient, StandInResolver};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{Listener, ScratchDir, ServerSetup};
+use tunnel_tests::process::{Listener, ScratchDir, ServerSetup, own_loopback};
 use tunnel_tests::world::PATIENCE;
 
 use super::{BareDns, TUNNEL, tell};
@@ -85,15 +85,17 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     let black_hole = StandInResolver::start(Behaviour::Silent).await?;
     let upstream = black_hole.address().to_string();
     let flags = ["--dns-answer", TUNNEL, "--dns-upstream", &upstream];
+    // While the server is away, nobody else's connection may come from its port.
+    let host = own_loopback();
     let setup = ServerSetup::on_loopback(&scratch.path().join("data")).args(&flags);
     let mut server = setup
         .clone()
-        .args(&["--dns-listen", "127.0.0.1:0"])
+        .args(&["--dns-listen", &format!("{host}:0")])
         .start()
         .await?;
     server.token("worker-1", None).await?;
     let address = dns_address(&mut server).await?;
-    let client = DnsClient::new(address);
+    let client = DnsClient::new(address).from_source(Ipv4Addr::LOCALHOST.into());
     eventually("worker-1", PATIENCE, async || {
         ensure!(!client.addresses("worker-1").await?.is_empty());
         anyhow::Ok(())

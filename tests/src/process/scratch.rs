@@ -1,9 +1,18 @@
-//! A folder for one test's files.
+//! What belongs to one test alone: a folder for its files, and an address.
 
 use std::io;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A loopback address of this process, in 127.64.0.0/10. A server that is to come back to its port listens here: whoever
+/// connects from 127.0.0.1 meanwhile does not take the port.
+#[must_use]
+pub fn own_loopback() -> Ipv4Addr {
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    Ipv4Addr::new(127, 64 | (high & 63), middle, low)
+}
 
 /// A new folder of its own, removed with all its content when dropped.
 ///
