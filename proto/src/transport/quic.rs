@@ -21,6 +21,7 @@ use crate::tcp::Remote;
 use crate::tls;
 use crate::wire::code::CloseCode;
 
+mod connection_id;
 mod path;
 mod runtime;
 mod session;
@@ -28,6 +29,7 @@ mod stream;
 #[cfg(test)]
 mod traps;
 
+use connection_id::UniqueIds;
 use path::LastPath;
 use runtime::Tokio;
 use session::QuicSession;
@@ -105,11 +107,7 @@ impl QuicAcceptor {
         let reset = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &keys.reset);
         let mut config = EndpointConfig::new(Arc::new(reset));
         let connection_id = keys.connection_id;
-        config.cid_generator(move || {
-            Box::new(quinn_proto::HashedConnectionIdGenerator::from_key(
-                connection_id,
-            ))
-        });
+        config.cid_generator(move || Box::new(UniqueIds::from_key(connection_id)));
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
         let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(Tokio))?;
