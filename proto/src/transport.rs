@@ -201,6 +201,9 @@ pub enum HandshakeError {
     /// No connection to the server, or to the proxy in front of it.
     #[error("cannot connect")]
     Connect(#[source] std::io::Error),
+    /// The server, or somebody on the way, takes no new connection now.
+    #[error("the server takes no new connections now")]
+    Refused,
     /// TLS or the transport failed; the peer's alert is in the text.
     #[error("handshake failed: {0}")]
     Transport(String),
@@ -213,6 +216,22 @@ pub enum HandshakeError {
     /// The local socket or configuration does not allow the attempt.
     #[error("cannot start the connection: {0}")]
     Local(String),
+}
+
+impl HandshakeError {
+    /// What the peer gave as the reason.
+    #[must_use]
+    pub fn code(&self) -> Option<CloseCode> {
+        match self {
+            Self::Verdict(code, _) => Some(*code),
+            Self::Refused => Some(CloseCode::Overloaded),
+            Self::Timeout
+            | Self::Connect(_)
+            | Self::Transport(_)
+            | Self::Identity(_)
+            | Self::Local(_) => None,
+        }
+    }
 }
 
 /// A connection whose handshake runs when awaited; to be awaited in a task of its own, never in the accept loop.

@@ -173,6 +173,7 @@ impl Stranger {
                     | HandshakeError::Verdict(..)
                     | HandshakeError::Identity(_)
                     | HandshakeError::Local(_)
+                    | HandshakeError::Refused
                     | HandshakeError::Connect(_) => {
                         warn!(%error, "handshake with an agent failed");
                     }
@@ -194,9 +195,10 @@ fn handshake_label(error: &HandshakeError) -> &'static str {
         HandshakeError::Timeout => TIMEOUT,
         HandshakeError::Transport(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
-        // The last two are a dialler's.
-        HandshakeError::Local(_) | HandshakeError::Connect(_) | HandshakeError::Verdict(..) => {
-            "local"
-        }
+        // A dialler's.
+        HandshakeError::Local(_)
+        | HandshakeError::Connect(_)
+        | HandshakeError::Refused
+        | HandshakeError::Verdict(..) => "local",
     }
 }

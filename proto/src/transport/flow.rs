@@ -2,7 +2,8 @@
 //!
 //! Each stream has its own window. The connection's window is what stalled streams hold plus eight stream windows for
 //! the others, and follows within some 100 ms, so stalled readers cannot use it up. What they hold is charged to the
-//! session and to the process's pool; the pool limits which new streams are admitted and cuts nothing.
+//! session and to the process's pool; the pool limits which new streams are admitted and cuts nothing. A stream whose
+//! target is dialled, or whose reply waits to be sent, does not count as stalled: what its peer has sent ahead is in the eight.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -10,6 +10,8 @@ use async_trait::async_trait;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{Endpoint, EndpointConfig, TransportConfig, VarInt, congestion};
 use socket2::{Domain, Protocol, Socket, Type};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use tracing::warn;
 
 use super::{
@@ -47,6 +49,11 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
 /// With this many handshakes under way, a new peer has to prove its address first: an attacker may have invented it.
 const RETRY_ABOVE: usize = 256;
+/// Handshakes that are computed beside each other. Ten thousand agents that come back at once would share the processor
+/// until each has given up; those that wait here cost nothing yet.
+const TURNS: usize = 128;
+/// How long a handshake keeps its turn. What still is not done waits for its peer, not for the processor.
+const TURN_MOST: Duration = Duration::from_millis(100);
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
@@ -88,6 +95,8 @@ pub struct QuicAcceptor {
     settings: SessionSettings,
     /// Handshakes under way.
     half_open: Arc<()>,
+    /// Handshakes that may begin, so that a crowd's are done one after the other and not all too late.
+    turns: Arc<Semaphore>,
 }
 
 impl QuicAcceptor {
@@ -115,6 +124,7 @@ impl QuicAcceptor {
             endpoint,
             settings,
             half_open: Arc::default(),
+            turns: Arc::new(Semaphore::new(TURNS)),
         })
     }
 
@@ -142,8 +152,18 @@ impl Acceptor for QuicAcceptor {
         let incoming = self.incoming().await?;
         let remote = incoming.remote_address();
         let (settings, half_open) = (self.settings.clone(), self.half_open.clone());
+        let turns = self.turns.clone();
         let handshake = async move {
-            let connection = incoming.await.map_err(handshake_error)?;
+            let turn = turns.acquire_owned().await;
+            let mut connecting = std::pin::pin!(incoming.into_future());
+            let connected = match timeout(TURN_MOST, connecting.as_mut()).await {
+                Ok(connected) => connected,
+                Err(_elapsed) => {
+                    drop(turn);
+                    connecting.await
+                }
+            };
+            let connection = connected.map_err(handshake_error)?;
             drop(half_open);
             QuicSession::start(connection, &settings, PeerIdentity::of_agent, None)
         };
@@ -155,7 +175,7 @@ impl Acceptor for QuicAcceptor {
     }
 
     async fn wait_idle(&self) {
-        let _best_effort = tokio::time::timeout(FLUSH_LIMIT, self.endpoint.wait_idle()).await;
+        let _best_effort = timeout(FLUSH_LIMIT, self.endpoint.wait_idle()).await;
     }
 }
 
@@ -253,7 +273,7 @@ impl Dialer for QuicDialer {
                 endpoint.wait_idle().await;
             }
         };
-        let _best_effort = tokio::time::timeout(FLUSH_LIMIT, all).await;
+        let _best_effort = timeout(FLUSH_LIMIT, all).await;
     }
 }
 
@@ -276,6 +296,8 @@ fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
         let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
         let hint = if expired { tls::CLOCK_HINT } else { "" };
         HandshakeError::Transport(format!("{error}{hint}"))
+    } else if told && code == Some(CONNECTION_REFUSED) {
+        HandshakeError::Refused
     } else {
         HandshakeError::Connect(io::Error::new(
             io::ErrorKind::ConnectionRefused,
@@ -290,6 +312,8 @@ fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
     tls::verdict(u8::try_from(alert).ok()?)
 }
 
+/// The transport error of a server that takes no new connection now (RFC 9000, section 20.1).
+const CONNECTION_REFUSED: u64 = 0x2;
 /// TLS alerts as QUIC error codes (RFC 9001, section 4.8).
 const CRYPTO_ERROR: u64 = 0x100;
 /// From handshake_failure to decrypt_error: what is said of certificates and their keys (RFC 8446, section 6.2).

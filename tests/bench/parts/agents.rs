@@ -17,7 +17,7 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{
-    BufferPool, CongestionControl, Dialer, Session, SessionSettings, control,
+    BufferPool, CongestionControl, Dialer, HandshakeError, Session, SessionSettings, control,
 };
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
@@ -194,7 +194,8 @@ impl Agent {
                     if failures == MANY {
                         let _nobody_reads = writeln!(std::io::stderr(), "{}: {error:#}", self.node);
                     }
-                    Event::Failed(None)
+                    let told = error.downcast_ref::<HandshakeError>();
+                    Event::Failed(told.and_then(HandshakeError::code))
                 }
             };
             sleep(plan.next(event, Instant::now(), rand::random())).await;

@@ -88,11 +88,8 @@ impl ConnectError {
     pub(super) fn code(&self) -> Option<CloseCode> {
         match self {
             Self::Admit { source, .. } => source.code(),
-            Self::Dial {
-                source: HandshakeError::Verdict(code, _),
-                ..
-            } => Some(*code),
-            Self::Resolve(_) | Self::Dial { .. } | Self::Abandoned | Self::Broken => None,
+            Self::Dial { source, .. } => source.code(),
+            Self::Resolve(_) | Self::Abandoned | Self::Broken => None,
         }
     }
 
@@ -102,7 +99,9 @@ impl ConnectError {
             Self::Resolve(_) | Self::Abandoned | Self::Broken => Failure::NoWay,
             Self::Dial { source, .. } => match source {
                 HandshakeError::Timeout => Failure::Silence,
-                HandshakeError::Connect(_) | HandshakeError::Local(_) => Failure::NoWay,
+                HandshakeError::Connect(_) | HandshakeError::Refused | HandshakeError::Local(_) => {
+                    Failure::NoWay
+                }
                 HandshakeError::Transport(_)
                 | HandshakeError::Verdict(..)
                 | HandshakeError::Identity(_) => Failure::Alert,

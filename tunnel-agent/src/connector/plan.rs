@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! start --failed--> outage: at once, then 0..its age (0.1 to 2 s) for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
-//!                     | a server's refusal: 0..2 s at least  | name in use: 60 s, ... 10 min  | needs a person: 30 s
+//!                     | a server's refusal: 0..2 s  | name in use: 60 s, ... 10 min  | needs a person: 30 s
 //!                     +--ready for 10 s--> start
 //! ```
 //!
-//! So an outage costs at most twice its length, and a wave of agents is spread over as long as it has been waiting.
+//! So agents wait between two dials at most as long as the outage has lasted, or 0.1 s, and a wave of them is spread over as
+//! long as it has been waiting. A refusal's cap is 2 s from the first: that server is there, and needs time.
 
 use std::time::Duration;
 

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The round trip time of the last session that has ended, with which the next handshake's retransmissions begin
-/// (RFC 9002, section 6.2.2). A server that was restarted is so found after a lost packet within 0.15 s, not 1 s.
+/// (RFC 9002, section 6.2.2): a lost first packet is sent again after three round trips, 0.15 s at least, and not after 1 s.
+/// Of the last server alone.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LastPath {
     last: Arc<Mutex<Option<(IpAddr, Duration)>>>,

@@ -1,5 +1,5 @@
 //! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens, a second of
-//! silence after a lost first packet.
+//! silence after a lost first packet, silent peers that keep others waiting.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::UdpSocket;
 use tokio::time::Instant;
 
-use super::{QuicAcceptor, QuicDialer, QuicKeys, STREAMS_ALLOWED_AT_FIRST, udp_socket};
+use super::{QuicAcceptor, QuicDialer, QuicKeys, STREAMS_ALLOWED_AT_FIRST, TURNS, udp_socket};
 use crate::identity::Role;
 use crate::tcp::Remote;
 use crate::tls::{self, test_ca::TestCa};
@@ -154,7 +154,7 @@ async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     let (acceptor, dialer, remote) = ends();
     tokio::time::pause();
     let unknown = sends_again_after(&dialer).await;
-    assert_about(unknown, 1000);
+    assert!(unknown >= Duration::from_millis(995), "{unknown:?}");
     tokio::time::resume();
     let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
     let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
@@ -162,13 +162,46 @@ async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     session.unwrap().closed().await;
     tokio::time::pause();
     let known = sends_again_after(&dialer).await;
-    assert_about(known, 150);
+    // Three round trips, at least 150 ms: on a busy machine one over loopback may take some time.
+    assert!(known < unknown / 2, "{known:?} and not {unknown:?}");
 }
 
-/// Timers are to the millisecond.
-fn assert_about(time: Duration, millis: u128) {
-    assert!(
-        (millis - 5..=millis + 5).contains(&time.as_millis()),
-        "{time:?} is not about {millis} ms"
-    );
+/// Peers that begin a handshake and fall silent hold others up for a moment, and not until they are given up.
+#[tokio::test]
+async fn silent_peers_do_not_keep_others_from_their_turn() {
+    let (acceptor, dialer, remote) = ends();
+    let turns = u32::try_from(TURNS).unwrap();
+    let _others = acceptor.turns.acquire_many(turns - 1).await.unwrap();
+    let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let towards = at(silent.local_addr().unwrap());
+    let hello = async {
+        let mut packet = [0; 2048];
+        for _ in 0..2 {
+            let length = silent.recv(&mut packet).await.unwrap();
+            let server = remote.address.unwrap();
+            silent.send_to(&packet[..length], server).await.unwrap();
+        }
+    };
+    tokio::select! {
+        () = hello => {}
+        dialled = dialer.dial(&towards) => panic!("{dialled:?}"),
+    }
+    let (_, handshake) = acceptor.accept().await.unwrap();
+    let stalled = tokio::spawn(handshake);
+    eventually_taken(&acceptor).await;
+    let accept = async {
+        let (_, handshake) = acceptor.accept().await.unwrap();
+        handshake.await.unwrap()
+    };
+    let both = async { tokio::join!(accept, dialer.dial(&remote)) };
+    let (_accepted, dialled) = tokio::time::timeout(PATIENCE, both).await.unwrap();
+    dialled.unwrap();
+    assert!(!stalled.is_finished());
+}
+
+/// Waits until the last turn is taken.
+async fn eventually_taken(acceptor: &QuicAcceptor) {
+    while acceptor.turns.available_permits() > 0 {
+        tokio::task::yield_now().await;
+    }
 }
