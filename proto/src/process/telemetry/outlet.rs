@@ -51,12 +51,12 @@ impl<W: Write + Send + 'static> Outlet<W> {
         Ok(())
     }
 
-    /// A line that leaves now.
+    /// A line that leaves now, whatever becomes of those that wait.
     pub(super) fn write(&self, line: &[u8]) -> io::Result<()> {
         let mut out = lock(&self.out);
-        self.empty(&mut out)?;
+        let emptied = self.empty(&mut out);
         out.write_all(line)?;
-        out.flush()
+        out.flush().and(emptied)
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -65,9 +65,20 @@ impl<W: Write + Send + 'static> Outlet<W> {
         out.flush()
     }
 
+    /// An output that fails loses the line that it fails at, as without an outlet, and is tried again with the next.
     fn empty(&self, out: &mut W) -> io::Result<()> {
         let lines = std::mem::take(&mut lock(&self.waiting).lines);
-        out.write_all(&lines)
+        let mut left = Ok(());
+        let mut rest = lines.as_slice();
+        while !rest.is_empty() {
+            let Err(error) = write_some(out, &mut rest) else {
+                break;
+            };
+            left = Err(error);
+            let line = rest.iter().position(|&byte| byte == b'\n');
+            rest = line.map_or(&[], |end| &rest[end + 1..]);
+        }
+        left
     }
 
     /// Waits until something waits, and then for more of it; false when there will be none.
@@ -124,6 +135,19 @@ impl<W: Write + Send + 'static> Drop for Emptier<W> {
         }
         let _closed_output = self.outlet.flush();
     }
+}
+
+/// Writes until all is written or the output fails, and leaves what is not written.
+fn write_some(out: &mut impl Write, rest: &mut &[u8]) -> io::Result<()> {
+    while !rest.is_empty() {
+        match out.write(rest) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => *rest = &rest[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -207,13 +231,48 @@ mod tests {
         for _ in 0..WAITING_MOST / line.len() {
             outlet.gather(&line).unwrap();
         }
-        let over = outlet.clone();
-        let writer = std::thread::spawn(move || over.gather(&[b'y'; 1024]));
+        let (over, (tell, done)) = (outlet.clone(), mpsc::channel());
+        std::thread::spawn(move || tell.send(over.gather(&[b'y'; 1024])));
+        // The one that is too many waits for the output.
+        done.recv_timeout(Duration::from_millis(100)).unwrap_err();
         drop(permit);
-        writer.join().unwrap().unwrap();
+        done.recv().unwrap().unwrap();
         drop(emptier);
         let all: String = told.try_iter().collect();
         assert_eq!(all.len(), WAITING_MOST + 1024);
         assert!(all.ends_with('y'));
+    }
+
+    /// An output that fails once.
+    struct Failing {
+        failed: bool,
+        taken: mpsc::Sender<Vec<u8>>,
+    }
+
+    impl Write for Failing {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            if !std::mem::replace(&mut self.failed, true) {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let _test_is_over = self.taken.send(data.to_vec());
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn output_that_fails_loses_one_line_and_not_those_behind_it() {
+        let (taken, told) = mpsc::channel();
+        let failed = false;
+        let outlet = Outlet::new(Failing { failed, taken });
+        for line in [b"a\n", b"b\n", b"c\n"] {
+            outlet.gather(line).unwrap();
+        }
+        outlet.write(b"d\n").unwrap_err();
+        let all: Vec<u8> = told.try_iter().flatten().collect();
+        assert_eq!(all, b"b\nc\nd\n");
     }
 }
