@@ -37,9 +37,10 @@ pub(super) fn serve(
         metrics: DnsMetrics::new(context.metrics, context.records.clone()),
     };
     // The records come before the first question: a name that is not known yet would be asked of other resolvers.
-    restore(context.data, context.records);
-    // In a cluster its Nodes are what counts, and who follows them feeds the records.
-    if config.kubernetes.is_none() {
+    if config.kubernetes.is_some() {
+        // Who follows the cluster's Nodes feeds the records, as soon as the API server answers.
+        restore(context.data, context.records);
+    } else {
         follow_nodes(context.nodes, settings, context.records, context.shutdown);
     }
     Some(Dns::start(parts, context.shutdown))
