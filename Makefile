@@ -32,7 +32,7 @@ soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 fo
 
 bench: ## the benchmark, about 13 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
-	@target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
+	@set -e; target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
 	  exec env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
 	  $(if $(FULL),--full --docs docs/benchmarks.md) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)
 

@@ -184,8 +184,13 @@ pub(super) fn show(stat: Stat) -> String {
     if stat.rounds == 1 {
         return number(stat.median);
     }
+    let some = if stat.rounds < stat.of {
+        format!(", {} of {} rounds", stat.rounds, stat.of)
+    } else {
+        String::new()
+    };
     format!(
-        "{} ({} to {})",
+        "{} ({} to {}{some})",
         number(stat.median),
         number(stat.least),
         number(stat.most)

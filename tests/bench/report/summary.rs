@@ -14,7 +14,10 @@ pub(crate) struct Stat {
     pub(crate) median: f64,
     pub(crate) least: f64,
     pub(crate) most: f64,
+    /// Rounds that have it.
     pub(crate) rounds: usize,
+    /// Rounds of its case that count.
+    pub(crate) of: usize,
 }
 
 impl Stat {
@@ -32,6 +35,7 @@ impl Stat {
             least,
             most,
             rounds: values.len(),
+            of: values.len(),
         })
     }
 }
@@ -107,7 +111,14 @@ impl Summary {
 
     /// The figure over all rounds.
     pub(crate) fn stat(&self, case: u8, system: &str, metric: &Metric) -> Option<Stat> {
-        Stat::of(self.values(case, system, metric).into_values().collect())
+        let values = self.values(case, system, metric);
+        self.stat_of(case, values.into_values().collect())
+    }
+
+    fn stat_of(&self, case: u8, values: Vec<f64>) -> Option<Stat> {
+        let count = |of: &BTreeMap<u8, BTreeSet<u32>>| of.get(&case).map_or(0, BTreeSet::len);
+        let of = count(&self.run) - count(&self.dropped);
+        Stat::of(values).map(|stat| Stat { of, ..stat })
     }
 
     /// The figure in relation to another system, round by round.
@@ -122,7 +133,8 @@ impl Summary {
         let pairs = own
             .iter()
             .filter_map(|(round, own)| Some((own, other.get(round)?)));
-        Stat::of(
+        self.stat_of(
+            case,
             pairs
                 .map(|(own, other)| if divide { own / other } else { own - other })
                 .collect(),
