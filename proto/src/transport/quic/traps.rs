@@ -10,6 +10,7 @@ use futures_util::FutureExt;
 use quinn::{Connection, Runtime};
 use tokio::io::AsyncReadExt;
 use tokio::net::UdpSocket;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::{QuicAcceptor, QuicDialer, QuicKeys, STREAMS_ALLOWED_AT_FIRST, TURNS, udp_socket};
@@ -187,7 +188,8 @@ async fn silent_peers_do_not_keep_others_from_their_turn() {
         dialled = dialer.dial(&towards) => panic!("{dialled:?}"),
     }
     let (_, handshake) = acceptor.accept().await.unwrap();
-    let stalled = tokio::spawn(handshake);
+    let mut stalled = JoinSet::new();
+    stalled.spawn(handshake);
     eventually_taken(&acceptor).await;
     let accept = async {
         let (_, handshake) = acceptor.accept().await.unwrap();
@@ -196,7 +198,7 @@ async fn silent_peers_do_not_keep_others_from_their_turn() {
     let both = async { tokio::join!(accept, dialer.dial(&remote)) };
     let (_accepted, dialled) = tokio::time::timeout(PATIENCE, both).await.unwrap();
     dialled.unwrap();
-    assert!(!stalled.is_finished());
+    assert!(stalled.try_join_next().is_none());
 }
 
 /// Waits until the last turn is taken.
