@@ -234,8 +234,9 @@ mod tests {
         let (over, (tell, done)) = (outlet.clone(), mpsc::channel());
         std::thread::spawn(move || tell.send(over.gather(&[b'y'; 1024])));
         // The one that is too many waits for the output.
-        done.recv_timeout(Duration::from_millis(100)).unwrap_err();
+        let early = done.recv_timeout(Duration::from_millis(100));
         drop(permit);
+        early.unwrap_err();
         done.recv().unwrap().unwrap();
         drop(emptier);
         let all: String = told.try_iter().collect();
