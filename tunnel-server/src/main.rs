@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use tracing::warn;
+use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, on_signals};
@@ -13,6 +14,10 @@ use tunnel_server::app::App;
 use tunnel_server::cli::{Cli, Source, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 use tunnel_server::verbs::VerbError;
+
+/// glibc's allocator keeps what a flood took; this one gives it back within seconds. `.cargo/config.toml` has its options.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Usage or configuration (EX_USAGE of sysexits.h).
 const EXIT_USAGE: u8 = 64;
@@ -32,7 +37,7 @@ fn main() -> ExitCode {
     match act(cli.verb) {
         Ok(code) => code,
         Err(error) => {
-            let _nowhere_to_print = writeln!(std::io::stderr(), "tunnel-server: {error:#}");
+            telemetry::print_error(&format!("tunnel-server: {error:#}"));
             ExitCode::from(exit_code(&error))
         }
     }
@@ -107,6 +112,9 @@ fn run(source: Source) -> anyhow::Result<ExitCode> {
     let _logs = telemetry::start(config.log_level, config.log_format)?;
     if let Err(error) = forbid_core_dumps() {
         warn!(%error, "cannot forbid core dumps; they would hold keys");
+    }
+    if let Err(error) = raise_descriptor_limit() {
+        warn!(%error, "cannot raise the limit of open files");
     }
     for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
         warn!(
