@@ -12,6 +12,9 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::ConstCounter;
 use tracing::error;
 
+/// The `target` of the lines of panics.
+pub(super) const TARGET: &str = module_path!();
+
 /// A process has one hook for panics, so it has one counter.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 static TELLING: Once = Once::new();

@@ -1,7 +1,8 @@
 //! Logs: text on a terminal, JSON elsewhere, one level for our crates and a quieter one for libraries.
 
-use std::io::{self, IsTerminal, Stderr};
+use std::io::{self, IsTerminal, Stderr, Write as _};
 use std::str::FromStr;
+use std::sync::mpsc;
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
@@ -9,10 +10,15 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
+mod limit;
+mod lost;
 mod outlet;
 mod plain;
 
-use outlet::{Emptier, Outlet};
+pub use limit::LineLimit;
+pub use lost::DroppedLines;
+use lost::{LOST, Lost};
+use outlet::{Emptier, FLUSH_WITHIN, Outlet, Reports};
 use plain::{Lines, Plain};
 
 /// The `target` of access records.
@@ -53,41 +59,27 @@ impl FromStr for LogFormat {
     }
 }
 
-/// Logging that was started. To be kept until the process ends: dropped, it writes what still waits, and from then on every
-/// line is written by whoever logs it.
+/// Logging that was started. To be kept until the process ends: dropped, it waits until the last lines are written, for at
+/// most 1 s.
 #[derive(Debug)]
-#[must_use = "the last access records are written when it goes"]
+#[must_use = "the last lines are written when it goes"]
 pub struct Logs {
     _emptier: Emptier<Stderr>,
 }
 
-/// Starts logging to standard error. Libraries log at `warn`, except at `trace`, where they log at `debug`; no query of
-/// the embedded DNS is logged above that. Panics are lines like others from here on. Access records ([`ACCESS`]) are
-/// written some 20 ms later, many at once, and before any other line; a process that is killed takes those with it.
+/// Starts logging to standard error. Libraries log errors only, whatever `level` is. Panics are lines like others from here on.
+///
+/// A thread of its own writes, so that no task waits for the output: lines that it does not take in time are dropped, access
+/// lines ([`ACCESS`]) first, and counted ([`DroppedLines`]); one line says how many when it takes lines again. Access lines
+/// are written some 20 ms later, many at once, and before any other line; a process that is killed takes those with it.
 ///
 /// # Errors
 /// Logging was started before, or there can be no further thread.
 pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<Logs> {
     super::panics::tell();
-    let libraries = if level == LevelFilter::TRACE {
-        LevelFilter::DEBUG
-    } else {
-        level.min(LevelFilter::WARN)
-    };
-    let ours = [
-        "tunnel_proto",
-        "tunnel_server",
-        "tunnel_agent",
-        "tunnel_tests",
-        ACCESS,
-    ];
-    let filter = Targets::new()
-        .with_default(libraries)
-        // Warns about each forged answer, with the names that were asked for.
-        .with_target("hickory_net", libraries.min(LevelFilter::ERROR))
-        .with_targets(ours.map(|target| (target, level)));
+    let filter = filter(level);
     let registry = tracing_subscriber::registry();
-    let outlet = Outlet::new(io::stderr());
+    let outlet = Outlet::new(io::stderr(), &LOST);
     let lines = |plain| Lines {
         plain,
         outlet: outlet.clone(),
@@ -101,12 +93,14 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<Logs> {
                     colours: ansi,
                 }))
                 .with_ansi(ansi)
+                .log_internal_errors(false)
                 .with_target(false);
             registry.with(layer.with_filter(filter)).try_init()
         }
         LogFormat::Json => {
             let layer = fmt::layer()
                 .json()
+                .log_internal_errors(false)
                 .flatten_event(true)
                 // Events have a field of that name: what a request was for.
                 .with_target(false)
@@ -121,6 +115,88 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<Logs> {
     };
     started.map_err(io::Error::other)?;
     Ok(Logs {
-        _emptier: Emptier::start(outlet)?,
+        _emptier: Emptier::start(outlet, LogReports)?,
     })
+}
+
+/// Writes a line to standard error when the process cannot go on. Waits at most 1 s: an output that is not read does not keep
+/// the process.
+pub fn print_error(line: &str) {
+    let (done, written) = mpsc::channel();
+    let text = format!("{line}\n");
+    let write = move || {
+        let _closed_output = io::stderr().write_all(text.as_bytes());
+        let _waited_enough = done.send(());
+    };
+    // Without a thread there is nothing left to report it with.
+    if std::thread::Builder::new().spawn(write).is_ok() {
+        let _too_late = written.recv_timeout(FLUSH_WITHIN);
+    }
+}
+
+/// What is logged at a level. What a library warns about a peer can be caused a thousand times a second.
+fn filter(level: LevelFilter) -> Targets {
+    let ours = [
+        "tunnel_proto",
+        "tunnel_server",
+        "tunnel_agent",
+        "tunnel_tests",
+        ACCESS,
+    ];
+    Targets::new()
+        .with_default(level.min(LevelFilter::ERROR))
+        // An ERROR line for each failed call, without saying what failed; the callers log their failures.
+        .with_target("kube_client::client::builder", LevelFilter::OFF)
+        .with_targets(ours.map(|target| (target, level)))
+}
+
+/// Reports of the log about itself.
+struct LogReports;
+
+impl Reports for LogReports {
+    fn lost(&mut self, lost: Lost) {
+        lost.report();
+    }
+
+    fn due(&mut self, is_last: bool) -> bool {
+        limit::report(is_last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::Level;
+
+    use super::*;
+
+    #[test]
+    fn libraries_log_errors_only_whatever_the_level() {
+        for level in [LevelFilter::WARN, LevelFilter::INFO, LevelFilter::TRACE] {
+            let filter = filter(level);
+            for library in [
+                "h2::proto",
+                "hyper::proto",
+                "quinn",
+                "rustls",
+                "kube_runtime",
+                "tower",
+                "hickory_net",
+            ] {
+                assert!(filter.would_enable(library, &Level::ERROR), "{library}");
+                assert!(!filter.would_enable(library, &Level::WARN), "{library}");
+            }
+            let empty = "kube_client::client::builder";
+            assert!(!filter.would_enable(empty, &Level::ERROR));
+            for ours in [
+                "tunnel_server::session",
+                "tunnel_agent",
+                lost::NOTICE,
+                ACCESS,
+            ] {
+                assert!(filter.would_enable(ours, &Level::WARN), "{ours}");
+            }
+        }
+        assert!(filter(LevelFilter::TRACE).would_enable("tunnel_server", &Level::TRACE));
+        assert!(!filter(LevelFilter::OFF).would_enable("h2", &Level::ERROR));
+    }
 }

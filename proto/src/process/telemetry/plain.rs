@@ -9,7 +9,9 @@ use tracing::Metadata;
 use tracing_subscriber::fmt::MakeWriter;
 
 use super::ACCESS;
-use super::outlet::Outlet;
+use super::lost::NOTICE;
+use super::outlet::{Class, Outlet};
+use crate::process::panics;
 
 /// How a line becomes plain.
 #[derive(Debug, Clone, Copy)]
@@ -30,8 +32,7 @@ pub(super) struct Lines {
 /// Writes one line.
 pub(super) struct Line<'a> {
     lines: &'a Lines,
-    /// An access record.
-    may_wait: bool,
+    class: Class,
 }
 
 impl<'a> MakeWriter<'a> for Lines {
@@ -40,32 +41,33 @@ impl<'a> MakeWriter<'a> for Lines {
     fn make_writer(&'a self) -> Line<'a> {
         Line {
             lines: self,
-            may_wait: false,
+            class: Class::Other,
         }
     }
 
     fn make_writer_for(&'a self, event: &Metadata<'_>) -> Line<'a> {
         Line {
             lines: self,
-            may_wait: event.target() == ACCESS,
+            class: match event.target() {
+                ACCESS => Class::Access,
+                NOTICE => Class::Notice,
+                panics::TARGET => Class::Panic,
+                _ => Class::Other,
+            },
         }
     }
 }
 
 impl Write for Line<'_> {
-    /// Takes a whole line with its end, as the formatter gives it.
+    /// Takes a whole line with its end, as the formatter gives it. Never fails and never waits for the output.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let visible = std::str::from_utf8(line).map(|text| self.lines.plain.visible(text));
         let out = visible.as_deref().map_or(line, str::as_bytes);
-        if self.may_wait {
-            self.lines.outlet.gather(out)?;
-        } else {
-            self.lines.outlet.write(out)?;
-        }
+        self.lines.outlet.push(out, self.class);
         Ok(line.len())
     }
 
-    /// A line leaves as it is written, or when its time has come.
+    /// A line leaves when its time has come.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
