@@ -7,6 +7,8 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tracing::{info, warn};
 
+use super::telemetry::LineLimit;
+
 /// Pause after an accept error such as "too many open files", so that the loop does not spin.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -18,7 +20,12 @@ pub struct Accepting<L> {
     name: &'static str,
     /// Errors since the last connection.
     failures: u64,
+    /// The first of them has a line.
+    is_logged: bool,
 }
+
+/// Callers can take what connections need and give it back as often as they like.
+static FAILING: LineLimit = LineLimit::new("listeners that cannot accept connections");
 
 impl<L> Accepting<L> {
     /// Takes connections from a listener of this name.
@@ -28,6 +35,7 @@ impl<L> Accepting<L> {
             listener,
             name,
             failures: 0,
+            is_logged: false,
         }
     }
 
@@ -35,18 +43,21 @@ impl<L> Accepting<L> {
     async fn settle<T>(&mut self, accepted: io::Result<T>) -> Option<T> {
         match accepted {
             Ok(connection) => {
-                if self.failures > 0 {
+                if std::mem::take(&mut self.is_logged) {
                     info!(
                         listener = self.name,
                         failures = self.failures,
                         "accepting connections again"
                     );
-                    self.failures = 0;
                 }
+                self.failures = 0;
                 Some(connection)
             }
             Err(error) => {
                 if self.failures == 0 {
+                    self.is_logged = FAILING.admit();
+                }
+                if self.failures == 0 && self.is_logged {
                     warn!(
                         %error,
                         listener = self.name,

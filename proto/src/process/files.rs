@@ -13,6 +13,8 @@ const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
 const PRIVATE: u32 = 0o600;
 /// Bits that let others write.
 const OTHERS_WRITE: u32 = 0o022;
+/// The bit that lets the owner's group write.
+const GROUP_WRITES: u32 = 0o020;
 /// Bits that let others do anything.
 const OTHERS: u32 = 0o077;
 /// Largest file that an operator brings; a bundle of a hundred CAs is about 200 KiB.
@@ -51,13 +53,38 @@ pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
 pub fn read_given(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
+    read_brought(path, OTHERS_WRITE).map(|(content, _)| content)
+}
+
+/// Reads a configuration file as [`read_given`] does, but the owner's group may write it, since a umask of 002 makes files so.
+/// Returns a warning next to the content when that group is not the owner's own, by number.
+///
+/// # Errors
+/// As [`read_given`].
+pub fn read_config(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, Option<String>)> {
+    let (content, opened) = read_brought(path, OTHERS_WRITE & !GROUP_WRITES)?;
+    let (mode, group) = (opened.mode(), opened.gid());
+    let warning = is_written_by_others(mode, opened.uid(), group).then(|| {
+        let shown = path.display();
+        format!("{shown} can be written by the group {group}, which is not its owner's own; run: chmod g-w {shown}")
+    });
+    Ok((content, warning))
+}
+
+/// Whether the members of a group may write that is not the one that a user has alone. Systems with such groups give both the
+/// same number.
+fn is_written_by_others(mode: u32, user: u32, group: u32) -> bool {
+    mode & GROUP_WRITES != 0 && user != group
+}
+
+fn read_brought(path: &Path, forbidden: u32) -> io::Result<(Zeroizing<Vec<u8>>, fs::Metadata)> {
     let file = File::open(path).map_err(|error| at(path, &error))?;
     let opened = file.metadata().map_err(|error| at(path, &error))?;
     if !opened.is_file() {
         return Err(refused(path, NOT_A_FILE));
     }
-    if opened.mode() & OTHERS_WRITE != 0 {
-        return Err(refused_mode(path, &opened, OTHERS_WRITE));
+    if opened.mode() & forbidden != 0 {
+        return Err(refused_mode(path, &opened, forbidden));
     }
     let mut content = room(&opened, GIVEN_MAX_BYTES);
     file.take(GIVEN_MAX_BYTES + 1)
@@ -66,7 +93,7 @@ pub fn read_given(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
     if content.len() as u64 > GIVEN_MAX_BYTES {
         return Err(refused(path, "is too large for what it should be"));
     }
-    Ok(content)
+    Ok((content, opened))
 }
 
 /// Room for a whole file and the look beyond its end: a buffer that grows leaves copies of itself behind.
@@ -262,24 +289,26 @@ mod tests {
         let dir = scratch("table");
         let path = dir.join("file");
         replace(&path, b"x").unwrap();
-        for (mode, own, secret, given) in [
-            (0o600, true, true, true),
-            (0o400, true, true, true),
-            (0o640, true, false, true),
-            (0o440, true, false, true),
-            (0o644, true, false, true),
-            (0o604, true, false, true),
-            (0o660, false, false, false),
-            (0o620, false, false, false),
-            (0o602, false, false, false),
-            (0o666, false, false, false),
-            (0o777, false, false, false),
+        for (mode, own, secret, given, config) in [
+            (0o600, true, true, true, true),
+            (0o400, true, true, true, true),
+            (0o640, true, false, true, true),
+            (0o440, true, false, true, true),
+            (0o644, true, false, true, true),
+            (0o604, true, false, true, true),
+            (0o660, false, false, false, true),
+            (0o620, false, false, false, true),
+            (0o664, false, false, false, true),
+            (0o602, false, false, false, false),
+            (0o666, false, false, false, false),
+            (0o777, false, false, false, false),
         ] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
             let results = [
                 (read(&path).map(drop), own),
                 (read_secret(&path).map(drop), secret),
                 (read_given(&path).map(drop), given),
+                (read_config(&path).map(drop), config),
             ];
             for (result, accepted) in results {
                 assert_eq!(result.is_ok(), accepted, "{mode:o}: {result:?}");
@@ -302,6 +331,34 @@ mod tests {
             assert!(read_given(other).is_err());
         }
         assert!(read(&dir).is_err());
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    /// A checkout of somebody whose umask is 002.
+    #[test]
+    fn only_a_group_of_several_users_is_warned_about() {
+        for (mode, user, group, expected) in [
+            (0o664, 1000, 1000, false),
+            (0o664, 0, 0, false),
+            (0o664, 1000, 100, true),
+            (0o660, 1000, 0, true),
+            (0o644, 1000, 100, false),
+        ] {
+            let found = is_written_by_others(mode, user, group);
+            assert_eq!(found, expected, "{mode:o} {user}:{group}");
+        }
+        let dir = scratch("config");
+        let path = dir.join("server.yaml");
+        replace(&path, b"logLevel: info").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o664)).unwrap();
+        let metadata = fs::metadata(&path).unwrap();
+        let (content, warning) = read_config(&path).unwrap();
+        assert_eq!(*content, b"logLevel: info");
+        let is_foreign = metadata.uid() != metadata.gid();
+        assert_eq!(warning.is_some(), is_foreign, "{warning:?}");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+        let refused = read_config(&path).unwrap_err().to_string();
+        assert!(refused.contains("chmod go-w"), "{refused}");
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -1,7 +1,10 @@
-//! What a process knows of its host: its name and the addresses it uses towards others.
+//! What a process knows of its host: its name, the addresses it uses towards others, and how much it may use.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const HOST_NAME_FILE: &str = "/proc/sys/kernel/hostname";
 /// Addresses of documentation (RFC 5737, RFC 3849): only the default route leads there.
@@ -33,6 +36,14 @@ pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
     (!address.is_unspecified()).then_some(address)
 }
 
+/// Whether this host has an address: it reaches its own addresses from themselves.
+#[must_use]
+pub fn is_own_address(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    // The port is never reached: nothing is sent.
+    source_address((ip, 9).into()) == Some(ip)
+}
+
 /// The address of the default route, IPv4 first.
 #[must_use]
 pub fn primary_address() -> Option<IpAddr> {
@@ -40,4 +51,142 @@ pub fn primary_address() -> Option<IpAddr> {
         .iter()
         .filter_map(|remote| source_address((*remote, 9).into()));
     sources.into_iter().find(|address| !address.is_loopback())
+}
+
+/// What the process may use; `None` where there is no limit, or it cannot be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resources {
+    /// Open files.
+    pub descriptors: Option<u64>,
+    /// Bytes of memory: of the process's cgroup, or else of the host.
+    pub memory: Option<u64>,
+}
+
+impl Resources {
+    /// Reads the limits of this process.
+    #[must_use]
+    pub fn of_process() -> Self {
+        Self {
+            descriptors: getrlimit(Resource::Nofile).current,
+            memory: memory_limit(Path::new("/")),
+        }
+    }
+}
+
+/// Raises the limit of open files to what the process may give itself, as Go's runtime does.
+///
+/// # Errors
+/// When the system refuses.
+pub fn raise_descriptor_limit() -> io::Result<()> {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    Ok(setrlimit(Resource::Nofile, raised)?)
+}
+
+/// The least of the limits of the process's cgroup, of those above it, and of the host's memory.
+fn memory_limit(root: &Path) -> Option<u64> {
+    let read = |path: &Path| std::fs::read_to_string(root.join(path)).ok();
+    let cgroups = read(Path::new("proc/self/cgroup")).unwrap_or_default();
+    let of_cgroups = cgroups.lines().flat_map(|line| {
+        // hierarchy:controllers:path; version 2 has the hierarchy 0 and no controllers (cgroups(7)).
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (base, file) = match fields.next() {
+            Some("") => ("sys/fs/cgroup", "memory.max"),
+            Some(list) if list.split(',').any(|name| name == "memory") => {
+                ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
+            Some(_) | None => return Vec::new(),
+        };
+        let path = Path::new(fields.next().unwrap_or("/").trim_start_matches('/'));
+        // In a container the path may be the host's, and the limit is at the mount's root.
+        let limits = path
+            .ancestors()
+            .filter_map(|above| read(&Path::new(base).join(above).join(file)));
+        limits
+            .filter_map(|text| text.trim().parse().ok())
+            .collect::<Vec<u64>>()
+    });
+    let of_host = read(Path::new("proc/meminfo")).and_then(|text| {
+        let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+        let kib: u64 = total?.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        kib.checked_mul(1024)
+    });
+    of_cgroups.chain(of_host).min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(name: &str, files: &[(&str, &str)]) -> std::path::PathBuf {
+        let name = format!("culvert-host-{}-{name}", std::process::id());
+        let root = std::env::temp_dir().join(name);
+        for (path, text) in files {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn memory_limit_is_the_least_of_cgroups_and_host() {
+        let meminfo = ("proc/meminfo", "MemTotal:        1024 kB\nMemFree: 1 kB\n");
+        let v1 = "5:memory:/a/b\n4:cpu,cpuacct:/\n";
+        for (name, files, limit) in [
+            ("none", vec![], None),
+            ("host", vec![meminfo], Some(1 << 20)),
+            (
+                "v2",
+                vec![
+                    meminfo,
+                    ("proc/self/cgroup", "0::/pod/container\n"),
+                    ("sys/fs/cgroup/pod/container/memory.max", "max\n"),
+                    ("sys/fs/cgroup/pod/memory.max", "65536\n"),
+                ],
+                Some(65536),
+            ),
+            (
+                "v1",
+                vec![
+                    meminfo,
+                    ("proc/self/cgroup", v1),
+                    ("sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "4096\n"),
+                    (
+                        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+                        "9223372036854771712\n",
+                    ),
+                ],
+                Some(4096),
+            ),
+        ] {
+            let root = host(name, &files);
+            assert_eq!(memory_limit(&root), limit, "{name}");
+            let _not_made = std::fs::remove_dir_all(root);
+        }
+    }
+
+    #[test]
+    fn descriptors_of_this_process_are_known_and_can_be_raised() {
+        raise_descriptor_limit().unwrap();
+        assert_eq!(
+            Resources::of_process().descriptors,
+            getrlimit(Resource::Nofile).maximum
+        );
+    }
+
+    #[test]
+    fn own_addresses_are_loopback_and_that_of_the_default_route_and_no_other() {
+        assert!(is_own_address(Ipv4Addr::LOCALHOST.into()));
+        assert!(is_own_address("::ffff:127.0.0.1".parse().unwrap()));
+        if let Some(primary) = primary_address() {
+            assert!(is_own_address(primary), "{primary}");
+        }
+        for other in BEHIND_DEFAULT_ROUTE {
+            assert!(!is_own_address(other), "{other}");
+        }
+    }
 }

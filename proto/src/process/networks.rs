@@ -38,7 +38,60 @@ impl Cidr {
     pub fn start(&self) -> IpAddr {
         self.start
     }
+
+    /// How many of its first bits count.
+    #[must_use]
+    pub fn prefix(&self) -> u32 {
+        self.prefix
+    }
+
+    /// Whether an address is in both.
+    #[must_use]
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let common = self.prefix.min(other.prefix);
+        self.start.is_ipv4() == other.start.is_ipv4()
+            && masked(self.start, common) == masked(other.start, common)
+    }
+
+    /// Judges a network that an object of a cluster names: a hostile node may have written it.
+    ///
+    /// # Errors
+    /// [`ClaimError`] when it is wider than the network of any cluster, or has an address that is never a Pod's or Service's.
+    pub fn check_claimed(&self) -> Result<(), ClaimError> {
+        let least = if self.start.is_ipv4() {
+            CLAIMED_MIN_V4
+        } else {
+            CLAIMED_MIN_V6
+        };
+        if self.prefix < least {
+            return Err(ClaimError::Wide(least));
+        }
+        let special = SPECIAL.iter().find(|(special, _)| self.overlaps(special));
+        if let Some((_, kind)) = special {
+            return Err(ClaimError::Special(kind));
+        }
+        if METADATA.iter().any(|ip| self.contains(*ip)) {
+            return Err(ClaimError::Special("cloud metadata"));
+        }
+        Ok(())
+    }
 }
+
+/// Why a network that an object of a cluster names is not used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ClaimError {
+    /// Its prefix is shorter than this.
+    #[error("it is wider than /{0}")]
+    Wide(u32),
+    /// It has addresses of this kind.
+    #[error("it contains {0} addresses")]
+    Special(&'static str),
+}
+
+/// Shortest prefix of a claimed IPv4 network: the largest private one (RFC 1918) is a /8.
+const CLAIMED_MIN_V4: u32 = 8;
+/// Shortest prefix of a claimed IPv6 network: registries assign a /32 to a whole provider.
+const CLAIMED_MIN_V6: u32 = 32;
 
 impl From<IpAddr> for Cidr {
     fn from(ip: IpAddr) -> Self {
@@ -69,7 +122,13 @@ impl FromStr for Cidr {
         if start != ip {
             return Err(CidrError::Start(cidr));
         }
-        Ok(cidr)
+        Ok(
+            match (start.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
+                // Addresses are compared in this form.
+                (start @ IpAddr::V4(_), Some(prefix)) if ip.is_ipv6() => Self { start, prefix },
+                _ => cidr,
+            },
+        )
     }
 }
 
@@ -134,6 +193,41 @@ pub fn never_dialled(ip: IpAddr) -> Option<&'static str> {
     }
 }
 
+/// Bits before the IPv4 address in an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2).
+const MAPPED_BITS: u32 = 96;
+
+/// Networks with addresses that are never a Pod's or a Service's. The translated ones are those of [`judged`].
+const SPECIAL: [(Cidr, &str); 14] = [
+    (v4([127, 0, 0, 0], 8), "loopback"),
+    (v4([0, 0, 0, 0], 8), "unspecified"),
+    (v4([169, 254, 0, 0], 16), "link-local"),
+    (v4([224, 0, 0, 0], 4), "multicast"),
+    (v4([255, 255, 255, 255], 32), "broadcast"),
+    (v6([0, 0, 0, 0, 0, 0, 0, 1], 128), "loopback"),
+    (v6([0, 0, 0, 0, 0, 0, 0, 0], 128), "unspecified"),
+    (v6([0xfe80, 0, 0, 0, 0, 0, 0, 0], 10), "link-local"),
+    (v6([0xff00, 0, 0, 0, 0, 0, 0, 0], 8), "multicast"),
+    (v6([0, 0, 0, 0, 0, 0xffff, 0, 0], 96), "translated"),
+    (v6([0, 0, 0, 0, 0, 0, 0, 0], 96), "translated"),
+    (v6([0x64, 0xff9b, 0, 0, 0, 0, 0, 0], 96), "translated"),
+    (v6([0x64, 0xff9b, 1, 0, 0, 0, 0, 0], 48), "translated"),
+    (v6([0x2002, 0, 0, 0, 0, 0, 0, 0], 16), "translated"),
+];
+
+const fn v4([a, b, c, d]: [u8; 4], prefix: u32) -> Cidr {
+    Cidr {
+        start: IpAddr::V4(Ipv4Addr::new(a, b, c, d)),
+        prefix,
+    }
+}
+
+const fn v6([a, b, c, d, e, f, g, h]: [u16; 8], prefix: u32) -> Cidr {
+    Cidr {
+        start: IpAddr::V6(Ipv6Addr::new(a, b, c, d, e, f, g, h)),
+        prefix,
+    }
+}
+
 /// Addresses at which clouds hand credentials to whoever asks from the machine.
 const METADATA: [IpAddr; 7] = [
     IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
@@ -162,6 +256,82 @@ mod tests {
         assert!(contains("::/0", "fd00::1"));
         assert!(contains("192.0.2.7", "192.0.2.7") && !contains("192.0.2.7", "192.0.2.6"));
         assert_eq!("fd00::/8".parse::<Cidr>().unwrap().to_string(), "fd00::/8");
+    }
+
+    #[test]
+    fn mapped_spellings_of_networks_are_ipv4_networks() {
+        for (text, expected) in [
+            ("::ffff:10.0.0.0/104", "10.0.0.0/8"),
+            ("::ffff:127.0.0.1", "127.0.0.1/32"),
+            ("::ffff:0:0/96", "0.0.0.0/0"),
+            ("::/0", "::/0"),
+            ("fd00::/8", "fd00::/8"),
+        ] {
+            assert_eq!(text.parse::<Cidr>().unwrap().to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn networks_overlap_when_one_is_within_the_other() {
+        let overlap = |one: &str, other: &str| {
+            let (one, other): (Cidr, Cidr) = (one.parse().unwrap(), other.parse().unwrap());
+            assert_eq!(one.overlaps(&other), other.overlaps(&one));
+            one.overlaps(&other)
+        };
+        assert!(overlap("10.0.0.0/8", "10.244.1.0/24") && overlap("10.0.0.0/8", "10.0.0.0/8"));
+        assert!(overlap("0.0.0.0/0", "127.0.0.0/8") && overlap("::/0", "ff00::/8"));
+        assert!(!overlap("10.244.1.0/24", "10.244.2.0/24") && !overlap("0.0.0.0/0", "::/0"));
+    }
+
+    #[test]
+    fn claimed_networks_have_no_special_address_and_are_not_wide() {
+        let judge = |text: &str| {
+            let network: Cidr = text.parse().unwrap();
+            network.check_claimed().map_err(|error| error.to_string())
+        };
+        for text in [
+            "10.0.0.0/8",
+            "10.244.1.0/24",
+            "172.16.0.0/12",
+            "192.168.0.0/16",
+            "100.64.0.0/11",
+            "::ffff:10.244.1.0/120",
+            "fd00:10:244::/56",
+            "2001:db8::/32",
+        ] {
+            assert_eq!(judge(text), Ok(()), "{text}");
+        }
+        for (text, reason) in [
+            ("0.0.0.0/0", "wider than /8"),
+            ("126.0.0.0/7", "wider than /8"),
+            ("::/0", "wider than /32"),
+            ("fd00::/31", "wider than /32"),
+            ("::ffff:0:0/96", "wider than /8"),
+            ("127.0.0.0/8", "loopback"),
+            ("127.0.0.1/32", "loopback"),
+            ("::ffff:127.0.0.0/104", "loopback"),
+            ("::1/128", "loopback"),
+            ("::/96", "loopback"),
+            ("0.0.0.0/8", "unspecified"),
+            ("::/128", "unspecified"),
+            ("169.254.0.0/16", "link-local"),
+            ("169.0.0.0/8", "link-local"),
+            ("169.254.169.254/32", "link-local"),
+            ("fe80::/64", "link-local"),
+            ("224.0.0.0/8", "multicast"),
+            ("ff02::/32", "multicast"),
+            ("255.0.0.0/8", "broadcast"),
+            ("100.64.0.0/10", "cloud metadata"),
+            ("168.63.129.16/32", "cloud metadata"),
+            ("fd00:ec2::/32", "cloud metadata"),
+            ("64:ff9b::a00:0/104", "translated"),
+            ("2002:7f00::/32", "translated"),
+            ("::a00:0/104", "translated"),
+            ("::fffe:0:0/95", "translated"),
+        ] {
+            let error = judge(text).unwrap_err();
+            assert!(error.contains(reason), "{text}: {error}");
+        }
     }
 
     #[test]

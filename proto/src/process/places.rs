@@ -1,12 +1,15 @@
-//! Places for connections that nobody vouches for: bounded in all and for each source, oldest out first.
+//! Bounds the connections of a listener, in all and for each source. At a limit the connection that has been idle for the longest
+//! time is evicted, never one that is in use.
 //!
-//! A source that has all of its own places, or most of all places when none is left, gives up its oldest for a newer one;
-//! so a flood from one address pushes out its own connections, and others are unharmed. A connection that is younger than
-//! a second is not pushed out by its neighbours, or a burst of honest ones would push each other out before any is done:
-//! then the newcomer is turned away.
+//! A connection is idle from its start, and again after each use. A source that has all of its own places, or most of all
+//! places when none is left, gives up its longest idle one for a newer one; so a flood from one address evicts its own
+//! connections, and others are unharmed. A connection that has been idle for less than a second is not evicted by its own
+//! source, or a burst of honest ones would evict each other before any is done: then the newcomer is refused. Where no
+//! connection is idle the newcomer is refused, too.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +29,7 @@ pub struct PlaceLimits {
 #[derive(Debug)]
 pub struct Places {
     limits: PlaceLimits,
+    epoch: Instant,
     taken: Mutex<Taken>,
 }
 
@@ -35,40 +39,49 @@ impl Places {
     pub fn new(limits: PlaceLimits) -> Arc<Self> {
         Arc::new(Self {
             limits,
+            epoch: Instant::now(),
             taken: Mutex::default(),
         })
     }
 
-    /// A place for a connection from `peer`, at the cost of an older one where a limit is reached; that one's
+    /// A place for a connection from `peer`, at the cost of an idle one where a limit is reached; that one's
     /// [`Place::evicted`] ends.
     ///
     /// # Errors
-    /// The limit that was reached, when the older one would be one of its own source's that has only just come.
+    /// The limit that was reached, when no connection can be evicted for this one.
     pub fn enter(self: &Arc<Self>, peer: IpAddr) -> Result<Place, Reached> {
-        let (source, now) = (source(peer), Instant::now());
+        let (source, now) = (source(peer), self.now());
         let mut taken = self.lock();
-        let gives_way = if taken.of(source) >= self.limits.per_source {
-            Some((source, Reached::PerSource))
+        let reached = if taken.of(source) >= self.limits.per_source {
+            Some(Reached::PerSource)
         } else if taken.all >= self.limits.total {
-            taken.crowd().map(|crowd| (crowd, Reached::Total))
+            Some(Reached::Total)
         } else {
             None
         };
-        if let Some((crowd, reached)) = gives_way {
-            if crowd == source && !taken.oldest_is_settled(source, now) {
-                return Err(reached);
+        match reached {
+            Some(Reached::PerSource) if !taken.evict(source, now, SETTLED) => {
+                return Err(Reached::PerSource);
             }
-            taken.evict(crowd);
+            Some(Reached::Total) if !taken.evict_from_largest(source, now) => {
+                return Err(Reached::Total);
+            }
+            Some(_) | None => {}
         }
         let evicted = CancellationToken::new();
-        let number = taken.add(source, now, evicted.clone());
+        let activity = Arc::new(Activity {
+            uses: AtomicUsize::new(0),
+            idle_since: AtomicU64::new(now.0),
+        });
+        let number = taken.add(source, now, activity.clone(), evicted.clone());
         drop(taken);
         Ok(Place {
             places: self.clone(),
             source,
             number,
+            activity,
             evicted,
-            reached: gives_way.map(|(_, reached)| reached),
+            reached,
         })
     }
 
@@ -76,6 +89,11 @@ impl Places {
     #[must_use]
     pub fn taken(&self) -> usize {
         self.lock().all
+    }
+
+    fn now(&self) -> Moment {
+        let since = self.epoch.elapsed().as_nanos();
+        Moment(u64::try_from(since).unwrap_or(u64::MAX))
     }
 
     fn lock(&self) -> MutexGuard<'_, Taken> {
@@ -89,6 +107,7 @@ pub struct Place {
     places: Arc<Places>,
     source: IpAddr,
     number: u64,
+    activity: Arc<Activity>,
     evicted: CancellationToken,
     reached: Option<Reached>,
 }
@@ -109,20 +128,62 @@ impl Place {
         self.reached
     }
 
-    /// Waits until the place is lost to a newer connection, which may be never. Cancel-safe.
+    /// Waits until the place is lost to a newer connection, which may be never. A connection that has come into use since
+    /// then has lost its place, too, and should end with that use. Cancel-safe.
     pub async fn evicted(&self) {
         self.evicted.cancelled().await;
     }
 
-    /// Gives the place back early: somebody vouches for the connection now.
-    pub fn leave(&self) {
-        self.places.lock().remove(self.source, self.number);
+    /// Marks the connection as in use until the value is dropped; it may be in use several times at once.
+    #[must_use]
+    pub fn in_use(self: &Arc<Self>) -> InUse {
+        self.activity.uses.fetch_add(1, Ordering::Relaxed);
+        InUse(self.clone())
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.leave();
+        self.places.lock().remove(self.source, self.number);
+    }
+}
+
+/// See [`Place::in_use`]. Holds the place.
+#[derive(Debug)]
+pub struct InUse(Arc<Place>);
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let Place {
+            places, activity, ..
+        } = &*self.0;
+        activity.idle_since.store(places.now().0, Ordering::Relaxed);
+        activity.uses.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Whether a connection is in use, and since when it is not. Written without the lock of [`Places`], at each request.
+#[derive(Debug)]
+struct Activity {
+    uses: AtomicUsize,
+    idle_since: AtomicU64,
+}
+
+impl Activity {
+    fn idle_since(&self) -> Option<Moment> {
+        let is_idle = self.uses.load(Ordering::Acquire) == 0;
+        is_idle.then(|| Moment(self.idle_since.load(Ordering::Relaxed)))
+    }
+}
+
+/// Nanoseconds since the listener's start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Moment(u64);
+
+impl Moment {
+    fn after(self, time: Duration) -> Self {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        Self(self.0.saturating_add(nanos))
     }
 }
 
@@ -130,78 +191,154 @@ impl Drop for Place {
 struct Taken {
     next: u64,
     all: usize,
-    /// Places of each source by number, oldest first.
-    sources: HashMap<IpAddr, BTreeMap<u64, Taker>>,
+    sources: HashMap<IpAddr, Source>,
     /// Sources by how many places they have.
     by_size: BTreeSet<(usize, IpAddr)>,
 }
 
+/// The places of one source.
+#[derive(Debug, Default)]
+struct Source {
+    takers: HashMap<u64, Taker>,
+    /// Each taker by a lower bound of the time since when it is idle, see [`Taker::queued`].
+    queue: BTreeSet<(Moment, u64)>,
+}
+
 #[derive(Debug)]
 struct Taker {
-    since: Instant,
+    /// The key in [`Source::queue`]: the connection was in use until then, or is not looked at again before.
+    queued: Moment,
+    activity: Arc<Activity>,
     evicted: CancellationToken,
+}
+
+impl Source {
+    /// Removes the taker that has been idle for the longest time, if that is at least `least`. Each look at a connection that
+    /// was used since it was queued moves it back in the queue, so that evictions stay cheap however many are in use.
+    fn pop_idle(&mut self, now: Moment, least: Duration) -> Option<Taker> {
+        while let Some(&(queued, number)) = self.queue.first() {
+            if queued.after(least) > now {
+                return None;
+            }
+            self.queue.pop_first();
+            let taker = self.takers.get_mut(&number)?;
+            let idle_since = taker.activity.idle_since();
+            match idle_since {
+                Some(since) if since <= queued => return self.takers.remove(&number),
+                Some(since) => taker.queued = since,
+                None => taker.queued = now.after(LOOK_AGAIN),
+            }
+            self.queue.insert((taker.queued, number));
+        }
+        None
+    }
 }
 
 /// How long a connection is safe from its neighbours.
 const SETTLED: Duration = Duration::from_secs(1);
+/// A connection that was in use is looked at again after this time at the earliest: newcomers that are refused must not cost a
+/// look at every connection each.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// Sources that are searched for an idle connection, the largest first.
+const SOURCES_SEARCHED: usize = 64;
 
 impl Taken {
     fn of(&self, source: IpAddr) -> usize {
-        self.sources.get(&source).map_or(0, BTreeMap::len)
+        self.sources
+            .get(&source)
+            .map_or(0, |source| source.takers.len())
     }
 
-    /// The source with the most places.
-    fn crowd(&self) -> Option<IpAddr> {
-        self.by_size.last().map(|(_, source)| *source)
+    /// Evicts the longest idle connection of the largest source that has one. `newcomer` is the source of the connection that
+    /// needs the place.
+    fn evict_from_largest(&mut self, newcomer: IpAddr, now: Moment) -> bool {
+        let own = self.of(newcomer);
+        let largest: Vec<(usize, IpAddr)> = self
+            .by_size
+            .iter()
+            .rev()
+            .take(SOURCES_SEARCHED)
+            .copied()
+            .collect();
+        for (size, source) in largest {
+            let is_own = source == newcomer;
+            // Where all sources are small, none is a flood: a connection that has only come is not evicted for another one.
+            let is_peer = size <= own + 1;
+            let least = if is_own || is_peer {
+                SETTLED
+            } else {
+                Duration::ZERO
+            };
+            if self.evict(source, now, least) {
+                return true;
+            }
+            // A newcomer of the largest source does not evict those of smaller ones.
+            if is_own {
+                return false;
+            }
+        }
+        false
     }
 
-    fn oldest_is_settled(&self, source: IpAddr, now: Instant) -> bool {
-        let places = self.sources.get(&source);
-        let oldest = places.and_then(|places| places.first_key_value());
-        oldest.is_some_and(|(_, oldest)| now - oldest.since >= SETTLED)
+    fn evict(&mut self, source: IpAddr, now: Moment, least: Duration) -> bool {
+        let evicted = self.change(source, |source| source.pop_idle(now, least));
+        evicted.is_some_and(|taker| {
+            taker.evicted.cancel();
+            true
+        })
     }
 
-    fn add(&mut self, source: IpAddr, since: Instant, evicted: CancellationToken) -> u64 {
+    fn add(
+        &mut self,
+        source: IpAddr,
+        queued: Moment,
+        activity: Arc<Activity>,
+        evicted: CancellationToken,
+    ) -> u64 {
         let number = self.next;
         self.next += 1;
-        self.change(source, |places| {
-            places.insert(number, Taker { since, evicted });
+        let taker = Taker {
+            queued,
+            activity,
+            evicted,
+        };
+        self.change(source, |source| {
+            source.queue.insert((queued, number));
+            source.takers.insert(number, taker);
         });
         number
     }
 
-    fn evict(&mut self, source: IpAddr) {
-        self.change(source, |places| {
-            if let Some((_, oldest)) = places.pop_first() {
-                oldest.evicted.cancel();
+    fn remove(&mut self, source: IpAddr, number: u64) {
+        self.change(source, |source| {
+            if let Some(taker) = source.takers.remove(&number) {
+                source.queue.remove(&(taker.queued, number));
             }
         });
     }
 
-    fn remove(&mut self, source: IpAddr, number: u64) {
-        self.change(source, |places| {
-            places.remove(&number);
-        });
-    }
-
-    fn change(&mut self, source: IpAddr, change: impl FnOnce(&mut BTreeMap<u64, Taker>)) {
-        let places = self.sources.entry(source).or_default();
-        let before = places.len();
-        change(places);
-        let after = places.len();
+    fn change<T>(&mut self, source: IpAddr, change: impl FnOnce(&mut Source) -> T) -> T {
+        let of_source = self.sources.entry(source).or_default();
+        let before = of_source.takers.len();
+        let changed = change(of_source);
+        let after = of_source.takers.len();
         if after == 0 {
             self.sources.remove(&source);
         }
-        self.by_size.remove(&(before, source));
-        if after > 0 {
-            self.by_size.insert((after, source));
+        if before != after {
+            self.by_size.remove(&(before, source));
+            if after > 0 {
+                self.by_size.insert((after, source));
+            }
+            self.all = self.all + after - before;
         }
-        self.all = self.all + after - before;
+        changed
     }
 }
 
 /// Whom a connection is counted for: one customer has at least a whole /64 of IPv6 (RFC 6177).
-fn source(peer: IpAddr) -> IpAddr {
+#[must_use]
+pub fn source(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
         IpAddr::V4(address) => address.into(),
         IpAddr::V6(address) => {
@@ -306,5 +443,71 @@ mod tests {
         assert!(wait.await.is_err(), "nobody else is there");
         let _second = places.enter(ip("10.0.0.1")).unwrap();
         first.evicted().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn longest_idle_is_evicted_and_connections_in_use_never() {
+        let places = of(4, 100);
+        let crowd: Vec<_> = crowd(&places, 4).into_iter().map(Arc::new).collect();
+        let evicted = || -> Vec<usize> {
+            (0..4)
+                .filter(|index| crowd[*index].evicted.is_cancelled())
+                .collect()
+        };
+        let in_use = crowd[0].in_use();
+        advance(SETTLED).await;
+        drop(crowd[1].in_use());
+        advance(SETTLED).await;
+        let second = places.enter(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [2], "idle from the start");
+        drop(second);
+        let _second = places.enter(ip("10.0.0.1")).unwrap();
+        let _third = places.enter(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [2, 3]);
+        let _fourth = places.enter(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [1, 2, 3], "used a second ago");
+        assert_eq!(
+            places.enter(ip("10.0.0.1")).err(),
+            Some(Reached::PerSource),
+            "one is in use, the others are new"
+        );
+        drop(in_use);
+        advance(SETTLED).await;
+        let _fifth = places.enter(ip("10.0.0.1")).unwrap();
+        assert!(
+            !crowd[0].evicted.is_cancelled(),
+            "idle since the fourth came or later"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn newcomer_is_refused_while_all_are_in_use_and_takes_from_the_next_source_with_an_idle_one()
+     {
+        let places = of(100, 5);
+        let crowd: Vec<_> = crowd(&places, 4).into_iter().map(Arc::new).collect();
+        let uses: Vec<_> = crowd.iter().map(Place::in_use).collect();
+        let idle = places.enter(ip("10.0.0.9")).unwrap();
+        assert_eq!(
+            places.enter(ip("10.0.0.5")).err(),
+            Some(Reached::Total),
+            "sources of one connection do not evict each other's at once"
+        );
+        advance(SETTLED).await;
+        let newcomer = Arc::new(places.enter(ip("10.0.0.5")).unwrap());
+        assert!(idle.evicted.is_cancelled());
+        let _use = newcomer.in_use();
+        advance(LOOK_AGAIN).await;
+        assert_eq!(places.enter(ip("10.0.0.5")).err(), Some(Reached::Total));
+        assert!(crowd.iter().all(|place| !place.evicted.is_cancelled()));
+        drop(uses);
+        advance(SETTLED).await;
+        assert!(places.enter(ip("10.0.0.5")).is_ok());
+        assert_eq!(
+            crowd
+                .iter()
+                .filter(|place| place.evicted.is_cancelled())
+                .count(),
+            1
+        );
     }
 }
