@@ -10,7 +10,10 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 use crate::wire::name::NodeName;
 
+mod caller;
 mod kubelet;
+
+pub use caller::{CallerError, caller_name};
 
 const SCHEME: &str = "culvert://";
 

@@ -28,9 +28,10 @@ mod held;
 mod proof;
 mod servers;
 
+pub(crate) use agents::issuer_path;
 pub use agents::{AgentTrust, Judge, Revoked};
 pub use alerts::clock_hint;
-pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, alert_in};
+pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, alert_in, is_of_tls};
 pub use alerts::{is_verdict, verdict};
 pub use held::{HeldIdentity, HeldKey};
 pub use proof::{ProofError, sign_proof, verify_proof};

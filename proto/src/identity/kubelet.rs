@@ -5,8 +5,8 @@ use x509_parser::prelude::{AttributeTypeAndValue, X509Certificate};
 
 use crate::wire::name::NodeName;
 
-const USER_PREFIX: &str = "system:node:";
-const GROUP: &str = "system:nodes";
+pub(super) const USER_PREFIX: &str = "system:node:";
+pub(super) const GROUP: &str = "system:nodes";
 
 /// The node of a kubelet's client certificate. `None` when the subject has another name or group, more than one of
 /// either, or when it is not for clients: TLS alone would also take a certificate without any extended usage.
@@ -21,7 +21,9 @@ pub(super) fn node(certificate: &X509Certificate<'_>) -> Option<NodeName> {
     (node.as_str() == name && group == GROUP && usage.value.client_auth).then_some(node)
 }
 
-fn only<'a>(mut values: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>) -> Option<&'a str> {
+pub(super) fn only<'a>(
+    mut values: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>,
+) -> Option<&'a str> {
     let (Some(value), None) = (values.next(), values.next()) else {
         return None;
     };

@@ -10,11 +10,12 @@ use rustls::client::danger::HandshakeSignatureValid;
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
     SignatureScheme,
 };
 use rustls_pki_types::{CertificateDer, UnixTime};
 use tokio::sync::watch;
+use x509_parser::parse_x509_certificate;
 
 use super::provider;
 use crate::identity::{Domain, IdentityError, PeerIdentity, Role, validity};
@@ -131,6 +132,7 @@ impl AgentTrust {
         intermediates: &[CertificateDer<'_>],
         at: UnixTime,
     ) -> Result<(PeerIdentity, ClientCertVerified), Error> {
+        check_size(leaf, intermediates)?;
         let claimed = PeerIdentity::of_agent(leaf);
         let chain = self
             .chain_for(claimed.as_ref())
@@ -197,6 +199,63 @@ impl ClientCertVerifier for AgentTrust {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.tunnel.load().0.supported_verify_schemes()
     }
+}
+
+/// Certificates of a chain that an agent may send: a leaf, and up to three CAs below the root.
+const CHAIN_CERTIFICATES_MAX: usize = 4;
+/// Bytes of all certificates of such a chain. rustls keeps what was sent for as long as the connection lives.
+const CHAIN_BYTES_MAX: usize = 8 << 10;
+
+/// An agent's certificate chain exceeds the limits.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error(
+    "certificate chain has {certificates} certificates of {bytes} bytes, at most {CHAIN_CERTIFICATES_MAX} of \
+     {CHAIN_BYTES_MAX} are accepted; send the leaf and its intermediate CAs only"
+)]
+struct ChainTooLarge {
+    certificates: usize,
+    bytes: usize,
+}
+
+fn check_size(
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Result<(), Error> {
+    let certificates = 1 + intermediates.len();
+    let bytes = leaf.len() + intermediates.iter().map(|der| der.len()).sum::<usize>();
+    if certificates <= CHAIN_CERTIFICATES_MAX && bytes <= CHAIN_BYTES_MAX {
+        return Ok(());
+    }
+    let cause = ChainTooLarge {
+        certificates,
+        bytes,
+    };
+    Err(Error::InvalidCertificate(CertificateError::Other(
+        OtherError(Arc::new(cause)),
+    )))
+}
+
+/// Returns the leaf of `chain` and the certificates that may lead from it towards a root, by the names of subject and issuer. A
+/// session stores these only; a peer may send others along.
+pub(crate) fn issuer_path(chain: &[CertificateDer<'_>]) -> Vec<CertificateDer<'static>> {
+    let parsed: Vec<_> = chain
+        .iter()
+        .filter_map(|der| Some((der, parse_x509_certificate(der).ok()?.1)))
+        .collect();
+    let mut path: Vec<_> = parsed.first().into_iter().collect();
+    let mut next = 0;
+    while let Some((_, issued)) = path.get(next) {
+        for candidate in &parsed {
+            let is_issuer = candidate.1.subject.as_raw() == issued.issuer.as_raw();
+            if is_issuer && !path.iter().any(|(der, _)| der == &candidate.0) {
+                path.push(candidate);
+            }
+        }
+        next += 1;
+    }
+    path.into_iter()
+        .map(|(der, _)| (*der).clone().into_owned())
+        .collect()
 }
 
 pub(super) fn require_role(

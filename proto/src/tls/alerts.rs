@@ -46,6 +46,11 @@ pub(crate) fn alert_in(error: &io::Error) -> Option<u8> {
     }
 }
 
+/// Whether TLS itself failed, at this end or by an alert, and not the connection below it.
+pub(crate) fn is_of_tls(error: &io::Error) -> bool {
+    cause(error).is_some()
+}
+
 /// Words to add when a certificate was found outside its time by this host's clock; else none.
 #[must_use]
 pub fn clock_hint(error: &io::Error) -> &'static str {

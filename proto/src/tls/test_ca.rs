@@ -49,9 +49,18 @@ impl TestCa {
     }
 
     pub(crate) fn leaf(&self, uri: &str, usage: ExtendedKeyUsagePurpose) -> Arc<CertifiedKey> {
+        self.leaf_for(uri, &[usage])
+    }
+
+    /// A leaf with these usages, which are any when there are none.
+    pub(crate) fn leaf_for(
+        &self,
+        uri: &str,
+        usages: &[ExtendedKeyUsagePurpose],
+    ) -> Arc<CertifiedKey> {
         let mut params = CertificateParams::default();
         params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(uri).unwrap())];
-        params.extended_key_usages = vec![usage];
+        params.extended_key_usages = usages.to_vec();
         self.sign(&params)
     }
 

@@ -85,6 +85,35 @@ fn each_ca_vouches_in_its_own_domain_only() {
 }
 
 #[test]
+fn chains_of_agents_are_bounded_and_only_what_leads_to_a_root_is_stored() {
+    let ca = TestCa::new();
+    let trust = AgentTrust::new(ca.roots(), Arc::new(|_peer| Ok(()))).unwrap();
+    let key = ca.key(&agent());
+    let (leaf, root) = (key.cert[0].clone(), key.cert[1].clone());
+    let junk = || CertificateDer::from(vec![0x30; 100]);
+    let verify = |chain: &[CertificateDer<'_>]| {
+        let verified = trust.verify(chain, UnixTime::now());
+        verified.map_err(|error| error.to_string())
+    };
+    let four = [leaf.clone(), root.clone(), junk(), junk()];
+    assert_eq!(verify(&four).map(|peer| peer.role), Ok(agent()));
+    let five = [&four[..], &[junk()]].concat();
+    let refused = verify(&five).unwrap_err();
+    assert!(refused.contains("certificates: 5"), "{refused}");
+    let fill = (8 << 10) - leaf.len() - root.len();
+    let sized = |bytes| {
+        [
+            leaf.clone(),
+            root.clone(),
+            CertificateDer::from(vec![0x30; bytes]),
+        ]
+    };
+    assert!(verify(&sized(fill)).is_ok(), "8 KiB");
+    assert!(verify(&sized(fill + 1)).is_err(), "one byte more");
+    assert_eq!(issuer_path(&four), [leaf, root]);
+}
+
+#[test]
 fn only_agents_of_our_ca_get_a_session() {
     let (ca, foreign) = (TestCa::new(), TestCa::new());
     let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
@@ -131,6 +160,29 @@ fn only_agents_of_our_ca_get_a_session() {
         handshake(&Arc::new(without), &server).is_err(),
         "no certificate got in"
     );
+}
+
+/// A CA of the operator's may list no usage, which is any (RFC 5280, section 4.2.1.12). A list has to have the client's.
+#[test]
+fn listed_usages_of_an_agents_certificate_have_the_clients() {
+    use ExtendedKeyUsagePurpose::{Any, ClientAuth, CodeSigning, Other, ServerAuth};
+    let ca = TestCa::new();
+    let everyone: Judge = Arc::new(|_peer| Ok(()));
+    let trust = AgentTrust::new(ca.roots(), everyone).unwrap();
+    for (usages, is_agent) in [
+        (vec![], true),
+        (vec![ClientAuth], true),
+        (vec![ServerAuth, ClientAuth], true),
+        (vec![CodeSigning, ClientAuth, Any], true),
+        (vec![ServerAuth], false),
+        (vec![Any], false),
+        (vec![CodeSigning, ServerAuth], false),
+        (vec![Other(vec![1, 3, 6, 1, 5, 5, 7, 3, 2, 1])], false),
+    ] {
+        let chain = &ca.leaf_for("culvert://agent/worker-1", &usages).cert;
+        let judged = trust.verify(chain, UnixTime::now());
+        assert_eq!(judged.is_ok(), is_agent, "{usages:?}: {judged:?}");
+    }
 }
 
 #[test]

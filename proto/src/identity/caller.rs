@@ -1,0 +1,151 @@
+//! Certificates of callers: one name, and never a kubelet's.
+
+use rustls_pki_types::CertificateDer;
+use x509_parser::prelude::{AttributeTypeAndValue, FromDer, X509Certificate};
+
+use super::kubelet::{GROUP, USER_PREFIX, only};
+
+/// Why a verified certificate is none of a caller's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum CallerError {
+    /// It does not parse.
+    #[error("the client certificate is malformed")]
+    Malformed,
+    /// No common name, several, an empty one, or one that is no text.
+    #[error(
+        "the client certificate has not exactly one common name; use one whose subject names the caller"
+    )]
+    NoSingleName,
+    /// Organization `system:nodes`, or a common name of a node's.
+    #[error("the client certificate is a kubelet's, and kubelets are no callers; use another one")]
+    Kubelet,
+}
+
+/// The name of a caller with this certificate, which was verified elsewhere. The CA of a cluster signs for its kubelets too,
+/// and no edge node is to reach the others: what has an organization or common name of a node's is refused, in whatever
+/// case and encoding, and whatever else the subject says. kube-apiserver compares exactly; a subject that only resembles a
+/// kubelet's is nothing to let in either.
+///
+/// # Errors
+/// [`CallerError`].
+pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_parse| CallerError::Malformed)?;
+    let subject = certificate.subject();
+    let is_node =
+        |name: &AttributeTypeAndValue<'_>| folded(name).starts_with(USER_PREFIX.as_bytes());
+    let is_of_nodes = |group: &AttributeTypeAndValue<'_>| folded(group) == GROUP.as_bytes();
+    if subject.iter_common_name().any(is_node) || subject.iter_organization().any(is_of_nodes) {
+        return Err(CallerError::Kubelet);
+    }
+    let name = only(subject.iter_common_name()).filter(|name| !name.is_empty());
+    name.map(str::to_owned).ok_or(CallerError::NoSingleName)
+}
+
+/// A value's ASCII text in lower case, without blanks around it: without NUL, so that BMPString and UniversalString read
+/// like UTF8String.
+fn folded(value: &AttributeTypeAndValue<'_>) -> Vec<u8> {
+    let bytes = value.as_slice().iter().filter(|byte| **byte != 0);
+    let lower: Vec<u8> = bytes.map(u8::to_ascii_lowercase).collect();
+    lower.trim_ascii().to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::string::{BmpString, TeletexString};
+    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+
+    use super::*;
+
+    fn certificate(subject: Vec<(DnType, DnValue)>) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        for (kind, value) in subject {
+            params.distinguished_name.push(kind, value);
+        }
+        let key = KeyPair::generate().unwrap();
+        params.self_signed(&key).unwrap().der().clone()
+    }
+
+    fn text(value: &str) -> DnValue {
+        value.into()
+    }
+
+    /// rcgen takes each type once; this is another way to write the common name's.
+    fn second_name() -> DnType {
+        DnType::CustomDnType(vec![2, 5, 4, 3])
+    }
+
+    #[test]
+    fn callers_are_named_by_their_one_common_name() {
+        for (name, groups) in [
+            ("kube-apiserver-kubelet-client", "system:masters"),
+            ("prometheus", "monitoring"),
+            ("system:nodes", "system:node"),
+            ("system:kube-controller-manager", "system:nodes2"),
+            ("a system:node:b", "x system:nodes"),
+        ] {
+            let subject = vec![
+                (DnType::OrganizationName, text(groups)),
+                (DnType::CommonName, text(name)),
+            ];
+            assert_eq!(caller_name(&certificate(subject)), Ok(name.to_owned()));
+        }
+    }
+
+    #[test]
+    fn what_has_a_kubelets_name_or_group_is_no_caller_in_any_form() {
+        let bmp = |text: &str| DnValue::BmpString(BmpString::try_from(text).unwrap());
+        let teletex = |text: &str| DnValue::TeletexString(TeletexString::try_from(text).unwrap());
+        for name in [
+            text("system:node:edge-1"),
+            text("System:Node:edge-1"),
+            text("SYSTEM:NODE:"),
+            text(" system:node:edge-1"),
+            bmp("system:node:edge-1"),
+            teletex("system:node:edge-1"),
+        ] {
+            let alone = vec![(DnType::CommonName, name.clone())];
+            let second = vec![
+                (DnType::CommonName, text("prometheus")),
+                (second_name(), name.clone()),
+            ];
+            for subject in [alone, second] {
+                let judged = caller_name(&certificate(subject));
+                assert_eq!(judged, Err(CallerError::Kubelet), "{name:?}");
+            }
+        }
+        for group in [
+            text("system:nodes"),
+            text("System:Nodes"),
+            text("system:nodes "),
+            bmp("system:nodes"),
+            teletex("system:nodes"),
+        ] {
+            for name in [Some("prometheus"), None] {
+                let mut subject = vec![(DnType::OrganizationName, group.clone())];
+                subject.extend(name.map(|name| (DnType::CommonName, text(name))));
+                let judged = caller_name(&certificate(subject));
+                assert_eq!(judged, Err(CallerError::Kubelet), "{group:?} {name:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_subject_without_exactly_one_name_is_no_caller() {
+        for subject in [
+            vec![],
+            vec![(DnType::CommonName, text(""))],
+            vec![(DnType::OrganizationName, text("system:masters"))],
+            vec![
+                (DnType::CommonName, text("prometheus")),
+                (second_name(), text("prometheus")),
+            ],
+        ] {
+            let judged = caller_name(&certificate(subject.clone()));
+            assert_eq!(judged, Err(CallerError::NoSingleName), "{subject:?}");
+        }
+        let junk = CertificateDer::from(vec![1, 2, 3]);
+        assert_eq!(caller_name(&junk), Err(CallerError::Malformed));
+    }
+}
