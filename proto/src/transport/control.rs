@@ -1,9 +1,11 @@
 //! Control messages over a stream: both ends of a session use it once the control stream's header and reply are done.
 
 use std::io;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::time::Instant;
 
 use super::Stream;
 use crate::wire::control::ControlMessage;
@@ -17,6 +19,7 @@ pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
     let reader = ControlReader {
         input,
         buffer: BytesMut::new(),
+        rate: Rate::default(),
     };
     (reader, ControlWriter { output })
 }
@@ -27,6 +30,37 @@ pub struct ControlReader {
     input: ReadHalf<Stream>,
     /// Bytes of messages that are not complete yet: what makes `receive` cancel-safe.
     buffer: BytesMut,
+    rate: Rate,
+}
+
+/// Messages that a peer may send in a second. A session has a handful of them in its life, apart from doubts about a path that
+/// flaps; more of them mean nothing and are there to cost something.
+const MESSAGES_PER_SECOND: u32 = 50;
+
+/// The peer sent more than 50 messages in a second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("more than {MESSAGES_PER_SECOND} control messages in a second")]
+pub struct TooManyMessages;
+
+/// How many messages came in the current second.
+#[derive(Debug, Default)]
+struct Rate {
+    began: Option<Instant>,
+    messages: u32,
+}
+
+impl Rate {
+    fn count(&mut self, now: Instant) -> Result<(), TooManyMessages> {
+        let is_over = |began| now.saturating_duration_since(began) >= Duration::from_secs(1);
+        if self.began.is_none_or(is_over) {
+            (self.began, self.messages) = (Some(now), 0);
+        }
+        self.messages += 1;
+        if self.messages > MESSAGES_PER_SECOND {
+            return Err(TooManyMessages);
+        }
+        Ok(())
+    }
 }
 
 impl ControlReader {
@@ -34,11 +68,15 @@ impl ControlReader {
     ///
     /// # Errors
     /// When the stream was cut or refused, or `InvalidData` around [`FrameError`] when a message is too large or
-    /// malformed; `UnexpectedEof` when the half ends inside a message.
+    /// malformed, or around [`TooManyMessages`] when they come faster than any peer has use for; `UnexpectedEof` when the
+    /// half ends inside a message. The session is of no use then, and is to be closed with
+    /// [`Protocol`](crate::wire::code::CloseCode::Protocol).
     pub async fn receive(&mut self) -> io::Result<Option<ControlMessage>> {
         loop {
             let complete = frame::take(&mut self.buffer, CONTROL_MESSAGE_MAX).map_err(invalid)?;
             if let Some(message) = complete {
+                let counted = self.rate.count(Instant::now());
+                counted.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
                 return ControlMessage::decode(&message).map(Some).map_err(invalid);
             }
             if self.input.read_buf(&mut self.buffer).await? == 0 {
@@ -85,9 +123,9 @@ fn invalid(error: FrameError) -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, SystemTime};
+    use std::time::SystemTime;
 
-    use tokio::time::{Instant, timeout};
+    use tokio::time::timeout;
 
     use super::*;
     use crate::identity::{Domain, PeerIdentity, Role};
@@ -174,5 +212,26 @@ mod tests {
         drop(agent);
         let error = server.0.receive().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn more_than_fifty_messages_in_a_second_are_an_error() {
+        let (mut server, mut agent, _sessions) = control_stream().await;
+        for message in [ControlMessage::Withdraw, ControlMessage::Unknown] {
+            for _ in 0..50 {
+                agent.1.send(&message).await.unwrap();
+                assert_eq!(server.0.receive().await.unwrap().as_ref(), Some(&message));
+            }
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        for _ in 0..=50 {
+            agent.1.send(&ControlMessage::Doubt(true)).await.unwrap();
+        }
+        for _ in 0..50 {
+            server.0.receive().await.unwrap();
+        }
+        let error = server.0.receive().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        assert_eq!(error.to_string(), TooManyMessages.to_string());
     }
 }

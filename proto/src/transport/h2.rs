@@ -28,12 +28,14 @@ use crate::tcp::{self, Connect, Remote};
 use crate::tls;
 use crate::wire::code::CloseCode;
 
+mod control_rate;
 mod driver;
 mod io;
 mod pump;
 mod session;
 mod stream;
 
+use control_rate::PREFACE_BYTES;
 use driver::{Connection, Driver, WINDOW_MOST, network};
 use io::Io;
 use session::{H2Session, Hub, SESSION};
@@ -67,9 +69,9 @@ pub async fn accept(
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
     let peer = PeerIdentity::of_agent(leaf(tls.peer_certificates())?)?;
-    let chain = tls.peer_certificates().unwrap_or_default().to_vec();
+    let chain = tls::issuer_path(tls.peer_certificates().unwrap_or_default());
     let remote = address(socket)?;
-    let (io, line) = Io::new(stream);
+    let (io, line) = Io::new(stream, 0);
     let mut builder = h2::client::Builder::new();
     builder
         .initial_window_size(settings.stream_window)
@@ -146,11 +148,15 @@ impl Dialer for H2Dialer {
             .connect(name, socket)
             .await
             .map_err(|error| {
+                if !tls::is_of_tls(&error) {
+                    // Reset or closed in the middle, as by a server that stops.
+                    return HandshakeError::Connect(error);
+                }
                 let text = format!("{error}{}", tls::clock_hint(&error));
                 failed(tls::alert_in(&error), text)
             })?;
         let peer = PeerIdentity::of_server(leaf(stream.get_ref().1.peer_certificates())?)?;
-        let (io, line) = Io::new(stream);
+        let (io, line) = Io::new(stream, PREFACE_BYTES);
         let streams = self.settings.streams;
         let mut builder = h2::server::Builder::new();
         builder
@@ -181,6 +187,9 @@ impl Dialer for H2Dialer {
             Err(reason) if tls::is_verdict(reason.code) => {
                 Err(HandshakeError::Verdict(reason.code, reason.reason))
             }
+            Err(reason) if reason.code == CloseCode::Dead => Err(HandshakeError::Connect(
+                std::io::Error::other(reason.reason),
+            )),
             Err(reason) => Err(HandshakeError::Transport(reason.reason)),
         }
     }

@@ -265,6 +265,34 @@ fn early(bound: Duration) -> Duration {
     (bound / 50).min(EARLY_MOST)
 }
 
+/// Which changes between live and suspect are logged: the first at once, then at most one in 30 s, and always the
+/// one that lasts. A bad link may flap for hours, and a peer may say that it does.
+#[derive(Debug, Default)]
+pub struct SuspicionLog {
+    suspect: bool,
+    at: Option<Instant>,
+}
+
+impl SuspicionLog {
+    /// Whether this state, which may not have changed, is to be logged.
+    #[must_use]
+    pub fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
+        let too_soon = self
+            .at
+            .is_some_and(|at| now.saturating_duration_since(at) < LOG_EVERY);
+        let due = suspect != self.suspect && !too_soon;
+        if due {
+            *self = Self {
+                suspect,
+                at: Some(now),
+            };
+        }
+        due
+    }
+}
+
+/// Time between two lines about one session's state.
+const LOG_EVERY: Duration = Duration::from_secs(30);
 /// See [`early`].
 const EARLY_MOST: Duration = Duration::from_millis(250);
 /// Between probes while a request waits and one clock is above this.
@@ -449,5 +477,21 @@ mod tests {
         clock.now += Duration::from_secs(100);
         let verdict = clock.liveness.look(clock.reading, clock.now);
         assert_eq!(verdict.state, State::Live);
+    }
+
+    #[test]
+    fn changes_are_logged_at_once_then_every_thirty_seconds_and_the_last_one_always() {
+        let (mut log, start) = (SuspicionLog::default(), Instant::now());
+        let mut due = |suspect, second| log.is_due(suspect, start + Duration::from_secs(second));
+        assert!(!due(false, 0));
+        assert!(due(true, 1));
+        for second in 2..31 {
+            assert!(!due(second % 2 == 0, second), "{second}");
+        }
+        assert!(!due(true, 31), "that is what was logged last");
+        assert!(due(false, 32));
+        assert!(!due(true, 33));
+        assert!(due(true, 62), "it stayed");
+        assert!(!due(true, 100));
     }
 }

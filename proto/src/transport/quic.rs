@@ -23,7 +23,9 @@ use crate::tcp::Remote;
 use crate::tls;
 use crate::wire::code::CloseCode;
 
+mod backlog;
 mod connection_id;
+mod floods;
 mod path;
 mod runtime;
 mod session;
@@ -42,6 +44,10 @@ const UDP_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 const STREAMS_ALLOWED_AT_FIRST: u32 = 32;
 /// Datagrams only carry 1-byte probes, so their buffers are small.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
+/// What may wait for one handshake that has not begun, bytes: a ClientHello, some times. quinn would take 10 MiB.
+const INCOMING_BUFFER_BYTES: u64 = 64 * 1024;
+/// What may wait for all of them. quinn would take 100 MiB.
+const INCOMING_BUFFERS_BYTES: u64 = 16 * 1024 * 1024;
 /// How long `close` waits for the peer to have what was sent, and `wait_idle` for it to have the close frame.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// Packets of unknown connections are answered by a stateless reset at most this often. quinn's default of 20 ms would
@@ -112,14 +118,17 @@ impl QuicAcceptor {
     ) -> io::Result<Self> {
         let crypto = QuicServerConfig::try_from(tls).map_err(io::Error::other)?;
         let mut server = quinn::ServerConfig::with_crypto(Arc::new(crypto));
-        server.transport_config(Arc::new(transport_config(&settings, 0)));
+        server
+            .transport_config(Arc::new(transport_config(&settings, 0)))
+            .incoming_buffer_size(INCOMING_BUFFER_BYTES)
+            .incoming_buffer_size_total(INCOMING_BUFFERS_BYTES);
         let reset = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &keys.reset);
         let mut config = EndpointConfig::new(Arc::new(reset));
         let connection_id = keys.connection_id;
         config.cid_generator(move || Box::new(UniqueIds::from_key(connection_id)));
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
-        let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(Tokio))?;
+        let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(Tokio::default()))?;
         Ok(Self {
             endpoint,
             settings,
@@ -222,7 +231,7 @@ impl QuicDialer {
             EndpointConfig::default(),
             None,
             udp_socket(any)?,
-            Arc::new(Tokio),
+            Arc::new(Tokio::default()),
         )?;
         let mut endpoints = self.lock();
         endpoints.retain(|old| old.open_connections() > 0);

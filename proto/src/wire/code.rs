@@ -109,6 +109,8 @@ codes! {
         Overloaded = 10 "overloaded",
         /// The credential's time is over, and it was not renewed.
         CredentialExpired = 11 "credential_expired",
+        /// The node has as many sessions as it may have, or opened them too fast.
+        TooManySessions = 12 "too_many_sessions",
     }
 }
 
@@ -157,6 +159,7 @@ impl CloseCode {
             | Self::Dead
             | Self::Overloaded
             | Self::CredentialExpired
+            | Self::TooManySessions
             | Self::Unknown(_) => true,
         }
     }

@@ -256,7 +256,7 @@ fn numbers_are_as_released() {
             ResetCode::Unknown(4),
         ]
     );
-    let closes: Vec<_> = (0..=12).map(CloseCode::from_number).collect();
+    let closes: Vec<_> = (0..=13).map(CloseCode::from_number).collect();
     assert_eq!(
         closes,
         [
@@ -272,7 +272,8 @@ fn numbers_are_as_released() {
             CloseCode::CredentialRevoked,
             CloseCode::Overloaded,
             CloseCode::CredentialExpired,
-            CloseCode::Unknown(12),
+            CloseCode::TooManySessions,
+            CloseCode::Unknown(13),
         ]
     );
     let enrolments: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();

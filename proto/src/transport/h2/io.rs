@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
+use super::control_rate::ControlRate;
 use crate::tls;
 
 /// Bytes that h2 reads in one turn of the driver. Many small frames must not pile up inside h2, which ends the
@@ -76,20 +77,30 @@ impl Line {
 pub(super) struct Io<S> {
     inner: S,
     line: Arc<Line>,
+    control_rate: ControlRate,
     end: Option<io::Result<()>>,
     linger: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Io<S> {
-    pub(super) fn new(inner: S) -> (Self, Arc<Line>) {
+    /// Wraps a connection whose peer sends `preface` bytes before its first frame.
+    pub(super) fn new(inner: S, preface: usize) -> (Self, Arc<Line>) {
         let line = Arc::<Line>::default();
         let io = Self {
             inner,
             line: line.clone(),
+            control_rate: ControlRate::new(preface),
             end: None,
             linger: None,
         };
         (io, line)
+    }
+
+    fn note(&mut self, written: &Poll<io::Result<usize>>) {
+        self.line.note(written.is_pending());
+        if let Poll::Ready(Ok(count)) = written {
+            self.control_rate.sent(*count);
+        }
     }
 }
 
@@ -105,8 +116,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
         }
         if self.end.is_none() {
             let before = out.filled().len();
-            let read = ready!(Pin::new(&mut self.inner).poll_read(cx, out));
+            let mut read = ready!(Pin::new(&mut self.inner).poll_read(cx, out));
             let count = out.filled().len() - before;
+            if let Some(bytes) = out.filled().get(before..)
+                && let Err(flood) = self.control_rate.received(bytes)
+            {
+                read = Err(io::Error::new(io::ErrorKind::InvalidData, flood));
+            }
             if read.is_ok() && count > 0 {
                 self.line
                     .received
@@ -135,7 +151,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write(cx, data);
-        self.line.note(written.is_pending());
+        self.note(&written);
         written
     }
 
@@ -145,7 +161,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write_vectored(cx, data);
-        self.line.note(written.is_pending());
+        self.note(&written);
         written
     }
 

@@ -1,10 +1,11 @@
-//! tokio for quinn, with a send buffer that grows only for connections that have much to send.
+//! tokio for quinn, with a send buffer that grows only for connections that have much to send, and a bound for what waits for
+//! a connection (`backlog.rs`).
 //!
 //! quinn makes room for a whole batch of datagrams (13 KiB) when a connection first sends two at once, as every handshake
 //! does, and keeps it as long as the connection. An idle session never fills it again.
 
 use std::cell::Cell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -14,32 +15,109 @@ use std::time::Instant;
 
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
+use tokio::task::coop;
+
+use super::backlog::{Backlog, Queue};
 
 /// Datagrams that a connection gives to the system one by one before it may send batches. A handshake's bursts are among
 /// them; bulk pays for a few system calls more.
 const SINGLES: u32 = 16;
 
 tokio::task_local! {
-    /// How many of these the connection that this task drives has left.
-    static LEFT: Cell<u32>;
+    /// The task of quinn's that runs.
+    static DRIVER: Driver;
 }
 
-/// [`TokioRuntime`], except for the size of a young connection's batches.
+/// [`TokioRuntime`] for one endpoint, except for the size of a young connection's batches and what waits for a slow one.
+#[derive(Debug, Default)]
+pub(super) struct Tokio(Arc<Backlog>);
+
+/// A task of quinn's: one for each connection, and one for the endpoint, which alone receives.
 #[derive(Debug)]
-pub(super) struct Tokio;
+struct Driver {
+    /// How many single datagrams the connection has left.
+    left: Cell<u32>,
+    receives: Cell<bool>,
+    peer: Cell<Option<SocketAddr>>,
+    queue: Cell<Queue>,
+    backlog: Arc<Backlog>,
+}
+
+impl Driver {
+    fn new(backlog: Arc<Backlog>) -> Self {
+        Self {
+            left: Cell::new(SINGLES),
+            receives: Cell::default(),
+            peer: Cell::default(),
+            queue: Cell::default(),
+            backlog,
+        }
+    }
+
+    fn sends(&self, to: SocketAddr) {
+        self.left.set(self.left.get().saturating_sub(1));
+        if self.receives.get() || self.peer.get() == Some(to) {
+            return;
+        }
+        let from = self.peer.replace(Some(to));
+        self.backlog.moved(from, Some(to), self.queue.get());
+    }
+
+    /// It is the endpoint's, and no connection is behind because of it.
+    fn receives(&self) {
+        self.ran(true);
+        self.receives.set(true);
+    }
+
+    fn runs(&self) {
+        if !self.receives.get() {
+            let queue = self.backlog.runs(self.peer.get(), self.queue.get());
+            self.queue.set(queue);
+        }
+    }
+
+    /// Ran as far as it could. One that has used up tokio's budget has not emptied its queue: each datagram takes a part.
+    fn ran(&self, emptied: bool) {
+        if !self.receives.get() {
+            let queue = self.backlog.ran(self.peer.get(), self.queue.get(), emptied);
+            self.queue.set(queue);
+        }
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.ran(true);
+        self.backlog.moved(self.peer.get(), None, self.queue.get());
+    }
+}
 
 impl Runtime for Tokio {
     fn new_timer(&self, at: Instant) -> Pin<Box<dyn AsyncTimer>> {
         TokioRuntime.new_timer(at)
     }
 
-    /// quinn has one task for each connection, and one for each endpoint, which asks for no batches.
-    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>) {
-        TokioRuntime.spawn(Box::pin(LEFT.scope(Cell::new(SINGLES), future)));
+    fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        let watched = poll_fn(move |cx| {
+            let _inside_the_scope = DRIVER.try_with(Driver::runs);
+            let polled = future.as_mut().poll(cx);
+            let emptied = coop::has_budget_remaining();
+            let _inside_the_scope = DRIVER.try_with(|driver| driver.ran(emptied));
+            if !emptied {
+                // It may have used up the last of its budget and have emptied its queue all the same: the next run shows which.
+                cx.waker().wake_by_ref();
+            }
+            polled
+        });
+        let driver = Driver::new(self.0.clone());
+        TokioRuntime.spawn(Box::pin(DRIVER.scope(driver, watched)));
     }
 
     fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
-        Ok(Arc::new(Socket(TokioRuntime.wrap_udp_socket(socket)?)))
+        Ok(Arc::new(Socket {
+            system: TokioRuntime.wrap_udp_socket(socket)?,
+            backlog: self.0.clone(),
+        }))
     }
 
     fn now(&self) -> Instant {
@@ -48,17 +126,20 @@ impl Runtime for Tokio {
 }
 
 #[derive(Debug)]
-struct Socket(Arc<dyn AsyncUdpSocket>);
+struct Socket {
+    system: Arc<dyn AsyncUdpSocket>,
+    backlog: Arc<Backlog>,
+}
 
 impl AsyncUdpSocket for Socket {
     fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
-        self.0.clone().create_io_poller()
+        self.system.clone().create_io_poller()
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         // Fails outside of quinn's tasks, where nothing is counted.
-        let _counted = LEFT.try_with(|left| left.set(left.get().saturating_sub(1)));
-        self.0.try_send(transmit)
+        let _counted = DRIVER.try_with(|driver| driver.sends(transmit.destination));
+        self.system.try_send(transmit)
     }
 
     fn poll_recv(
@@ -67,28 +148,42 @@ impl AsyncUdpSocket for Socket {
         buffers: &mut [IoSliceMut<'_>],
         meta: &mut [RecvMeta],
     ) -> Poll<io::Result<usize>> {
-        self.0.poll_recv(cx, buffers, meta)
+        let _counted = DRIVER.try_with(Driver::receives);
+        let received = self.system.poll_recv(cx, buffers, meta);
+        if let Poll::Ready(Ok(count)) = received {
+            for datagrams in meta.iter_mut().take(count) {
+                let count = datagrams.len.div_ceil(datagrams.stride.max(1));
+                if !self.backlog.admits(datagrams.addr, count) {
+                    // quinn takes it for an empty one, which is nothing to it.
+                    datagrams.len = 0;
+                }
+            }
+        }
+        received
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.0.local_addr()
+        self.system.local_addr()
     }
 
     /// quinn asks before each round of sending, which has 20 datagrams at most.
     fn max_transmit_segments(&self) -> usize {
-        if LEFT.try_with(Cell::get).is_ok_and(|left| left > 0) {
+        if DRIVER
+            .try_with(|driver| driver.left.get() > 0)
+            .unwrap_or(false)
+        {
             1
         } else {
-            self.0.max_transmit_segments()
+            self.system.max_transmit_segments()
         }
     }
 
     fn max_receive_segments(&self) -> usize {
-        self.0.max_receive_segments()
+        self.system.max_receive_segments()
     }
 
     fn may_fragment(&self) -> bool {
-        self.0.may_fragment()
+        self.system.may_fragment()
     }
 }
 
@@ -96,9 +191,11 @@ impl AsyncUdpSocket for Socket {
 mod tests {
     use std::net::{Ipv4Addr, UdpSocket};
 
-    use tokio::sync::oneshot;
+    use tokio::sync::{mpsc, oneshot};
 
     use super::*;
+
+    const WAITING: usize = 100_000;
 
     /// Each connection counts for itself, and gets the system's batches in the end.
     #[tokio::test]
@@ -109,11 +206,12 @@ mod tests {
             socket
         };
         let system = TokioRuntime.wrap_udp_socket(bound()).unwrap();
-        let socket = Tokio.wrap_udp_socket(bound()).unwrap();
+        let runtime = Tokio::default();
+        let socket = runtime.wrap_udp_socket(bound()).unwrap();
         for _connection in 0..2 {
             let (tell, told) = oneshot::channel();
             let socket = socket.clone();
-            Tokio.spawn(Box::pin(async move {
+            runtime.spawn(Box::pin(async move {
                 let mut segments = Vec::new();
                 for _ in 0..=SINGLES {
                     segments.push(socket.max_transmit_segments());
@@ -133,5 +231,40 @@ mod tests {
             assert_eq!(segments.pop(), Some(system.max_transmit_segments()));
             assert!(segments.iter().all(|&count| count == 1), "{segments:?}");
         }
+    }
+
+    /// As quinn's tasks of connections do: each datagram comes through a channel of tokio's.
+    #[tokio::test]
+    async fn peers_of_a_task_that_does_not_empty_its_queue_are_limited() {
+        let runtime = Tokio::default();
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let peer = socket.local_addr().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let socket = runtime.wrap_udp_socket(socket).unwrap();
+        // The current_thread runtime polls the task some 61 times for one yield of the test.
+        let (datagrams, mut queue) = mpsc::channel(WAITING);
+        for _ in 0..WAITING {
+            datagrams.try_send(()).unwrap();
+        }
+        runtime.spawn(Box::pin(async move {
+            let datagram = Transmit {
+                destination: peer,
+                ecn: None,
+                contents: &[0],
+                segment_size: None,
+                src_ip: None,
+            };
+            let _full = socket.try_send(&datagram);
+            while queue.recv().await.is_some() {}
+        }));
+        let admitted = || (0..10_000).filter(|_| runtime.0.admits(peer, 1)).count();
+        assert_eq!(admitted(), 10_000);
+        tokio::task::yield_now().await;
+        assert!(admitted() < 10_000, "the queue is not empty yet");
+        for _ in 0..200 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(admitted(), 10_000, "the queue is empty");
+        drop(datagrams);
     }
 }

@@ -1,16 +1,18 @@
 //! A session over one QUIC connection.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use quinn::{Connection, ConnectionError};
+use quinn::{Connection, ConnectionError, ConnectionStats};
 use rustls_pki_types::CertificateDer;
+use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
+use super::floods::{Counts, Floods};
 use super::path::LastPath;
 use super::stream::QuicStream;
 use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST, window};
@@ -36,6 +38,9 @@ pub(super) struct QuicSession {
     opening: AtomicBool,
     allowed: AtomicU32,
     allowed_most: AtomicU32,
+    floods: Mutex<Floods>,
+    /// Closed for a flood.
+    flooded: AtomicBool,
     /// Where the end leaves the round trip time.
     path: Option<LastPath>,
 }
@@ -48,6 +53,9 @@ impl std::fmt::Debug for QuicSession {
             .finish_non_exhaustive()
     }
 }
+
+/// Reason of the close.
+const FLOOD: &str = "a flood of frames that move nothing";
 
 fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
     let any = connection.peer_identity();
@@ -81,12 +89,43 @@ impl QuicSession {
             opening: AtomicBool::new(true),
             allowed: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
             allowed_most: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
+            floods: Mutex::new(Floods::new(Instant::now())),
+            flooded: AtomicBool::new(false),
             path,
         }))
     }
 
     fn stream(&self, send: quinn::SendStream, recv: quinn::RecvStream) -> Box<dyn RawStream> {
         Box::new(QuicStream::new(send, recv, self.flushing.clone()))
+    }
+
+    /// Closes a session whose peer's frames are a burden and nothing else; looked at as often as its health.
+    fn end_a_flood(&self, stats: &ConnectionStats, heard: u64, moved: u64) {
+        let rx = &stats.frame_rx;
+        let silent = rx.data_blocked + rx.streams_blocked_uni + rx.max_streams_uni;
+        let counts = Counts {
+            frames: heard + silent,
+            retired: rx.retire_connection_id,
+            received: stats.udp_rx.bytes,
+            moved,
+        };
+        let mut floods = self.floods.lock().unwrap_or_else(PoisonError::into_inner);
+        if floods.look(counts, Instant::now()) {
+            self.flooded.store(true, Ordering::Relaxed);
+            self.connection
+                .close(CloseCode::Protocol.number().into(), FLOOD.as_bytes());
+        }
+    }
+
+    fn close_reason(&self, error: ConnectionError) -> CloseReason {
+        if error == ConnectionError::LocallyClosed && self.flooded.load(Ordering::Relaxed) {
+            return CloseReason {
+                by: ClosedBy::Local,
+                code: CloseCode::Protocol,
+                reason: FLOOD.to_owned(),
+            };
+        }
+        close_reason(error)
     }
 
     /// Raises the number of streams that the peer may open once half of it is in use.
@@ -118,7 +157,8 @@ impl Session for QuicSession {
         header
             .encode(&mut buffer)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
-        let (send, recv) = self.connection.open_bi().await.map_err(close_reason)?;
+        let opened = self.connection.open_bi().await;
+        let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From here on the stream's reset on drop makes the call cancel-safe.
         let mut stream = Stream::opened(
             self.stream(send, recv),
@@ -135,7 +175,8 @@ impl Session for QuicSession {
     }
 
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
-        let (send, recv) = self.connection.accept_bi().await.map_err(close_reason)?;
+        let accepted = self.connection.accept_bi().await;
+        let (send, recv) = accepted.map_err(|error| self.close_reason(error))?;
         let incoming = IncomingStream::new(
             self.stream(send, recv),
             self.traffic.clone(),
@@ -170,6 +211,7 @@ impl Session for QuicSession {
             + rx.stream_data_blocked
             + rx.streams_blocked_bidi;
         let (bytes_in, bytes_out, streams) = self.traffic.read();
+        self.end_a_flood(&stats, heard, bytes_in.saturating_add(bytes_out));
         let remote = self.connection.remote_address();
         Health {
             heard,
@@ -211,7 +253,7 @@ impl Session for QuicSession {
         if let Some(path) = &self.path {
             path.keep(self.connection.remote_address(), self.connection.rtt());
         }
-        close_reason(error)
+        self.close_reason(error)
     }
 
     fn peer(&self) -> &PeerIdentity {

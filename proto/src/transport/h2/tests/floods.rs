@@ -1,9 +1,13 @@
 //! Floods of small frames: DATA (S33), SETTINGS and PING.
 
 use super::raw::{
-    ACK, DATA, ENHANCE_YOUR_CALM, PADDED, PING, PROTOCOL_ERROR, RST_STREAM, SETTINGS,
+    ACK, DATA, ENHANCE_YOUR_CALM, PADDED, PING, PROTOCOL_ERROR, RST_STREAM, SETTINGS, WINDOW_UPDATE,
 };
 use super::*;
+
+const PRIORITY: u8 = 2;
+/// A frame type that no specification defines.
+const UNKNOWN: u8 = 0xaa;
 
 /// h2's own PINGs: the one it asks the user's question with, and the one of its graceful shutdown.
 const KNOWN_PINGS: [[u8; 8]; 2] = [
@@ -95,7 +99,7 @@ async fn flood_of_streams_beyond_the_limit_is_refused_stream_by_stream() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settings_flood_is_answered_frame_by_frame() {
-    const COUNT: usize = 20_000;
+    const COUNT: usize = 5_000;
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let (_stream, _) = opened(&session, &mut raw).await;
     // What was answered before is not counted.
@@ -118,7 +122,7 @@ async fn settings_flood_is_answered_frame_by_frame() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ping_flood_is_answered_frame_by_frame() {
-    const COUNT: usize = 10_000;
+    const COUNT: usize = 5_000;
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let before = resident();
     let seen = within(raw.flood(&raw::frame(PING, 0, 0, b"question"), COUNT)).await;
@@ -152,14 +156,42 @@ async fn answers_to_pings_never_asked_say_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn peer_that_floods_and_reads_nothing_is_read_no_more() {
+async fn control_frames_that_serve_nothing_close_the_session_at_either_end() {
+    const COUNT: usize = 20_000;
+    let kinds = [PING, SETTINGS, PRIORITY, WINDOW_UPDATE, UNKNOWN];
+    for kind in kinds {
+        let attack = match kind {
+            PING => raw::frame(PING, 0, 0, b"question"),
+            SETTINGS => raw::settings(&[]),
+            PRIORITY => raw::frame(PRIORITY, 0, 1, &[0, 0, 0, 0, 16]),
+            WINDOW_UPDATE => raw::window_update(0, 1),
+            _ => raw::frame(UNKNOWN, 0, 0, b"?"),
+        };
+        for (session, mut raw) in [
+            with_raw_agent(WIDE).await,
+            with_raw_server(STREAMS, WIDE).await,
+        ] {
+            let before = resident();
+            let seen = within(raw.flood(&attack, COUNT)).await;
+            assert!(seen.closed, "{kind}: {seen:?}");
+            drop(raw);
+            let reason = within(session.closed()).await;
+            assert_eq!(reason.code, CloseCode::Protocol, "{kind}: {reason}");
+            assert!(reason.reason.contains("control frames"), "{kind}: {reason}");
+            assert_bounded(before);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn peer_that_floods_and_reads_nothing_is_closed_or_read_no_more() {
     for flood in [raw::frame(PING, 0, 0, b"question"), raw::settings(&[])] {
         let (session, mut raw) = with_raw_agent(WIDE).await;
         let before = resident();
         let piece = flood.repeat(1000);
         let mut pieces = 0;
-        while let Ok(taken) = timeout(Duration::from_secs(1), raw.writer.send(&piece)).await {
-            assert!(taken && pieces < 20_000, "{pieces}");
+        while let Ok(true) = timeout(Duration::from_secs(1), raw.writer.send(&piece)).await {
+            assert!(pieces < 20_000, "{pieces}");
             pieces += 1;
         }
         assert_bounded(before);

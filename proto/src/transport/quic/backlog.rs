@@ -1,0 +1,385 @@
+//! How many datagrams may wait for connections that are slower than their peers.
+//!
+//! quinn queues the datagrams of a connection for its task without a bound. A peer can make them dear to process (frames of one
+//! byte by the hundred), handshake done or not, and would fill the memory with those that wait.
+//!
+//! The length of such a queue cannot be read. Counted is what is queued while the task runs, and from then on until a run
+//! empties the queue, less what each run takes. A run is long for such datagrams, so that its first one counts already.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What a datagram costs, at most: 1472 bytes, which it may be alone to pin, and quinn's event.
+const DATAGRAM_COST: usize = 2048;
+/// Datagrams that may wait for a connection: about what the system keeps for the socket. One stream's window is less.
+const WAITING_MOST: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
+/// Datagrams that a run takes which begins with tokio's whole budget and uses it up. It has fewer only when it empties the queue.
+const TAKEN_BY_A_RUN: usize = 128;
+
+/// The connections of an endpoint by their peers' addresses, and which of them are behind.
+///
+/// What comes from an address of no connection (a new peer's handshake, a peer that has moved) is limited as a whole, and only
+/// while a connection is behind: it may be one's that sends from many addresses.
+#[derive(Debug, Default)]
+pub(super) struct Backlog {
+    /// How many run or are behind. Nothing is counted while none does.
+    busy: AtomicUsize,
+    paths: Mutex<Paths>,
+}
+
+/// The queue of one connection, as far as it is known.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Queue {
+    #[default]
+    Idle,
+    /// The task runs, and had emptied the queue before.
+    Running,
+    /// The last run has not emptied it. With the round from which on unknown peers wait for it.
+    Behind(u64),
+}
+
+#[derive(Debug, Default)]
+struct Paths {
+    known: HashMap<SocketAddr, Path>,
+    unknown: Unknown,
+}
+
+#[derive(Debug, Default)]
+struct Path {
+    connections: usize,
+    busy: usize,
+    behind: usize,
+    waiting: usize,
+}
+
+/// Unknown peers, in rounds: one is over when all connections have caught up that were behind as it began. What was queued
+/// before it is gone then; others that have come to be behind since are the next round's.
+#[derive(Debug, Default)]
+struct Unknown {
+    waiting: usize,
+    /// Some were dropped in this round. Connections that are behind get nothing until they have caught up, so that it ends.
+    full: bool,
+    round: u64,
+    behind: usize,
+    behind_next: usize,
+}
+
+impl Backlog {
+    /// Whether so many datagrams from there may be queued; else they are to be dropped, as a full socket does.
+    pub(super) fn admits(&self, from: SocketAddr, datagrams: usize) -> bool {
+        if self.busy.load(Ordering::Relaxed) == 0 {
+            return true;
+        }
+        let Paths { known, unknown } = &mut *self.lock();
+        match known.get_mut(&from) {
+            Some(path) if path.busy == 0 => true,
+            Some(path) if path.behind > 0 && unknown.full => false,
+            Some(path) => admit(&mut path.waiting, datagrams),
+            None if unknown.behind == 0 => true,
+            None => {
+                let admitted = admit(&mut unknown.waiting, datagrams);
+                unknown.full |= !admitted;
+                admitted
+            }
+        }
+    }
+
+    /// A connection's peer is now at `to`; `None` before it is known, and after the connection has ended.
+    pub(super) fn moved(&self, from: Option<SocketAddr>, to: Option<SocketAddr>, queue: Queue) {
+        let mut paths = self.lock();
+        let (busy, behind) = (
+            usize::from(queue != Queue::Idle),
+            usize::from(matches!(queue, Queue::Behind(_))),
+        );
+        let mut waiting = 0;
+        if let Some(from) = from
+            && let Some(path) = paths.known.get_mut(&from)
+        {
+            waiting = path.waiting;
+            path.connections -= 1;
+            path.busy -= busy;
+            path.behind -= behind;
+            if path.connections == 0 {
+                paths.known.remove(&from);
+            }
+        }
+        if let Some(to) = to {
+            let path = paths.known.entry(to).or_default();
+            path.connections += 1;
+            path.busy += busy;
+            path.behind += behind;
+            // What waits goes with it: moving to and fro is no way around.
+            path.waiting += waiting;
+        }
+    }
+
+    /// The task of the connection of this peer begins to run.
+    pub(super) fn runs(&self, peer: Option<SocketAddr>, queue: Queue) -> Queue {
+        if queue != Queue::Idle {
+            return queue;
+        }
+        self.busy.fetch_add(1, Ordering::Relaxed);
+        if let Some(path) = self.lock().path(peer) {
+            path.busy += 1;
+        }
+        Queue::Running
+    }
+
+    /// It has run, and has emptied its queue or not.
+    pub(super) fn ran(&self, peer: Option<SocketAddr>, queue: Queue, emptied: bool) -> Queue {
+        let paths = &mut *self.lock();
+        let path = paths.path(peer);
+        match (queue, emptied) {
+            (Queue::Idle, _) => Queue::Idle,
+            (Queue::Running, false) => {
+                if let Some(path) = path {
+                    path.behind += 1;
+                }
+                Queue::Behind(paths.unknown.falls_behind())
+            }
+            (Queue::Behind(_), false) => {
+                if let Some(path) = path {
+                    path.waiting = path.waiting.saturating_sub(TAKEN_BY_A_RUN);
+                }
+                queue
+            }
+            (Queue::Running | Queue::Behind(_), true) => {
+                let behind = matches!(queue, Queue::Behind(_));
+                if let Some(path) = path {
+                    path.busy -= 1;
+                    path.behind -= usize::from(behind);
+                    if path.busy == 0 {
+                        path.waiting = 0;
+                    }
+                }
+                if let Queue::Behind(round) = queue {
+                    paths.unknown.caught_up(round);
+                }
+                self.busy.fetch_sub(1, Ordering::Relaxed);
+                Queue::Idle
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Paths> {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Paths {
+    fn path(&mut self, peer: Option<SocketAddr>) -> Option<&mut Path> {
+        peer.and_then(|peer| self.known.get_mut(&peer))
+    }
+}
+
+impl Unknown {
+    fn falls_behind(&mut self) -> u64 {
+        if self.behind == 0 {
+            self.behind = 1;
+            self.round
+        } else {
+            self.behind_next += 1;
+            self.round + 1
+        }
+    }
+
+    fn caught_up(&mut self, round: u64) {
+        if round > self.round {
+            self.behind_next -= 1;
+            return;
+        }
+        self.behind -= 1;
+        if self.behind == 0 {
+            *self = Self {
+                round: self.round + 1,
+                behind: self.behind_next,
+                ..Self::default()
+            };
+        }
+    }
+}
+
+fn admit(waiting: &mut usize, datagrams: usize) -> bool {
+    let admitted = *waiting + datagrams <= WAITING_MOST;
+    if admitted {
+        *waiting += datagrams;
+    }
+    admitted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: usize = 10_000;
+
+    fn address(port: u16) -> SocketAddr {
+        ([192, 0, 2, 1], port).into()
+    }
+
+    /// How many datagrams are admitted, of more than may wait.
+    fn admitted(backlog: &Backlog, port: impl Fn(u16) -> u16) -> usize {
+        let datagrams = (0..10_000).filter(|&number| backlog.admits(address(port(number)), 1));
+        datagrams.count()
+    }
+
+    /// A connection, as its task reports it.
+    struct Connection<'a> {
+        backlog: &'a Backlog,
+        peer: Option<SocketAddr>,
+        queue: Queue,
+    }
+
+    impl<'a> Connection<'a> {
+        fn of(backlog: &'a Backlog, port: u16) -> Self {
+            let peer = Some(address(port));
+            backlog.moved(None, peer, Queue::Idle);
+            Self {
+                backlog,
+                peer,
+                queue: Queue::Idle,
+            }
+        }
+
+        fn begins(&mut self) {
+            self.queue = self.backlog.runs(self.peer, self.queue);
+        }
+
+        fn runs(&mut self, emptied: bool) {
+            self.begins();
+            self.queue = self.backlog.ran(self.peer, self.queue, emptied);
+        }
+
+        fn moves(&mut self, port: u16) {
+            let to = Some(address(port));
+            self.backlog.moved(self.peer, to, self.queue);
+            self.peer = to;
+        }
+    }
+
+    #[test]
+    fn only_peers_of_connections_that_are_behind_are_limited() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        let _other = Connection::of(&backlog, 2);
+        assert_eq!(admitted(&backlog, |_| 1), ALL);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), 0);
+        assert_eq!(admitted(&backlog, |_| 2), ALL, "another's");
+        one.runs(true);
+        assert_eq!(admitted(&backlog, |_| 1), ALL, "caught up");
+    }
+
+    /// Datagrams that are dear to process make a run long: more would come during the first one than may wait.
+    #[test]
+    fn what_comes_during_the_first_run_counts() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        one.begins();
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), 0);
+    }
+
+    /// Bulk that is taken as fast as it comes is never dropped, however long the task does not quite empty its queue.
+    #[test]
+    fn what_a_run_has_taken_waits_no_more() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        for _ in 0..100 {
+            one.runs(false);
+            assert!((0..TAKEN_BY_A_RUN).all(|_| backlog.admits(address(1), 1)));
+        }
+        assert!(admitted(&backlog, |_| 1) < WAITING_MOST);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), TAKEN_BY_A_RUN);
+    }
+
+    /// One receive of the system's has as many as 64.
+    #[test]
+    fn each_datagram_of_a_batch_counts() {
+        let backlog = Backlog::default();
+        Connection::of(&backlog, 1).runs(false);
+        let batches = (0..1000).filter(|_| backlog.admits(address(1), 64));
+        assert_eq!(batches.count(), WAITING_MOST / 64);
+    }
+
+    #[test]
+    fn sending_from_many_addresses_is_no_way_around() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        assert_eq!(admitted(&backlog, |number| 100 + number), ALL);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |number| 100 + number), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |number| 200 + number), 0);
+    }
+
+    /// Others that catch up say nothing of the one that is behind, and those that fall behind later do not keep new peers away.
+    #[test]
+    fn unknown_peers_wait_for_the_connections_that_were_behind_before_them() {
+        let backlog = Backlog::default();
+        let unknown = || admitted(&backlog, |number| 100 + number);
+        let mut one = Connection::of(&backlog, 1);
+        let mut other = Connection::of(&backlog, 2);
+        one.runs(false);
+        assert_eq!(unknown(), WAITING_MOST);
+        other.runs(false);
+        other.runs(true);
+        assert_eq!(unknown(), 0, "another has caught up");
+        assert_eq!(admitted(&backlog, |_| 1), 0, "it is to catch up first");
+        other.runs(false);
+        one.runs(true);
+        assert_eq!(unknown(), WAITING_MOST, "it has");
+        other.runs(true);
+        assert_eq!(unknown(), ALL, "none is behind");
+    }
+
+    /// Before it has sent anything, a connection's peer is an unknown one.
+    #[test]
+    fn a_connection_that_has_not_sent_yet_is_limited_too() {
+        let backlog = Backlog::default();
+        let mut one = Connection {
+            backlog: &backlog,
+            peer: None,
+            queue: Queue::Idle,
+        };
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        one.moves(1);
+        one.runs(true);
+        assert_eq!(admitted(&backlog, |_| 1), ALL);
+        one.moves(2);
+        backlog.moved(one.peer, None, one.queue);
+        assert!(backlog.lock().known.is_empty(), "nothing stays of it");
+        assert_eq!(backlog.busy.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn moving_to_and_fro_is_no_way_around() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        one.moves(2);
+        assert_eq!(admitted(&backlog, |_| 2), 0);
+        one.moves(1);
+        assert_eq!(admitted(&backlog, |_| 1), 0);
+    }
+
+    /// Two connections of one address share what may wait there.
+    #[test]
+    fn a_second_connection_of_the_address_is_no_way_around() {
+        let backlog = Backlog::default();
+        let mut one = Connection::of(&backlog, 1);
+        let mut other = Connection::of(&backlog, 1);
+        one.runs(false);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        other.runs(true);
+        assert_eq!(admitted(&backlog, |_| 1), 0, "the other has caught up");
+        backlog.moved(other.peer, None, other.queue);
+        assert_eq!(admitted(&backlog, |_| 1), 0, "the one that is behind stays");
+    }
+}
