@@ -226,7 +226,12 @@ impl App {
                     Some(by_token) => renew_or_enroll(late, by_token).await?,
                     None => enroll(late).await?,
                 };
-                let keeper = holding(&enrolled.credentials, Some(late.store.clone()));
+                // It begins with what has ended, which stays until the new one has shown that it works.
+                let ended: &Credentials = match &late.claim {
+                    Claim::Ended(ended) => ended,
+                    Claim::Token(_) | Claim::Account(..) => &enrolled.credentials,
+                };
+                let keeper = holding(ended, Some(late.store.clone()));
                 keeper
                     .adopt(enrolled.credentials, enrolled.issued, false)
                     .await;

@@ -227,7 +227,10 @@ pub fn load(
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Config, LoadError> {
-    Ok(Config::check(layers(given, file, variable)?)?)
+    let (settings, warning) = layered(given, file, variable)?;
+    let mut config = Config::check(settings)?;
+    config.warnings.extend(warning);
+    Ok(config)
 }
 
 /// The layers of [`load`] without the check.
@@ -239,18 +242,27 @@ pub fn layers(
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Settings, LoadError> {
+    layered(given, file, variable).map(|(settings, _)| settings)
+}
+
+/// The layers, with what to say of the file.
+fn layered(
+    given: Settings,
+    file: Option<&Path>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<(Settings, Option<String>), LoadError> {
     let shared = Settings {
         node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
         node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
         environment_proxy: EnvironmentProxy::from_variables(variable),
         ..Settings::default()
     };
-    let file = file.map(read_file).transpose()?.unwrap_or_default();
-    Ok(given.or(shared).or(file))
+    let (file, warning) = file.map(read_file).transpose()?.unwrap_or_default();
+    Ok((given.or(shared).or(file), warning))
 }
 
-fn read_file(path: &Path) -> Result<Settings, LoadError> {
-    let content = files::read_given(path).map_err(|source| LoadError::File {
+fn read_file(path: &Path) -> Result<(Settings, Option<String>), LoadError> {
+    let (content, warning) = files::read_config(path).map_err(|source| LoadError::File {
         path: path.to_owned(),
         source,
     })?;
@@ -258,7 +270,7 @@ fn read_file(path: &Path) -> Result<Settings, LoadError> {
     // A file of comments is a document without a value.
     let parsed: Result<Option<Settings>, _> = serde_saphyr::from_str(&text);
     match parsed {
-        Ok(settings) => Ok(settings.unwrap_or_default()),
+        Ok(settings) => Ok((settings.unwrap_or_default(), warning)),
         Err(error) => Err(LoadError::Syntax {
             path: path.to_owned(),
             // The snippet of an error shows the lines around it, which may hold a token or a password.

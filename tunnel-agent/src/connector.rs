@@ -64,6 +64,8 @@ pub(crate) struct Connector {
 struct Running {
     rung: Rung,
     retire: CancellationToken,
+    /// Which credentials it was dialed with, see [`Keeper::generation`](crate::credentials::Keeper::generation).
+    credentials: u64,
 }
 
 /// The session that takes new streams.
@@ -73,6 +75,14 @@ struct Current {
     since: Instant,
     /// Another one is wanted, but this one may still recover.
     suspect: bool,
+    /// Another one is wanted, since this one's server is stopping.
+    draining: bool,
+}
+
+impl Current {
+    fn wants_another(&self) -> bool {
+        self.suspect || self.draining
+    }
 }
 
 impl Connector {
@@ -136,7 +146,7 @@ impl Connector {
     fn due(&self) -> Option<Instant> {
         match (&self.attempt, &self.current) {
             (Some(attempt), _) if !attempt.race.is_resting() => attempt.race.due(),
-            (None, Some(current)) if !current.suspect && !self.draining => {
+            (None, Some(current)) if !current.wants_another() && !self.draining => {
                 [self.refresh_at, self.ladder.probe_at()]
                     .into_iter()
                     .flatten()
@@ -160,13 +170,13 @@ impl Connector {
                 }
             }
             (None, Some(current))
-                if !current.suspect && self.refresh_at.is_some_and(|at| at <= now) =>
+                if !current.wants_another() && self.refresh_at.is_some_and(|at| at <= now) =>
             {
                 let rung = current.rung;
                 self.refresh_at = None;
                 self.begin(Purpose::Refresh, (rung, None), now);
             }
-            (None, Some(current)) if !current.suspect => {
+            (None, Some(current)) if !current.wants_another() => {
                 self.begin(Purpose::Climb, (Rung::Quic, None), now);
             }
             (None, _) => self.begin(Purpose::Connect, self.ladder.order(), now),
@@ -196,7 +206,10 @@ impl Connector {
             .current
             .as_ref()
             .is_some_and(|current| current.id == id);
-        let Some(rung) = self.sessions.get(&id).map(|session| session.rung) else {
+        let Some(&Running {
+            rung, credentials, ..
+        }) = self.sessions.get(&id)
+        else {
             return;
         };
         match news {
@@ -206,12 +219,18 @@ impl Connector {
                     attempt.race.answered(rung);
                 }
             }
-            News::Ready => self.ready(id, rung, now),
+            News::Ready => {
+                let keeper = self.shared.keeper.clone();
+                let shutdown = &self.shared.shutdown;
+                shutdown.spawn_service(async move { keeper.proved(credentials).await });
+                self.ready(id, rung, now);
+            }
+            News::Draining if is_current => self.server_drains(now),
             News::Suspect if is_current => self.suspect(now),
             News::Live if is_current => self.live(),
             // Of a retired session.
             News::Live if rung == Rung::Quic => self.ladder.quic_answers(now),
-            News::Suspect | News::Live => {}
+            News::Suspect | News::Live | News::Draining => {}
         }
     }
 
@@ -231,6 +250,7 @@ impl Connector {
             rung,
             since: now,
             suspect: false,
+            draining: false,
         };
         if let Some(old) = self.current.replace(current) {
             self.retire(old.id);
@@ -256,8 +276,12 @@ impl Connector {
             ready_for: now.duration_since(current.since),
             code: CloseCode::Dead,
         };
+        let is_replaced = current.draining;
         self.not_ready();
         self.ladder.missed(now);
+        if is_replaced {
+            return;
+        }
         // What was dialled for another purpose.
         self.abandon();
         self.retry(event, now);
@@ -265,14 +289,42 @@ impl Connector {
 
     /// It is heard again, before another one was ready.
     fn live(&mut self) {
+        self.waiting = None;
+        self.ladder.heard();
         if let Some(current) = &mut self.current {
             current.suspect = false;
+            if current.draining {
+                return;
+            }
         }
         self.abandon();
         self.retry_at = None;
-        self.waiting = None;
-        self.ladder.heard();
         self.report.over();
+    }
+
+    /// The server of the current session is stopping: another session is dialed until one is ready, and this one takes
+    /// new streams until then. It may lead to the same address, where another server answers by then.
+    fn server_drains(&mut self, now: Instant) {
+        let Some(current) = self.current.as_mut().filter(|current| !current.draining) else {
+            return;
+        };
+        current.draining = true;
+        if current.suspect {
+            // Another one is being dialed already.
+            return;
+        }
+        let event = Event::Lost {
+            ready_for: now.duration_since(current.since),
+            code: CloseCode::Draining,
+        };
+        self.abandon();
+        // Where there are several servers, not this one first.
+        self.endpoints.failed();
+        let spread = DRAIN_SPREAD.mul_f64(rand::random());
+        let retry_in = self.plan.next(event, now, rand::random());
+        if !self.draining {
+            self.retry_at = Some(now + retry_in + spread);
+        }
     }
 
     fn ended(&mut self, joined: Result<(Id, Ended), JoinError>) {
@@ -281,7 +333,10 @@ impl Connector {
             Ok((id, ended)) => (id, Ok(ended)),
             Err(panicked) => (panicked.id(), Err(panicked)),
         };
-        let Some(Running { rung, .. }) = self.sessions.remove(&id) else {
+        let Some(Running {
+            rung, credentials, ..
+        }) = self.sessions.remove(&id)
+        else {
             return;
         };
         let ended = ended.unwrap_or_else(|panicked| {
@@ -291,6 +346,11 @@ impl Connector {
                 outcome: Err(ConnectError::Broken),
             }
         });
+        if let Err(error) = &ended.outcome
+            && error.is_over_certificates()
+        {
+            self.shared.keeper.refused(credentials);
+        }
         let current = self.current.take_if(|current| current.id == id);
         if let Some(current) = current {
             return self.lost(&current, ended.outcome, now);
@@ -339,8 +399,9 @@ impl Connector {
         self.abandon();
         let retry_in = self.retry(event, now);
         self.attempt = dialling;
-        // A server that is back, which its word on the old session shows, is better asked afresh.
-        if retry_in.is_zero() {
+        // A server that is back, which its word on the old session shows, is better asked afresh; so is the one that comes
+        // after a server that has stopped.
+        if retry_in.is_zero() || current.draining {
             self.abandon();
         }
         let retry_in = self.attempt.is_none().then_some(retry_in);
@@ -372,6 +433,9 @@ impl Connector {
 
 /// The readiness block that a ready session lifts.
 pub(crate) const SESSION: &str = "session";
+/// All agents of a server that stops hear of it in the same moment: their dials are spread over this time. Requests wait for
+/// the slowest of them.
+const DRAIN_SPREAD: Duration = Duration::from_millis(500);
 /// News that wait for the connector, which takes them at once; a session that finds the queue full waits.
 const NEWS_QUEUE: usize = 64;
 

@@ -9,10 +9,10 @@ use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
-use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::tls::{self, AgentTrust, Judge, Trust};
 use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
@@ -60,9 +60,6 @@ impl Credentials {
         roots: &[Vec<u8>],
         given: Option<&[CertificateDer<'static>]>,
     ) -> Result<Self, String> {
-        let certificates = |list: &[Vec<u8>]| -> Vec<CertificateDer<'static>> {
-            list.iter().cloned().map(CertificateDer::from).collect()
-        };
         let chain = certificates(chain);
         let leaf = chain.first().ok_or("it holds no certificate")?;
         let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
@@ -79,6 +76,44 @@ impl Credentials {
         })
     }
 
+    /// Checks that what a server issued in place of these credentials can take their place: the new roots hold one that is
+    /// trusted already, so that no answer moves the agent to other servers, and the certificate chains to the new roots and
+    /// has not ended. One that begins later by this host's clock is judged at its beginning: the server that issued it will
+    /// judge it by its own clock.
+    ///
+    /// # Errors
+    /// Why not, in a line for people.
+    pub(crate) fn check_successor(
+        &self,
+        chain: &[Vec<u8>],
+        roots: &[Vec<u8>],
+        now: SystemTime,
+    ) -> Result<(), String> {
+        let chain = certificates(chain);
+        let leaf = chain.first().ok_or("it holds no certificate")?;
+        let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
+        if not_after <= now {
+            return Err("its certificate has ended by the clock of this host".to_owned());
+        }
+        let roots = tls::roots(certificates(roots)).map_err(|error| error.to_string())?;
+        let is_trusted = roots.roots.iter().any(|root| {
+            self.roots.roots.iter().any(|known| {
+                known.subject == root.subject
+                    && known.subject_public_key_info == root.subject_public_key_info
+            })
+        });
+        if !is_trusted {
+            return Err("none of its roots is trusted already".to_owned());
+        }
+        let at = now.max(not_before).duration_since(SystemTime::UNIX_EPOCH);
+        let at = UnixTime::since_unix_epoch(at.unwrap_or_default());
+        let everyone: Judge = Arc::new(|_peer| Ok(()));
+        AgentTrust::new(roots, everyone)
+            .and_then(|trust| trust.verify(&chain, at))
+            .map(drop)
+            .map_err(|error| format!("its certificate does not chain to its roots: {error}"))
+    }
+
     /// How servers are judged.
     pub(crate) fn trust(&self) -> Trust {
         match &self.server_name {
@@ -86,6 +121,10 @@ impl Credentials {
             None => Trust::Roots(self.roots.clone()),
         }
     }
+}
+
+fn certificates(list: &[Vec<u8>]) -> Vec<CertificateDer<'static>> {
+    list.iter().cloned().map(CertificateDer::from).collect()
 }
 
 /// What the data directory holds for a node.
@@ -142,7 +181,7 @@ impl Store {
             });
         }
         let not_after = identity.not_after;
-        let loaded = self.usable(&identity, chain, ca);
+        let loaded = self.usable(CURRENT, &identity, chain, ca);
         match loaded {
             Ok(credentials) if not_after <= now => {
                 Ok(Stored::Expired(not_after, Some(Box::new(credentials))))
@@ -153,14 +192,62 @@ impl Store {
         }
     }
 
+    /// The certificate of `node` from before the stored one, as [`Store::set_aside`] stored it, if it is there and usable.
+    pub(crate) fn previous(
+        &self,
+        node: &NodeName,
+        ca: Option<&[CertificateDer<'static>]>,
+    ) -> Option<Credentials> {
+        let chain = self.certificates(PREVIOUS.certificate).ok()??;
+        let identity = PeerIdentity::from_certificate(chain.first()?).ok()?;
+        if identity.node() != Some(node) {
+            return None;
+        }
+        self.usable(PREVIOUS, &identity, chain, ca).ok()
+    }
+
+    /// Copies the stored certificate and its roots, so that they outlive the next [`Store::keep`].
+    pub(crate) fn set_aside(&self) -> Result<(), CredentialError> {
+        self.copy(CURRENT, PREVIOUS)
+    }
+
+    /// Stores again what was set aside.
+    pub(crate) fn take_back(&self) -> Result<(), CredentialError> {
+        self.copy(PREVIOUS, CURRENT)?;
+        self.forget_previous()
+    }
+
+    /// Removes what was set aside.
+    pub(crate) fn forget_previous(&self) -> Result<(), CredentialError> {
+        for name in [PREVIOUS.certificate, PREVIOUS.ca] {
+            match std::fs::remove_file(self.dir.join(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(self.storage(error));
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a pair that is there; the certificate last, as [`Store::keep`] does.
+    fn copy(&self, from: Pair, to: Pair) -> Result<(), CredentialError> {
+        if let (Some(chain), Some(roots)) = (self.read(from.certificate)?, self.read(from.ca)?) {
+            self.replace(to.ca, &roots)?;
+            self.replace(to.certificate, &chain)?;
+        }
+        Ok(())
+    }
+
     /// The rest of what belongs to a stored certificate.
     fn usable(
         &self,
+        pair: Pair,
         identity: &PeerIdentity,
         chain: Vec<CertificateDer<'static>>,
         ca: Option<&[CertificateDer<'static>]>,
     ) -> Result<Credentials, CredentialError> {
-        let damaged = |problem: &str| self.damaged(CERTIFICATE, problem);
+        let damaged = |problem: &str| self.damaged(pair.certificate, problem);
         let pem = self
             .read_key()?
             .ok_or_else(|| damaged("has no agent.key beside it"))?;
@@ -172,11 +259,12 @@ impl Store {
         let roots = match ca {
             Some(given) => tls::roots(given.iter().cloned()),
             None => {
-                let kept = self.certificates(CA)?;
+                let kept = self.certificates(pair.ca)?;
                 tls::roots(kept.ok_or_else(|| damaged("has no ca.crt beside it"))?)
             }
         };
-        let roots = roots.map_err(|error| self.damaged(CA, &format!("is not usable: {error}")))?;
+        let roots =
+            roots.map_err(|error| self.damaged(pair.ca, &format!("is not usable: {error}")))?;
         Ok(Credentials {
             own,
             roots,
@@ -326,9 +414,26 @@ fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
     Ok(String::from_utf8_lossy(&content).into_owned().into())
 }
 
+/// The files of a certificate and of the roots that came with it.
+#[derive(Debug, Clone, Copy)]
+struct Pair {
+    certificate: &'static str,
+    ca: &'static str,
+}
+
 const KEY: &str = "agent.key";
 const CERTIFICATE: &str = "agent.crt";
 const CA: &str = "ca.crt";
+/// What is in use.
+const CURRENT: Pair = Pair {
+    certificate: CERTIFICATE,
+    ca: CA,
+};
+/// What was in use before, until a session shows that the current pair works.
+const PREVIOUS: Pair = Pair {
+    certificate: "agent.crt.previous",
+    ca: "ca.crt.previous",
+};
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
-use tunnel_proto::process::telemetry::ACCESS;
+use tunnel_proto::process::telemetry::{ACCESS, LineLimit};
 use tunnel_proto::relay::{RelayEnd, Side, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
@@ -50,6 +50,9 @@ pub(crate) struct Terms {
     /// How long the server waits for a dial; zero when it did not say.
     pub(crate) dial_timeout: Duration,
 }
+
+/// A server can open such streams faster than a disk takes lines, and each line says the same.
+static WITHOUT_HEADER: LineLimit = LineLimit::new("streams without a header");
 
 /// How a stream ended, for the access record.
 struct Outcome {
@@ -123,6 +126,9 @@ impl Egress {
             }
         };
         self.metrics.stream_ended(outcome.end);
+        if outcome.end == StreamEnd::NoHeader && !WITHOUT_HEADER.admit() {
+            return;
+        }
         info!(
             target: ACCESS,
             agent = %self.node,

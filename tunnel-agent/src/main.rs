@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     };
     let done = match cli.verb {
         Verb::Run(source) => run(*source),
-        Verb::CheckConfig(source) => load(*source).and_then(|_| say("configuration is fine")),
+        Verb::CheckConfig(source) => check_config(*source),
         Verb::Healthcheck(health) => healthcheck(health),
         Verb::Completion { shell } => {
             let mut script = Vec::new();
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let _closed_output = writeln!(std::io::stderr(), "{NAME}: {error:#}");
+            telemetry::print_error(&format!("{NAME}: {error:#}"));
             exit_code(&error).into()
         }
     }
@@ -47,6 +47,9 @@ fn run(source: Source) -> anyhow::Result<()> {
         telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
     if let Err(error) = secrets::forbid_core_dumps() {
         warn!(%error, "cannot forbid core dumps; they would hold keys");
+    }
+    for warning in &config.warnings {
+        warn!("{warning}");
     }
     for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
         warn!(variable, "unknown variable ignored");
@@ -67,6 +70,13 @@ fn run(source: Source) -> anyhow::Result<()> {
     // A name lookup that hangs must not keep the process.
     runtime.shutdown_background();
     ended
+}
+
+fn check_config(source: Source) -> anyhow::Result<()> {
+    for warning in &load(source)?.warnings {
+        writeln!(std::io::stderr(), "warning: {warning}")?;
+    }
+    say("configuration is fine")
 }
 
 fn load(source: Source) -> anyhow::Result<Config> {

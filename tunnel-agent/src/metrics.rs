@@ -8,6 +8,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::panics::Panics;
+use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::code::RefusalCode;
 
@@ -110,6 +111,7 @@ impl Metrics {
             drop(metrics.limits.get_or_create(&LimitLabels { limit }));
         }
         registry.register_collector(Box::new(Panics));
+        registry.register_collector(Box::new(DroppedLines));
         (metrics, registry)
     }
 
@@ -494,6 +496,7 @@ mod tests {
             "tunnel_agent_promotions_total 1",
             "tunnel_agent_sessions_suspect 1",
             "tunnel_agent_certificate_not_after_seconds 9",
+            "tunnel_agent_log_lines_dropped_total{kind=\"access\"} 0",
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
         }

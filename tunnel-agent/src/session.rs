@@ -4,6 +4,7 @@
 //! Admitting --Welcome--> Ready <--silent, heard again--> Suspect --silent for deadAfter--> closed
 //!     |                    | |                             |
 //!     |                    | +---another session is ready--+--> Retired --last stream ended--+
+//!     |                    | (the server's Drain has another one dialed; until that is ready, this one is)
 //!     |                    +--SIGTERM--> Draining --streams done-----------------------------+--> Farewell --> closed
 //!     +-- NotAdmitted, no version in common, timeout --> closed      (server gone, Bye: closed, from everywhere)
 //! ```
@@ -21,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::control::ControlReader;
+use tunnel_proto::transport::liveness::SuspicionLog;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
@@ -66,7 +68,7 @@ pub(crate) struct Tether {
     pub(crate) news: mpsc::Sender<(Id, News)>,
 }
 
-/// What the connector hears of a session, in this order; its end is the end of the task.
+/// What the connector hears of a session, the first two in this order; its end is the end of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum News {
     /// The handshake is done.
@@ -77,6 +79,8 @@ pub(crate) enum News {
     Suspect,
     /// The server is heard again.
     Live,
+    /// The server is stopping; said once at most.
+    Draining,
 }
 
 impl Tether {
@@ -148,10 +152,13 @@ pub(crate) async fn run(
             ready,
         ),
         suspect: None,
+        log: SuspicionLog::default(),
+        is_odd_logged: false,
         renews: welcome
             .capabilities
             .iter()
             .any(|able| able == CAPABILITY_RENEW),
+        asked: 0,
         session,
     };
     let reason = serving.run(reader).await;
@@ -171,8 +178,13 @@ struct Serving<'a> {
     vigil: Vigil,
     /// Counts it while it is suspect.
     suspect: Option<GaugeGuard>,
+    log: SuspicionLog,
+    /// A line about a message without meaning here was logged: the server may repeat such messages at will.
+    is_odd_logged: bool,
     /// The server issues certificates on this session.
     renews: bool,
+    /// Certificates that were asked for here and have not been answered.
+    asked: u32,
 }
 
 impl Serving<'_> {
@@ -180,7 +192,7 @@ impl Serving<'_> {
         let (shared, tether) = (self.shared, self.tether);
         let session = self.session.clone();
         let mut closed = pin!(session.closed());
-        let (mut withdrawn, mut listening) = (false, true);
+        let (mut withdrawn, mut listening, mut draining) = (false, true, false);
         loop {
             tokio::select! {
                 biased;
@@ -191,7 +203,10 @@ impl Serving<'_> {
                 }
                 () = tether.retire.cancelled(), if !self.vigil.is_retired() => self.retire(),
                 () = shared.farewell.cancelled() => return self.farewell(STOPPING).await,
-                request = shared.keeper.due(), if self.may_renew(withdrawn) => self.voice.renew(request),
+                request = shared.keeper.due(), if self.may_renew(withdrawn) => {
+                    self.asked = self.asked.saturating_add(1);
+                    self.voice.renew(request);
+                }
                 () = sleep_until(self.vigil.next()) => match self.look().await {
                     Turn::Dead => {
                         shared.metrics.limit(Limit::DeadAfter);
@@ -207,8 +222,25 @@ impl Serving<'_> {
                         return self.after_bye().await;
                     }
                     Ok(Some(ControlMessage::Renewed(reply))) => {
+                        // Closed rather than ignored: a server that hands out what nobody asked for is broken or worse,
+                        // and should carry no requests either.
+                        let Some(left) = self.asked.checked_sub(1) else {
+                            shared.metrics.renewal("unasked");
+                            let why = "a certificate came that was not asked for";
+                            warn!(agent = %shared.node, session = %self.terms.session, "{why}; ending the session");
+                            return self.end(CloseCode::Protocol, why).await;
+                        };
+                        self.asked = left;
                         let keeper = shared.keeper.clone();
                         shared.shutdown.spawn_service(async move { keeper.answered(reply).await });
+                    }
+                    Ok(Some(ControlMessage::Drain(deadline))) if !draining => {
+                        draining = true;
+                        info!(
+                            agent = %shared.node, session = %self.terms.session, ?deadline,
+                            "server is stopping; dialing another session, open streams go on"
+                        );
+                        tether.tell(News::Draining).await;
                     }
                     Ok(Some(message)) => self.heed(&message),
                     Ok(None) => listening = false,
@@ -242,9 +274,6 @@ impl Serving<'_> {
     fn heed(&mut self, message: &ControlMessage) {
         let (agent, session) = (&self.shared.node, self.terms.session);
         match message {
-            ControlMessage::Drain(deadline) => {
-                info!(%agent, %session, ?deadline, "server is stopping; streams go on until it closes the session");
-            }
             ControlMessage::Doubt(doubts) => {
                 debug!(%agent, %session, doubts, "server says whether it hears this end");
                 self.vigil.peer_doubts(*doubts, Instant::now());
@@ -255,30 +284,30 @@ impl Serving<'_> {
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
             | ControlMessage::NotAdmitted(..)
+            | ControlMessage::Drain(_)
             | ControlMessage::Withdraw
             | ControlMessage::Renew(_)
             | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
-                warn!(%agent, %session, "unexpected message on the control stream ignored");
+                if !std::mem::replace(&mut self.is_odd_logged, true) {
+                    warn!(%agent, %session, "unexpected message on the control stream ignored");
+                }
             }
         }
     }
 
     /// Looks at the session and does what follows, except for its end.
     async fn look(&mut self) -> Turn {
-        let seen = self.vigil.look(self.session.health(), Instant::now());
+        let now = Instant::now();
+        let seen = self.vigil.look(self.session.health(), now);
         if seen.probe {
             self.session.probe();
         }
         self.voice.doubt(seen.own_doubt);
-        let (agent, session) = (&self.shared.node, self.terms.session);
-        let transport = self.session.transport();
         match seen.turn {
             Turn::Suspect => {
-                let (silence, own) = (seen.silence, seen.own_doubt);
-                warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
-                if own {
-                    let idle = silence >= self.shared.limits.suspect_after_idle;
+                if seen.own_doubt {
+                    let idle = seen.silence >= self.shared.limits.suspect_after_idle;
                     self.shared.metrics.limit(if idle {
                         Limit::SuspectAfterIdle
                     } else {
@@ -289,11 +318,20 @@ impl Serving<'_> {
                 self.tether.tell(News::Suspect).await;
             }
             Turn::Live => {
-                info!(%agent, %session, %transport, "session is live again");
                 self.suspect = None;
                 self.tether.tell(News::Live).await;
             }
             Turn::Same | Turn::Dead | Turn::Done => {}
+        }
+        if self.log.is_due(self.suspect.is_some(), now) {
+            let (agent, session) = (&self.shared.node, self.terms.session);
+            let (silence, own, transport) =
+                (seen.silence, seen.own_doubt, self.session.transport());
+            if self.suspect.is_some() {
+                warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
+            } else {
+                info!(%agent, %session, %transport, "session is live again");
+            }
         }
         seen.turn
     }
@@ -347,7 +385,8 @@ impl Serving<'_> {
             return reason;
         }
         warn!(agent = %self.shared.node, session = %self.terms.session, %error, "control stream failed");
-        self.end(CloseCode::Protocol, "control stream failed").await
+        let reason = format!("control stream failed: {error}");
+        self.end(CloseCode::Protocol, &reason).await
     }
 
     async fn end(self, code: CloseCode, reason: &str) -> CloseReason {

@@ -51,7 +51,26 @@ impl Ca {
 
     /// A certificate with one role URI, for both sides of TLS.
     pub(crate) fn issue(&self, key: &impl PublicKeyData, uri: &str) -> CertificateDer<'static> {
+        self.issue_as(CertificateParams::default(), key, uri)
+    }
+
+    /// As [`Ca::issue`], with one that ended long ago.
+    pub(crate) fn issue_ended(
+        &self,
+        key: &impl PublicKeyData,
+        uri: &str,
+    ) -> CertificateDer<'static> {
         let mut params = CertificateParams::default();
+        params.not_after = rcgen::date_time_ymd(2001, 1, 1);
+        self.issue_as(params, key, uri)
+    }
+
+    fn issue_as(
+        &self,
+        mut params: CertificateParams,
+        key: &impl PublicKeyData,
+        uri: &str,
+    ) -> CertificateDer<'static> {
         params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(uri).unwrap())];
         params.extended_key_usages = vec![
             ExtendedKeyUsagePurpose::ClientAuth,

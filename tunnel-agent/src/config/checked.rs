@@ -25,6 +25,8 @@ use crate::proxy::ProxyChoice;
 /// The agent's configuration, checked.
 #[derive(Debug, Clone)]
 pub struct Config {
+    /// What an operator should look at; said once at start.
+    pub warnings: Vec<String>,
     /// Where servers are, in order; at least one.
     pub servers: Vec<ServerAddress>,
     /// The transport of sessions, with what --proxy means for it.
@@ -178,6 +180,7 @@ impl Config {
             return mistakes.finish(()).and(Err(ConfigError(Vec::new())));
         };
         mistakes.finish(Self {
+            warnings: Vec::new(),
             servers,
             transport: transport.through(&proxy),
             proxy,

@@ -32,7 +32,7 @@ pub(super) struct Attempt {
 /// Why sessions are dialled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// No live session is there.
+    /// No live session is there, or its server is stopping.
     Connect,
     /// A session over h2 is, and QUIC would be better.
     Climb,
@@ -72,10 +72,16 @@ impl Connector {
                 news: self.tell.clone(),
             },
         };
+        let credentials = self.shared.keeper.generation();
         let span = debug_span!("session", agent = %self.shared.node, transport = %rung.transport());
         let id = self.tasks.spawn(lane.run().instrument(span)).id();
         attempt.lanes.push(id);
-        self.sessions.insert(id, Running { rung, retire });
+        let running = Running {
+            rung,
+            retire,
+            credentials,
+        };
+        self.sessions.insert(id, running);
     }
 
     /// Lets go of what is being dialled. A session that the server may have admitted retires after its Welcome.
@@ -147,7 +153,14 @@ impl Connector {
                 }
                 let decisive = failures.iter().max_by_key(|(_, error)| error.failure());
                 let code = decisive.and_then(|(_, error)| error.code());
-                let retry_in = self.plan.next(Event::Failed(code), now, rand::random());
+                // That one server is stopping says nothing about the next one, which may be there by now.
+                let is_leaving = self.current.as_ref().is_some_and(|held| held.draining);
+                let reason = match code {
+                    Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
+                    code => code,
+                };
+                let event = Event::Failed(reason);
+                let retry_in = self.plan.next(event, now, rand::random());
                 self.retry_at = Some(now + retry_in);
                 self.report.failed(failures, code, retry_in, now);
             }

@@ -122,6 +122,12 @@ impl ConnectError {
         }
     }
 
+    /// Whether it failed over a certificate, this end's or the server's, as far as this end can know: over TCP a middlebox
+    /// that answers in the server's place looks the same.
+    pub(super) fn is_over_certificates(&self) -> bool {
+        self.failure() == Failure::Alert
+    }
+
     /// The word for metrics.
     pub(super) fn result(&self) -> ConnectResult {
         match self {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! start --failed--> outage: at once, then 0..its age (0.1 to 2 s) for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
-//!                     | a server's refusal: 0..2 s  | name in use: 60 s, ... 10 min  | needs a person: 30 s
+//!                     | a server's refusal: 0..2 s  | name in use, too many sessions: 60 s, ... 10 min  | needs a person: 30 s
 //!                     +--ready for 10 s--> start
 //! ```
 //!
@@ -74,7 +74,7 @@ impl Plan {
         let first = self.outage_since.is_none();
         let since = *self.outage_since.get_or_insert(now);
         match event.code() {
-            Some(CloseCode::NameInUse) => {
+            Some(CloseCode::NameInUse | CloseCode::TooManySessions) => {
                 let wait = self.name_in_use;
                 self.name_in_use = (wait * 2).min(NAME_IN_USE_MOST);
                 return wait.mul_f64(1.0 + random * SPREAD);
@@ -125,9 +125,9 @@ const EARLY_CAP_MOST: Duration = Duration::from_secs(2);
 const EARLY_FOR: Duration = Duration::from_secs(120);
 /// The jitter's cap doubles up to this later on.
 const LATE_CAP: Duration = Duration::from_secs(30);
-/// First wait after "name in use".
+/// First wait after "name in use" or "too many sessions".
 const NAME_IN_USE_FIRST: Duration = Duration::from_secs(60);
-/// Longest wait after "name in use".
+/// Longest wait after "name in use" or "too many sessions".
 const NAME_IN_USE_MOST: Duration = Duration::from_secs(600);
 /// Wait after a refusal that a person must resolve.
 const NEEDS_A_PERSON: Duration = Duration::from_secs(30);
@@ -271,9 +271,14 @@ mod tests {
     }
 
     #[test]
-    fn name_in_use_waits_a_minute_doubling_to_ten() {
+    fn name_in_use_and_too_many_sessions_wait_a_minute_doubling_to_ten() {
+        for code in [CloseCode::NameInUse, CloseCode::TooManySessions] {
+            waits_a_minute_doubling_to_ten(Event::Failed(Some(code)));
+        }
+    }
+
+    fn waits_a_minute_doubling_to_ten(event: Event) {
         let mut plan = Plan::new();
-        let event = Event::Failed(Some(CloseCode::NameInUse));
         let waits: Vec<u64> = (0..6)
             .map(|_| plan.next(event, Instant::now(), 0.0).as_secs())
             .collect();

@@ -1,15 +1,19 @@
+use std::time::SystemTime;
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tunnel_proto::transport::{Stream, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
-use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::*;
 use crate::config::{Limits, Secret, ServerAddress};
+use crate::credentials::{Keeper, Store, Stored};
+use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
 use crate::testing::net::{AGES, Net, Path, Peer};
-use crate::testing::shared;
+use crate::testing::{Ca, Scratch, shared};
 
 mod changes;
 
@@ -37,12 +41,23 @@ impl World {
     }
 
     fn with(choice: TransportChoice, servers: &[&str], proxy: ProxyChoice) -> Self {
+        Self::holding(None, choice, servers, proxy)
+    }
+
+    fn holding(
+        keeper: Option<Arc<Keeper>>,
+        choice: TransportChoice,
+        servers: &[&str],
+        proxy: ProxyChoice,
+    ) -> Self {
         let (net, readiness) = (Net::new(), Readiness::default());
-        let shared = Arc::new(shared(Limits {
+        let mut shared = shared(Limits {
             // Targets are real sockets, and a paused clock may jump while they connect.
             target_dial_timeout: AGES,
             ..Limits::default()
-        }));
+        });
+        shared.keeper = keeper.unwrap_or(shared.keeper);
+        let shared = Arc::new(shared);
         let paths = Arc::new(Paths {
             servers: servers.iter().map(|name| name.parse().unwrap()).collect(),
             proxy,
@@ -234,6 +249,42 @@ async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
     world.lap();
     let _peer = world.peer(TransportKind::Quic).await;
     assert!(world.lap() < 0.1);
+}
+
+/// The certificate that is stored has never carried a session, and the one from before is there, too.
+#[tokio::test(start_paused = true)]
+async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before() {
+    let (scratch, ca) = (Scratch::new(), Ca::new());
+    let store = Store::open(scratch.path()).unwrap();
+    let key = store.key().unwrap();
+    let issue = || ca.issue(&key, "culvert://agent/worker-1").to_vec();
+    let (older, newer, roots) = (issue(), issue(), [ca.der().to_vec()]);
+    store.keep(std::slice::from_ref(&older), &roots).unwrap();
+    store.set_aside().unwrap();
+    store.keep(std::slice::from_ref(&newer), &roots).unwrap();
+    let node: NodeName = "worker-1".parse().unwrap();
+    let Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap() else {
+        panic!("not valid")
+    };
+    let keeper = Keeper::new(node, *stored, Some(store), None, Metrics::default());
+    let in_use = || keeper.identity().own().cert[0].to_vec();
+    let (held, servers) = (Some(keeper.clone()), ["192.0.2.1:10262"]);
+    let mut world = World::holding(held, AUTO, &servers, ProxyChoice::default());
+    world.net.quic.set(Path::Refused);
+    world.net.h2.set(Path::Refused);
+    world.rest(10).await;
+    assert_eq!(
+        in_use(),
+        newer,
+        "no connection says nothing of certificates"
+    );
+    world.net.quic.set(Path::Alert);
+    world.until(|_| in_use() == older).await;
+    world.net.quic.set(Path::Open);
+    let _peer = world.peer(TransportKind::Quic).await;
+    let previous = scratch.path().join("agent.crt.previous");
+    world.until(|_| !previous.exists()).await;
+    assert_eq!(in_use(), older);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,10 @@
 //! The credentials of a running agent: handshakes take them from here, sessions renew them, the store keeps them.
 //!
-//! Where the disk fails, the agent goes on with what it has in memory and says so.
+//! Where the disk fails, the agent goes on with what it has in memory and says so. What a server issued is on trial until a
+//! session is ready with it: the credentials from before stay, in memory and on disk, and take over again when
+//! handshakes fail.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -29,6 +32,10 @@ pub(crate) struct Keeper {
     /// The roots of --ca-file, which stand in for the server's.
     ca: Mutex<Option<Vec<CertificateDer<'static>>>>,
     current: Mutex<Credentials>,
+    /// The other credentials, while the current ones are on trial. Locked before the current ones.
+    other: Mutex<Option<Other>>,
+    /// Counts replacements of the current ones.
+    generation: AtomicU64,
     /// What was issued and is not on disk yet.
     unsaved: Mutex<Option<Issued>>,
     /// Held while writing, so that an older certificate never replaces a newer one.
@@ -44,6 +51,40 @@ pub(crate) struct Keeper {
     metrics: Metrics,
 }
 
+/// What the current credentials have replaced, or what they have replaced again.
+///
+/// ```text
+/// issued --> on trial --ready session--> alone
+///              |  ^
+///    3 refused |  | 3 refused       (the disk follows the pair that has a ready session)
+///              v  |
+///        the older pair --ready session--> alone
+/// ```
+#[derive(Debug)]
+struct Other {
+    credentials: Credentials,
+    /// As [`Keeper::unsaved`], of these.
+    unsaved: Option<Issued>,
+    /// Handshakes in a row that failed over a certificate with the current ones.
+    refused: u32,
+    /// These are the newer ones: the current ones are those from before.
+    is_newer: bool,
+    /// The older of the two are on disk as the previous ones.
+    is_stored: bool,
+}
+
+impl Other {
+    fn older(credentials: Credentials, is_stored: bool) -> Self {
+        Self {
+            credentials,
+            unsaved: None,
+            refused: 0,
+            is_newer: false,
+            is_stored,
+        }
+    }
+}
+
 impl Keeper {
     /// Begins with credentials. Only those with a signer are renewed.
     pub(crate) fn new(
@@ -56,9 +97,14 @@ impl Keeper {
         metrics.certificate(credentials.not_after);
         let identity = HeldIdentity::new(credentials.own.clone(), credentials.trust());
         let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        let previous = store
+            .as_ref()
+            .and_then(|store| store.previous(&node, ca.as_deref()));
         Arc::new(Self {
             node,
             identity,
+            other: Mutex::new(previous.map(|older| Other::older(older, true))),
+            generation: AtomicU64::new(0),
             store,
             ca: Mutex::new(ca),
             current: Mutex::new(credentials),
@@ -87,6 +133,9 @@ impl Keeper {
     pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
         let store = tls::roots(roots.iter().cloned())?;
         *self.ca.lock().unwrap_or_else(PoisonError::into_inner) = Some(roots);
+        if let Some(other) = &mut *self.other() {
+            other.credentials.roots = store.clone();
+        }
         let mut current = self.lock();
         current.roots = store;
         self.identity.replace(current.own.clone(), current.trust());
@@ -192,6 +241,8 @@ impl Keeper {
             .ok_or_else(|| "nobody asked".to_owned());
         let taken = taken.and_then(|signer| {
             check_issued(&self.node, &signer, &chain)?;
+            self.current()
+                .check_successor(&chain, &roots, SystemTime::now())?;
             Credentials::issued(signer, &chain, &roots, self.ca().as_deref())
         });
         match taken {
@@ -222,7 +273,11 @@ impl Keeper {
         self.tell_skew(&credentials);
         // Counted from its arrival: a clock that is wrong must not ask again at once.
         let next = first_renewal(&credentials, credentials.issued, rand::random());
-        *self.lock() = credentials;
+        let older = std::mem::replace(&mut *self.lock(), credentials);
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        if issued.is_some() {
+            self.set_aside(older);
+        }
         let next = next.map(|wait| Instant::now() + wait);
         self.next.send_replace(next);
         if at_once {
@@ -234,6 +289,86 @@ impl Keeper {
         self.save().await;
     }
 
+    /// Keeps what a server's answer has replaced. Credentials that carried a session stay for as long as they are valid,
+    /// whatever came since.
+    fn set_aside(&self, older: Credentials) {
+        if self.store.is_none() {
+            return;
+        }
+        let mut other = self.other();
+        let is_stored = match &mut *other {
+            Some(other) if other.is_newer => other.is_stored,
+            Some(other) if other.credentials.not_after > SystemTime::now() => {
+                other.refused = 0;
+                return;
+            }
+            Some(_) | None => false,
+        };
+        *other = Some(Other::older(older, is_stored));
+    }
+
+    /// Which credentials a handshake that begins now will have: the current ones, or newer ones.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// A handshake failed over a certificate: the server refused the agent's, or the agent the server's. After three in a
+    /// row with credentials that are on trial the others are current. On disk nothing changes before a session is ready.
+    pub(crate) fn refused(&self, generation: u64) {
+        let mut other = self.other();
+        let Some(trial) = other.as_mut().filter(|_| generation == self.generation()) else {
+            return;
+        };
+        trial.refused += 1;
+        if trial.refused < REFUSED_MOST {
+            return;
+        }
+        trial.refused = 0;
+        trial.is_newer = !trial.is_newer;
+        let mut current = self.lock();
+        std::mem::swap(&mut *current, &mut trial.credentials);
+        let mut unsaved = self.unsaved();
+        std::mem::swap(&mut *unsaved, &mut trial.unsaved);
+        self.metrics.unsaved(unsaved.is_some());
+        self.identity.replace(current.own.clone(), current.trust());
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        self.metrics.certificate(current.not_after);
+        self.metrics.renewal("returned");
+        let not_after = humantime::format_rfc3339_seconds(current.not_after);
+        warn!(
+            agent = %self.node, %not_after, previous = trial.is_newer,
+            "{REFUSED_MOST} handshakes in a row failed over certificates; the agent's other certificate and roots are in use"
+        );
+        let next = first_renewal(&current, SystemTime::now(), rand::random());
+        drop((unsaved, current, other));
+        self.next
+            .send_replace(next.map(|wait| Instant::now() + wait));
+    }
+
+    /// A session is ready: of the two only the credentials that it was dialed with stay. Not cancel-safe: the disk may be behind.
+    pub(crate) async fn proved(&self, generation: u64) {
+        let taken = self.other().take_if(|_| generation == self.generation());
+        let (Some(other), Some(store)) = (taken, self.store.clone()) else {
+            return;
+        };
+        let _one_at_a_time = self.saving.lock().await;
+        let settled = tokio::task::spawn_blocking(move || {
+            if other.is_newer && other.is_stored {
+                store.take_back()
+            } else {
+                store.forget_previous()
+            }
+        });
+        match settled.await {
+            Ok(Ok(())) => {}
+            Ok(Err(problem)) => {
+                let error = crate::connector::causes(&problem);
+                warn!(agent = %self.node, error, "data directory still holds two certificates");
+            }
+            Err(panic) => error!(agent = %self.node, error = %panic, "tidying certificates broke"),
+        }
+    }
+
     /// Writes to disk what could not be written before. Not cancel-safe: it may be written all the same.
     pub(crate) async fn save(&self) {
         let _one_at_a_time = self.saving.lock().await;
@@ -242,11 +377,30 @@ impl Keeper {
             return;
         };
         let signer = self.lock().signer.clone();
+        let is_older_stored = self
+            .other()
+            .as_ref()
+            .is_none_or(|other| other.is_newer || other.is_stored);
         let kept = tokio::task::spawn_blocking(move || {
-            store.keep(&chain, &roots)?;
-            signer.map_or(Ok(()), |signer| store.restore_key(&signer))
+            let older = if is_older_stored {
+                Ok(())
+            } else {
+                store.set_aside()
+            };
+            let is_older_stored = older.is_ok();
+            let kept = older
+                .and_then(|()| store.keep(&chain, &roots))
+                .and_then(|()| signer.map_or(Ok(()), |signer| store.restore_key(&signer)));
+            (is_older_stored, kept)
         });
-        match kept.await {
+        let kept = kept.await.map(|(is_older_stored, kept)| {
+            // Also where the rest failed: half of a new pair may be on disk.
+            if let Some(other) = self.other().as_mut().filter(|_| is_older_stored) {
+                other.is_stored = true;
+            }
+            kept
+        });
+        match kept {
             Ok(Ok(())) => {
                 let mut unsaved = self.unsaved();
                 if *unsaved == wanted {
@@ -311,6 +465,10 @@ impl Keeper {
         retry_after(life.unwrap_or_default(), rand::random())
     }
 
+    fn other(&self) -> MutexGuard<'_, Option<Other>> {
+        self.other.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn unsaved(&self) -> MutexGuard<'_, Option<Issued>> {
         self.unsaved.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -339,6 +497,8 @@ fn retry_after(life: Duration, random: f64) -> Duration {
         .mul_f64(0.5 + random)
 }
 
+/// Handshakes in a row that a pair may lose before the other one has its turn: one may be an accident.
+const REFUSED_MOST: u32 = 3;
 /// The server answers no faster.
 const RETRY_LEAST: Duration = Duration::from_secs(3);
 const RETRY_MOST: Duration = Duration::from_secs(3600);

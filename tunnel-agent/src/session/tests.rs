@@ -1,19 +1,23 @@
+use std::time::SystemTime;
+
 use bytes::BytesMut;
+use rcgen::KeyPair;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_proto::process::shutdown::DrainEnd;
 use tunnel_proto::transport::control::{self, ControlWriter};
 use tunnel_proto::transport::{Stream, TransportKind, cause_in};
-use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 use tunnel_proto::wire::control::Welcome;
+use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{Port, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::*;
 use crate::testing::net::Line;
-use crate::testing::{sessions, shared};
+use crate::testing::{Ca, credentials, sessions, shared};
 
 const LONG: Duration = Duration::from_secs(10);
 /// Longer than any session of these tests is silent.
@@ -38,6 +42,10 @@ struct World {
 
 impl World {
     fn start() -> Self {
+        Self::with(shared(Limits::default()))
+    }
+
+    fn with(shared: Shared) -> Self {
         let (server, session) = sessions();
         let line = Line::new(TransportKind::Quic, session);
         let (tell, news) = mpsc::channel(8);
@@ -46,7 +54,6 @@ impl World {
             retire: retire.clone(),
             news: tell,
         };
-        let shared = shared(Limits::default());
         let (shutdown, farewell) = (shared.shutdown.clone(), shared.farewell.clone());
         let mut agent = JoinSet::new();
         let session = line.clone();
@@ -81,6 +88,18 @@ impl World {
         (reader, writer)
     }
 
+    /// As [`World::ready`], with a certificate that is due to be renewed.
+    async fn ready_to_renew() -> (Self, ControlReader, ControlWriter) {
+        let mut shared = shared(Limits::default());
+        let mut due = credentials(&Ca::new());
+        due.signer = Some(Arc::new(KeyPair::generate().unwrap()));
+        due.issued = SystemTime::now() - Duration::from_secs(86400);
+        shared.keeper = Keeper::new(shared.node.clone(), due, None, None, shared.metrics.clone());
+        let mut world = Self::with(shared);
+        let (reader, writer) = world.ready().await;
+        (world, reader, writer)
+    }
+
     /// What the server hears next.
     async fn said(&self, reader: &mut ControlReader) -> Option<ControlMessage> {
         timeout(AGES, reader.receive()).await.unwrap().unwrap()
@@ -109,7 +128,7 @@ fn welcome() -> ControlMessage {
     ControlMessage::Welcome(Welcome {
         version: 1,
         session: SessionId(9),
-        capabilities: vec![],
+        capabilities: vec![CAPABILITY_RENEW.to_owned()],
         streams_per_agent: 256,
         replicas: vec![],
         target_dial_timeout: LONG,
@@ -298,6 +317,34 @@ async fn word_of_the_server_makes_the_session_suspect() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
+    let drain = ControlMessage::Drain(LONG);
+    for message in [drain, ControlMessage::Unknown, ControlMessage::Withdraw] {
+        let mut world = World::start();
+        let (_reader, mut writer) = world.ready().await;
+        for _ in 0..=50 {
+            let _closed_meanwhile = writer.send(&message).await;
+        }
+        assert_eq!(world.server.closed().await.code, CloseCode::Protocol);
+        let held = world.outcome().await.unwrap();
+        assert_eq!(held.reason.by, ClosedBy::Local);
+        assert_eq!(held.reason.code, CloseCode::Protocol, "{message:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn flood_of_control_messages_before_welcome_ends_the_session() {
+    let mut world = World::start();
+    let (_reader, mut writer) = world.control().await;
+    for _ in 0..=50 {
+        let _closed_meanwhile = writer.send(&ControlMessage::Unknown).await;
+    }
+    let error = world.outcome().await.unwrap_err();
+    assert!(matches!(error, AdmitError::Control(_)), "{error:?}");
+    assert_eq!(world.server.closed().await.code, CloseCode::Protocol);
+}
+
+#[tokio::test(start_paused = true)]
 async fn silent_session_is_dead_at_its_limit_though_nobody_takes_what_it_says() {
     let (raw, mut server) = tokio::io::duplex(1);
     let mut world = World::start();
@@ -388,4 +435,46 @@ async fn drain_says_goodbye_on_a_retired_session_too() {
     let bye = world.said(&mut reader).await;
     assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
     assert_eq!(world.outcome().await.unwrap().reason.by, ClosedBy::Local);
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_of_the_server_is_news_once() {
+    let mut world = World::start();
+    let (_reader, mut writer) = world.ready().await;
+    for _ in 0..3 {
+        writer.send(&ControlMessage::Drain(LONG)).await.unwrap();
+    }
+    writer.send(&ControlMessage::Doubt(true)).await.unwrap();
+    assert_eq!(world.news().await, News::Draining);
+    assert_eq!(world.news().await, News::Suspect);
+}
+
+fn renewed() -> ControlMessage {
+    let reply = EnrollReply::Refused(EnrollCode::Unavailable, "not now".into());
+    ControlMessage::Renewed(reply)
+}
+
+#[tokio::test]
+async fn certificate_that_was_not_asked_for_ends_the_session() {
+    let mut world = World::start();
+    let (_reader, mut writer) = world.ready().await;
+    writer.send(&renewed()).await.unwrap();
+    let held = world.outcome().await.unwrap();
+    assert_eq!(held.reason.code, CloseCode::Protocol);
+    assert_eq!(world.server.closed().await.code, CloseCode::Protocol);
+}
+
+#[tokio::test]
+async fn request_for_a_certificate_has_one_answer() {
+    let (mut world, mut reader, mut writer) = World::ready_to_renew().await;
+    let asked = world.said(&mut reader).await;
+    assert!(matches!(asked, Some(ControlMessage::Renew(_))), "{asked:?}");
+    writer.send(&renewed()).await.unwrap();
+    // Read before the second answer is sent.
+    writer.send(&ControlMessage::Doubt(true)).await.unwrap();
+    assert_eq!(world.news().await, News::Suspect);
+    assert!(world.agent.try_join_next().is_none());
+    writer.send(&renewed()).await.unwrap();
+    let held = world.outcome().await.unwrap();
+    assert_eq!(held.reason.code, CloseCode::Protocol);
 }

@@ -224,6 +224,12 @@ impl Peer {
         self.writer.send(&message).await.unwrap();
     }
 
+    /// The server says that it is stopping.
+    pub(crate) async fn drains(&mut self) {
+        let message = ControlMessage::Drain(Duration::from_secs(30));
+        self.writer.send(&message).await.unwrap();
+    }
+
     pub(crate) async fn closed(&self) -> CloseReason {
         timeout(AGES, self.session.closed()).await.unwrap()
     }

@@ -252,3 +252,100 @@ async fn dropped_connector_cuts_its_sessions() {
     // The agent's end is gone, whose last handle is the test's.
     assert_eq!(Arc::strong_count(&peer.line), 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn drain_of_the_server_has_another_session_dialed_while_the_old_one_serves() {
+    let mut world = World::start(AUTO);
+    let mut old = world.peer(TransportKind::Quic).await;
+    let running = Busy::on(&old).await;
+    world.rest(60).await;
+    world.lap();
+    old.drains().await;
+    let new = world.peer(TransportKind::Quic).await;
+    let waited = world.lap();
+    assert!(waited < 0.6, "{waited}");
+    assert_eq!(old.hears().await, Some(ControlMessage::Withdraw));
+    Busy::on(&new).await.finish().await;
+    world.rest(20).await;
+    assert!(world.is_ready());
+    running.finish().await;
+    says_goodbye(&mut old).await;
+    assert_eq!(world.net.h2.dials(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_of_a_stopping_server_dials_on_until_another_one_answers() {
+    let mut world = World::start(AUTO);
+    let mut old = world.peer(TransportKind::Quic).await;
+    world.rest(60).await;
+    world.net.quic.set(Path::Refused);
+    world.net.h2.set(Path::Refused);
+    world.net.quic.dials();
+    old.drains().await;
+    world.rest(10).await;
+    let dials = world.net.quic.dials().len();
+    assert!((5..60).contains(&dials), "{dials} dials in 10 s");
+    assert!(world.is_ready());
+    Busy::on(&old).await.finish().await;
+    world.net.quic.set(Path::Open);
+    world.lap();
+    let _new = world.peer(TransportKind::Quic).await;
+    let waited = world.lap();
+    assert!(waited < 2.1, "{waited}");
+    leaves(&mut old).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn end_of_a_stopped_server_has_the_next_one_dialed_afresh() {
+    let mut world = World::start(AUTO);
+    let mut old = world.peer(TransportKind::Quic).await;
+    world.rest(60).await;
+    world.net.quic.set(Path::Silent);
+    world.net.h2.set(Path::Refused);
+    old.drains().await;
+    world.rest(2).await;
+    world.net.quic.set(Path::Open);
+    old.session.close(CloseCode::Draining, "restarting").await;
+    world.lap();
+    let _new = world.net.peer().await;
+    let waited = world.lap();
+    assert!(waited < 2.1, "{waited}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn agents_of_a_stopping_server_do_not_dial_in_step() {
+    let mut waits = Vec::new();
+    for _ in 0..50 {
+        let mut world = World::start(AUTO);
+        let mut old = world.peer(TransportKind::Quic).await;
+        world.rest(60).await;
+        old.drains().await;
+        world.lap();
+        let _new = world.net.peer().await;
+        waits.push(world.lap());
+    }
+    let early = waits.iter().filter(|wait| **wait < 0.2).count();
+    let late = waits.iter().filter(|wait| **wait > 0.3).count();
+    assert!(early > 0 && late > 0, "{waits:?}");
+    assert!(waits.iter().all(|wait| *wait < 0.6), "{waits:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn stopping_server_that_falls_silent_and_is_heard_again_is_replaced_all_the_same() {
+    let mut world = World::start(AUTO);
+    let mut old = world.peer(TransportKind::Quic).await;
+    world.rest(60).await;
+    world.net.quic.set(Path::Refused);
+    world.net.h2.set(Path::Refused);
+    old.drains().await;
+    world.rest(1).await;
+    old.line.cut(true);
+    world.until(|world| !world.is_ready()).await;
+    old.line.cut(false);
+    world.until(World::is_ready).await;
+    world.net.quic.set(Path::Open);
+    world.lap();
+    let _new = world.net.peer().await;
+    let waited = world.lap();
+    assert!(waited < 2.1, "{waited}");
+}

@@ -7,6 +7,7 @@ use super::*;
 use crate::testing::{Ca, Scratch, credentials};
 
 const LONG: Duration = Duration::from_secs(30 * 86400);
+const WORKER_1: &str = "culvert://agent/worker-1";
 
 struct Fixture {
     scratch: Scratch,
@@ -43,6 +44,43 @@ impl Fixture {
             chain: vec![self.ca.issue(key, uri).to_vec()],
             roots: vec![self.ca.der().to_vec()],
         }
+    }
+
+    /// What a server answers that another CA stands behind; `roots` are those that come with it.
+    fn issued_by(&self, ca: &Ca, roots: &[&Ca]) -> EnrollReply {
+        EnrollReply::Issued {
+            chain: vec![ca.issue(&*self.signer, WORKER_1).to_vec()],
+            roots: roots.iter().map(|root| root.der().to_vec()).collect(),
+        }
+    }
+
+    /// Three handshakes fail over certificates.
+    fn refuse(&self) {
+        for _ in 0..REFUSED_MOST {
+            self.keeper.refused(self.keeper.generation());
+        }
+    }
+
+    /// The leaf of what handshakes take.
+    fn in_use(&self) -> CertificateDer<'static> {
+        self.keeper.identity().own().cert[0].clone()
+    }
+
+    /// The leaf that the next start finds.
+    fn stored(&self) -> CertificateDer<'static> {
+        let store = Store::open(self.scratch.path()).unwrap();
+        let node = "worker-1".parse().unwrap();
+        match store.load(&node, None, SystemTime::now()).unwrap() {
+            super::super::Stored::Valid(stored) => stored.own.cert[0].clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn has_previous(&self) -> bool {
+        let dir = self.scratch.path();
+        ["agent.crt.previous", "ca.crt.previous"]
+            .iter()
+            .any(|name| dir.join(name).exists())
     }
 
     fn metric(&self, line: &str) -> bool {
@@ -183,4 +221,110 @@ async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
         panic!("not valid")
     };
     assert_eq!(stored.own.cert, fixture.keeper.identity().own().cert);
+}
+
+/// What a compromised server could answer: it moves no agent to other servers, and locks none out.
+#[tokio::test]
+async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (ours, stranger) = (&fixture.ca, Ca::new());
+    let ended = EnrollReply::Issued {
+        chain: vec![ours.issue_ended(&*fixture.signer, WORKER_1).to_vec()],
+        roots: vec![ours.der().to_vec()],
+    };
+    let before = fixture.in_use();
+    for bad in [
+        fixture.issued_by(&stranger, &[&stranger]),
+        fixture.issued_by(ours, &[&stranger]),
+        fixture.issued_by(&stranger, &[ours]),
+        ended,
+    ] {
+        fixture.keeper.answered(bad).await;
+        assert_eq!(fixture.in_use(), before);
+    }
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 4"));
+    assert!(!fixture.scratch.path().join("agent.crt").exists());
+    // As while the CA is replaced.
+    let both = fixture.issued_by(&stranger, &[ours, &stranger]);
+    fixture.keeper.answered(both).await;
+    assert_ne!(fixture.in_use(), before);
+}
+
+#[tokio::test]
+async fn three_refused_handshakes_bring_the_previous_certificate_back() {
+    let fixture = Fixture::aged(LONG / 2);
+    let first = fixture.issued(&fixture.signer, WORKER_1);
+    fixture.keeper.answered(first).await;
+    fixture.keeper.proved(fixture.keeper.generation()).await;
+    assert!(!fixture.has_previous());
+    let first = fixture.in_use();
+
+    let hostile = Ca::new();
+    let reply = fixture.issued_by(&hostile, &[&fixture.ca, &hostile]);
+    fixture.keeper.answered(reply).await;
+    let second = fixture.in_use();
+    assert_ne!(first, second);
+    assert!(fixture.has_previous());
+    let generation = fixture.keeper.generation();
+    fixture.keeper.refused(generation);
+    fixture.keeper.refused(generation);
+    // Begun with what was there before.
+    fixture.keeper.refused(generation - 1);
+    assert_eq!(fixture.in_use(), second);
+    fixture.keeper.refused(generation);
+    assert_eq!(fixture.in_use(), first);
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"returned\"} 1"));
+    assert_eq!(fixture.stored(), second, "written before anything worked");
+
+    fixture.keeper.proved(generation).await;
+    assert_eq!(fixture.stored(), second, "another one's session");
+    fixture.keeper.proved(fixture.keeper.generation()).await;
+    assert_eq!(fixture.stored(), first);
+    assert!(!fixture.has_previous());
+    fixture.refuse();
+    assert_eq!(fixture.in_use(), first, "there is no other");
+}
+
+/// Where neither is accepted, as behind a middlebox that answers for the server, they take turns.
+#[tokio::test]
+async fn certificates_that_are_refused_take_turns_until_one_works() {
+    let fixture = Fixture::aged(LONG / 2);
+    let before = fixture.in_use();
+    let reply = fixture.issued(&fixture.signer, WORKER_1);
+    fixture.keeper.answered(reply).await;
+    let after = fixture.in_use();
+    for _ in 0..2 {
+        fixture.refuse();
+        assert_eq!(fixture.in_use(), before);
+        fixture.refuse();
+        assert_eq!(fixture.in_use(), after);
+    }
+    fixture.keeper.proved(fixture.keeper.generation()).await;
+    assert_eq!(fixture.stored(), after);
+}
+
+#[tokio::test]
+async fn previous_certificate_outlives_a_restart() {
+    let fixture = Fixture::aged(LONG / 2);
+    for _ in 0..2 {
+        let reply = fixture.issued(&fixture.signer, WORKER_1);
+        fixture.keeper.proved(fixture.keeper.generation()).await;
+        fixture.keeper.answered(reply).await;
+    }
+    let newest = fixture.in_use();
+    let store = Store::open(fixture.scratch.path()).unwrap();
+    let node: NodeName = "worker-1".parse().unwrap();
+    let super::super::Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap()
+    else {
+        panic!("not valid")
+    };
+    let restarted = Keeper::new(node, *stored, Some(store), None, Metrics::default());
+    let leaf = |keeper: &Keeper| keeper.identity().own().cert[0].clone();
+    assert_eq!(leaf(&restarted), newest);
+    for _ in 0..REFUSED_MOST {
+        restarted.refused(restarted.generation());
+    }
+    assert_ne!(leaf(&restarted), newest);
+    restarted.proved(restarted.generation()).await;
+    assert_eq!(fixture.stored(), leaf(&restarted));
 }
