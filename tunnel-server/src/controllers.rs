@@ -67,7 +67,7 @@ use client::Connection;
 use events::EventLog;
 use lease::Election;
 use metrics::{ClusterMetrics, Object};
-use nodes::{NodeObject, NodeStore};
+use nodes::{AliasRules, NodeObject, NodeStore};
 use problems::Problems;
 use publisher::Publisher;
 pub use service::DoorPorts;
@@ -103,6 +103,8 @@ pub struct Parts {
     pub doors: DoorPorts,
     /// Gets what the CONNECT doors may dial, when there are any.
     pub ranges: Option<LiveRanges>,
+    /// Whether only these ranges say what the CONNECT listeners dial without an agent, and no --connect-direct.
+    pub dials_by_ranges: bool,
     /// Gets what callers of the TLS door call it.
     pub door_names: DoorNames,
     /// Questions of the doors about pods.
@@ -185,8 +187,12 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
         kept_nodes = kept.nodes.len(),
         "following the cluster"
     );
-    let store = NodeStore::new(settings.edge_label.clone(), kept.nodes.clone());
-    let world = watch::Sender::new(World::kept(kept));
+    let aliases = AliasRules {
+        patterns: settings.record_names.clone(),
+        owners: kept.aliases.clone(),
+    };
+    let mut store = NodeStore::new(settings.edge_label.clone(), kept.nodes.clone(), aliases);
+    let world = watch::Sender::new(World::kept(kept, store.nodes()));
     let desired = watch::Sender::new(Desired::default());
     let writing = write(
         settings,
@@ -205,7 +211,7 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
         problems.clone(),
     ));
     if let Some(questions) = parts.questions {
-        let answering = pods::answer(connection.client.clone(), questions, world.subscribe());
+        let answering = pods::answer(connection.client.clone(), questions, problems.clone());
         parts.shutdown.spawn_service(answering);
     }
     if let Some(questions) = parts.attestations {
@@ -228,9 +234,13 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
             &parts.shutdown,
         );
     }
-    if let Some(ranges) = parts.ranges.clone() {
-        let following = ranges::follow(connection.client.clone(), ranges);
-        parts.shutdown.spawn_service(following);
+    if parts.ranges.is_some() {
+        let (client, namespace) = (connection.client.clone(), connection.namespace.clone());
+        let (world, problems, are_needed) =
+            (world.clone(), problems.clone(), parts.dials_by_ranges);
+        parts.shutdown.spawn_service(async move {
+            ranges::follow(client, world, problems, are_needed, &namespace).await;
+        });
     }
     if let Some(signer) = parts.signer {
         let signing = Signing {
@@ -261,6 +271,7 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
         metrics: metrics.clone(),
         desired,
         last_nodes: None,
+        last_ranges: None,
     };
     parts
         .shutdown
@@ -367,7 +378,7 @@ fn watch_all(
             }
             world.send_if_modified(|world| {
                 if applied.is_changed {
-                    world.nodes = Arc::new(nodes::NodeSet::new(store.facts()));
+                    world.nodes = Arc::new(store.nodes());
                 }
                 let is_news = applied.is_listed && !world.is_listed;
                 world.is_listed |= applied.is_listed;

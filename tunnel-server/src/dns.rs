@@ -23,6 +23,7 @@ mod limiter;
 mod metrics;
 #[cfg(feature = "dns")]
 mod names;
+mod pattern;
 #[cfg(feature = "dns")]
 mod server;
 mod settings;
@@ -43,6 +44,7 @@ pub use kept::restore;
 pub use metrics::{DnsMetrics, Outcome};
 #[cfg(feature = "dns")]
 pub use names::{Names, Source};
+pub use pattern::{NamePattern, NamePatternError};
 #[cfg(feature = "dns")]
 pub use server::{Dns, DnsParts, DnsSockets};
 pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};

@@ -185,7 +185,7 @@ impl Place {
     async fn secret(&self, name: &str) -> Result<Secret, Failure> {
         match self.call(self.secrets.get_opt(name)).await {
             Ok(Some(secret)) => Ok(secret),
-            Ok(None) => Err(Failure::new(FailureKind::NotFound, self.absent(name))),
+            Ok(None) => Err(Failure::absent(Object::Ca, &self.namespace, name)),
             Err(failure) if failure.kind == FailureKind::Forbidden => Err(Failure::new(
                 failure.kind,
                 format!(
@@ -195,15 +195,6 @@ impl Place {
             )),
             Err(failure) => Err(failure),
         }
-    }
-
-    /// What to do about a Secret that is not there.
-    fn absent(&self, name: &str) -> String {
-        format!(
-            "{} does not exist; create it empty, as the manifests do: kubectl -n {} create secret generic {name}",
-            self.named(name),
-            self.namespace
-        )
     }
 
     /// Counts a write; `None` after a conflict.

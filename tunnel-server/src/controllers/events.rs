@@ -47,6 +47,8 @@ impl EventLog {
             Part::PortLists => "BadPorts",
             Part::RecordsSize => "RecordsTooLarge",
             Part::NodeNames
+            | Part::NodeClaims
+            | Part::ServiceNetworks
             | Part::Service
             | Part::KubeletCa
             | Part::Replicas
@@ -57,7 +59,9 @@ impl EventLog {
             | Part::Bundle
             | Part::State
             | Part::Replica
-            | Part::DoorNames => {
+            | Part::DoorNames
+            | Part::ServiceRanges
+            | Part::PodLookup => {
                 return Ok(());
             }
         };

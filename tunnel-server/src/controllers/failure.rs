@@ -6,6 +6,9 @@ use std::time::Duration;
 use kube::runtime::watcher;
 use tokio::time::Instant;
 
+use super::metrics::Object;
+use super::objects::creation;
+
 /// Kinds of failures, as metrics name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FailureKind {
@@ -63,6 +66,30 @@ impl Failure {
             retry_after: None,
             text: text.into(),
         }
+    }
+
+    /// There is no object that manifests ship; the text has the command that creates it.
+    pub(super) fn absent(object: Object, namespace: &str, name: &str) -> Self {
+        let kind = object.kind();
+        let command = creation(kind, namespace, name);
+        let text = format!(
+            "{kind} {namespace}/{name} does not exist; create it empty, as the manifests do: {command}"
+        );
+        Self::new(FailureKind::NotFound, text)
+    }
+
+    /// The failure to create an object. Where the server may not, which is so with the rights of the manifests, somebody else has to.
+    pub(super) fn of_creation(self, object: Object, namespace: &str, name: &str) -> Self {
+        if self.kind == FailureKind::Forbidden {
+            Self::absent(object, namespace, name)
+        } else {
+            self
+        }
+    }
+
+    /// Whether an operator has to do something: trying again changes nothing by itself.
+    pub(super) fn needs_operator(&self) -> bool {
+        matches!(self.kind, FailureKind::Forbidden | FailureKind::NotFound)
     }
 
     /// No answer in time.
@@ -164,11 +191,33 @@ pub(super) struct Backoff {
     last: Option<Instant>,
     /// When everything was last listed anew because a version had expired.
     relisted: Option<Instant>,
+    /// When the API server was away last.
+    outage: Option<Instant>,
 }
 
 impl Backoff {
-    /// The wait after a failure. `jitter` is between 0 and 1.
+    /// The wait after a failure; none after the first version that expired in [`RELIST_SPACING`], or in [`OUTAGE_SPACING`]
+    /// where the API server was away since then: it may restart twice. `jitter` is between 0 and 1.
     pub(super) fn after(&mut self, failure: &Failure, now: Instant, jitter: f64) -> Duration {
+        let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
+        let is_expired = failure.kind == FailureKind::Expired;
+        if failure.kind == FailureKind::Unavailable {
+            self.outage = Some(now);
+        }
+        let apart = if self.outage > self.relisted {
+            OUTAGE_SPACING
+        } else {
+            RELIST_SPACING
+        };
+        let spacing = self.relisted.map_or(Duration::ZERO, |last| {
+            (last + apart).saturating_duration_since(now)
+        });
+        if is_expired && spacing.is_zero() {
+            // The API server answers: whatever failed before, the list is due, and its failure would be a first one.
+            self.relisted = Some(now + asked);
+            self.reset();
+            return asked;
+        }
         let is_quiet = self
             .last
             .is_none_or(|last| now.saturating_duration_since(last) > QUIET);
@@ -182,13 +231,9 @@ impl Backoff {
             .saturating_mul(1 << self.failures.min(8))
             .min(longest)
             .mul_f64(0.5 + jitter / 2.0);
-        let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
-        if failure.kind != FailureKind::Expired {
+        if !is_expired {
             return base.max(asked);
         }
-        let spacing = self.relisted.map_or(Duration::ZERO, |last| {
-            (last + RELIST_SPACING).saturating_duration_since(now)
-        });
         let wait = base.max(spacing).max(asked);
         self.relisted = Some(now + wait);
         wait
@@ -211,6 +256,8 @@ const CONFLICT_LONGEST: Duration = FIRST;
 const QUIET: Duration = Duration::from_secs(60);
 /// Lists of everything, when versions expire again and again, are this far apart.
 const RELIST_SPACING: Duration = Duration::from_secs(30);
+/// The same where the API server was away between two of them.
+const OUTAGE_SPACING: Duration = Duration::from_secs(5);
 /// No wish of the server is heeded longer.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
@@ -245,6 +292,46 @@ mod tests {
             now += backoff.after(&failure(FailureKind::Expired), now, 0.0);
         }
         assert!(now - start >= RELIST_SPACING * 9, "{:?}", now - start);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn version_that_expired_after_an_outage_is_listed_at_once() {
+        let (mut backoff, now) = (Backoff::default(), Instant::now());
+        for _ in 0..5 {
+            backoff.after(&failure(FailureKind::Unavailable), now, 1.0);
+        }
+        let expired = failure(FailureKind::Expired);
+        assert_eq!(backoff.after(&expired, now, 1.0), Duration::ZERO);
+        let list_failed = backoff.after(&failure(FailureKind::Unavailable), now, 1.0);
+        assert_eq!(list_failed, FIRST);
+        assert_eq!(backoff.after(&expired, now, 0.0), RELIST_SPACING);
+        let later = now + RELIST_SPACING * 3;
+        assert_eq!(backoff.after(&expired, later, 1.0), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_restart_of_a_server_that_restarts_twice_is_listed_soon() {
+        let (mut backoff, start) = (Backoff::default(), Instant::now());
+        let expired = failure(FailureKind::Expired);
+        let away = failure(FailureKind::Unavailable);
+        for restart in 0..3 {
+            let now = start + Duration::from_secs(12) * restart;
+            backoff.after(&away, now, 1.0);
+            let wait = backoff.after(&expired, now + Duration::from_secs(1), 1.0);
+            assert_eq!(wait, Duration::ZERO, "restart {restart}");
+        }
+        let soon = start + Duration::from_secs(26);
+        backoff.after(&away, soon, 1.0);
+        let wait = backoff.after(&expired, soon, 0.0);
+        assert!(wait <= OUTAGE_SPACING, "{wait:?}");
+    }
+
+    #[test]
+    fn failed_connection_names_its_causes() {
+        let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
+        let error = kube::Error::Service(Box::new(refused));
+        let failure = Failure::from(&watcher::Error::WatchFailed(error));
+        assert!(failure.to_string().contains("refused"), "{failure}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -162,15 +162,21 @@ impl Election {
             match tried.unwrap_or_else(|_elapsed| Err(Failure::timeout())) {
                 Ok(true) => {
                     said = None;
+                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
                     self.lead(Some(begun + RENEW_DEADLINE));
                 }
                 Ok(false) => {
                     said = None;
+                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
                     self.lead(None);
                 }
                 Err(failure) => {
                     self.metrics.wrote(Object::Lease, failure.kind.label());
-                    if said.replace(failure.kind) != Some(failure.kind) {
+                    let is_news = said.replace(failure.kind) != Some(failure.kind);
+                    if failure.needs_operator() {
+                        let line = format!("no server writes records and ports: {failure}");
+                        self.problems.set(Part::Writing(Object::Lease), vec![line]);
+                    } else if is_news {
                         warn!(lease = self.name, error = %failure, "cannot get or renew the Lease, trying again");
                     }
                     let is_over = self
@@ -249,7 +255,8 @@ impl Election {
             }
             (Step::Take(spec), Some(mut lease)) => {
                 lease.spec = Some(spec);
-                self.api.replace(&self.name, &parameters, &lease).await
+                let replaced = self.api.replace(&self.name, &parameters, &lease).await;
+                replaced.map_err(|error| Failure::from(&error))
             }
             (Step::Create(spec) | Step::Take(spec), _) => {
                 let lease = Lease {
@@ -259,10 +266,14 @@ impl Election {
                     },
                     spec: Some(spec),
                 };
-                self.api.create(&parameters, &lease).await
+                let namespace = self.api.namespace().unwrap_or_default();
+                let created = self.api.create(&parameters, &lease).await;
+                created.map_err(|error| {
+                    Failure::from(&error).of_creation(Object::Lease, namespace, &self.name)
+                })
             }
         };
-        match written.map_err(|error| Failure::from(&error)) {
+        match written {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));

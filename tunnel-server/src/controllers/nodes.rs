@@ -9,15 +9,23 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
 use kube::runtime::watcher::Event;
 use serde::{Deserialize, Serialize};
-use tunnel_proto::process::networks::Cidr;
+use tunnel_proto::process::networks::{Cidr, judged, never_dialled};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::objects::EDGE_VALUE;
 use crate::dns::{Node as DnsNode, Place};
+use crate::ingress::connect::ranges::{ClusterRanges, PodNetwork};
 use crate::routes::RouteNode;
 
-/// Port of the kubelet where a Node does not say.
-const KUBELET_PORT: u16 = 10250;
+mod aliases;
+mod claims;
+
+pub(super) use aliases::{AliasOwners, AliasRules};
+
+/// Addresses of each type that are read; kubelets write a few.
+const ADDRESSES_MAX: usize = 32;
+/// Networks of Pods that are read: one of each family, which is what the API admits.
+const NETWORKS_MAX: usize = 2;
 
 /// The part of a Node object that is read; the rest, most of it the list of images, is skipped while parsing.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -102,6 +110,9 @@ pub(super) struct NodeFacts {
     kubelet_port: Option<u16>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pod_networks: Vec<Box<str>>,
+    /// When the object was made, in seconds of Unix time: the API server says so, not the kubelet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    created: Option<i64>,
 }
 
 impl NodeFacts {
@@ -115,6 +126,7 @@ impl NodeFacts {
                 .filter_map(|address| address.address.parse::<IpAddr>().ok())
                 .map(|address| address.to_canonical())
                 .filter(|address| can_be_a_nodes(*address))
+                .take(ADDRESSES_MAX)
                 .collect()
         };
         let hostname = addresses.iter().find(|address| address.kind == "Hostname");
@@ -132,14 +144,29 @@ impl NodeFacts {
                 .into_iter()
                 .flatten()
                 .filter(|network| network.parse::<Cidr>().is_ok())
+                .take(NETWORKS_MAX)
                 .map(String::into_boxed_str)
                 .collect(),
+            created: object
+                .metadata
+                .creation_timestamp
+                .map(|at| at.0.as_second()),
         }
+    }
+
+    fn addresses(&self) -> impl Iterator<Item = IpAddr> {
+        self.internal.iter().chain(&self.external).copied()
+    }
+
+    fn networks(&self) -> impl Iterator<Item = Cidr> {
+        let texts = self.pod_networks.iter();
+        texts.filter_map(|network| network.parse().ok())
     }
 }
 
+/// Other addresses are no node's; a record of one would lead callers to themselves, or to their cloud's credentials.
 fn can_be_a_nodes(address: IpAddr) -> bool {
-    !address.is_unspecified() && !address.is_loopback() && !address.is_multicast()
+    !address.is_loopback() && judged(address) == address && never_dialled(address).is_none()
 }
 
 /// Nodes by the name of their object.
@@ -151,16 +178,25 @@ pub(super) struct NodeStore {
     edge_label: String,
     facts: FactMap,
     listing: FactMap,
+    aliases: AliasRules,
 }
 
 impl NodeStore {
     /// With what was kept.
-    pub(super) fn new(edge_label: String, facts: FactMap) -> Self {
+    pub(super) fn new(edge_label: String, facts: FactMap, aliases: AliasRules) -> Self {
         Self {
             edge_label,
             facts,
             listing: FactMap::new(),
+            aliases,
         }
+    }
+
+    /// The checked nodes. An alias stays with the node that had it at the last call.
+    pub(super) fn nodes(&mut self) -> NodeSet {
+        let nodes = NodeSet::new(&self.facts, &self.aliases);
+        self.aliases.owners = nodes.alias_owners();
+        nodes
     }
 
     /// Takes events in. Says whether facts differ from those before, and whether a list was complete.
@@ -197,11 +233,6 @@ impl NodeStore {
         applied
     }
 
-    /// What is known.
-    pub(super) fn facts(&self) -> &FactMap {
-        &self.facts
-    }
-
     fn pruned(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
         let name = node.metadata.name.take()?;
         Some((name.into(), NodeFacts::of(node, &self.edge_label)))
@@ -231,8 +262,9 @@ pub(super) struct NodeSet {
 }
 
 impl NodeSet {
-    /// Checks names: DNS subdomains (RFC 1123) in lower case that stand for nothing else in a cluster.
-    pub(super) fn new(facts: &FactMap) -> Self {
+    /// Checks names: DNS subdomains (RFC 1123) in lower case that stand for nothing else in a cluster. A host name is an alias
+    /// of one node at most.
+    pub(super) fn new(facts: &FactMap, aliases: &AliasRules) -> Self {
         let mut set = Self::default();
         for (name, facts) in facts {
             let own = node_name(name).and_then(|own| {
@@ -243,27 +275,16 @@ impl NodeSet {
                     .ok_or_else(|| "not in lower case, or with a dot at the end".to_owned())
             });
             match own {
-                Ok(name) => {
-                    let other = facts.hostname.as_deref().map(|text| host_name(text, &name));
-                    let hostname = match other {
-                        None => None,
-                        Some(Ok(hostname)) => Some(hostname).filter(|hostname| *hostname != name),
-                        Some(Err(problem)) => {
-                            let text = facts.hostname.as_deref().unwrap_or_default();
-                            set.refused
-                                .push(format!("host name {text:?} of node {name}: {problem}"));
-                            None
-                        }
-                    };
-                    set.nodes.push(ClusterNode {
-                        name,
-                        hostname,
-                        facts: facts.clone(),
-                    });
-                }
+                Ok(name) => set.nodes.push(ClusterNode {
+                    hostname: alias(&mut set.refused, facts, &name, aliases),
+                    name,
+                    facts: facts.clone(),
+                }),
                 Err(problem) => set.refused.push(format!("node {name:?}: {problem}")),
             }
         }
+        let refused = aliases::settle(&mut set.nodes, &aliases.owners);
+        set.refused.extend(refused);
         set
     }
 
@@ -280,13 +301,6 @@ impl NodeSet {
             .collect()
     }
 
-    /// The kubelet's port of a node.
-    pub(super) fn kubelet(&self, name: &str) -> Option<(NodeName, Port)> {
-        let node = self.nodes.iter().find(|node| node.name.as_str() == name)?;
-        let port = node.facts.kubelet_port.and_then(Port::new);
-        Some((node.name.clone(), port.or_else(|| Port::new(KUBELET_PORT))?))
-    }
-
     /// Every node with all its addresses, for routing.
     pub(super) fn routes(&self) -> Vec<RouteNode> {
         let nodes = self.nodes.iter();
@@ -295,19 +309,41 @@ impl NodeSet {
                 name: node.name.clone(),
                 hostname: node.hostname.clone(),
                 addresses: [&*node.facts.internal, &*node.facts.external].concat(),
+                kubelet_port: node.facts.kubelet_port.and_then(Port::new),
             })
             .collect()
     }
 
-    /// Nodes in the cloud with their addresses, and the networks of their Pods.
-    pub(super) fn in_the_cloud(&self) -> (Vec<Cidr>, BTreeMap<NodeName, Vec<IpAddr>>) {
-        let nodes = self.nodes.iter().filter(|node| !node.facts.is_edge);
-        let networks = nodes.clone().flat_map(|node| &node.facts.pod_networks);
-        let networks = networks.filter_map(|network| network.parse().ok());
-        let addresses =
-            |node: &ClusterNode| [&*node.facts.internal, &*node.facts.external].concat();
-        let addresses = nodes.map(|node| (node.name.clone(), addresses(node)));
-        (networks.collect(), addresses.collect())
+    /// Which node has which alias.
+    pub(super) fn alias_owners(&self) -> AliasOwners {
+        let nodes = self.nodes.iter();
+        nodes
+            .filter_map(|node| {
+                let alias = node.hostname.as_ref()?;
+                Some((alias.as_str().into(), node.name.as_str().into()))
+            })
+            .collect()
+    }
+
+    /// Nodes in the cloud with their addresses, and the networks of all Pods that can be believed.
+    pub(super) fn ranges(&self) -> ClusterRanges {
+        let pods = self.nodes.iter().flat_map(|node| {
+            let networks = node.facts.networks();
+            networks
+                .filter(|network| network.check_claimed().is_ok())
+                .map(|network| PodNetwork {
+                    network,
+                    node: node.name.clone(),
+                })
+        });
+        let cloud = self.nodes.iter().filter(|node| !node.facts.is_edge);
+        ClusterRanges {
+            pods: pods.collect(),
+            cloud_nodes: cloud
+                .map(|node| (node.name.clone(), node.facts.addresses().collect()))
+                .collect(),
+            ..ClusterRanges::default()
+        }
     }
 
     /// Every node as the records see it; `has_agent` makes an edge node of one that has no label.
@@ -337,16 +373,22 @@ fn node_name(text: &str) -> Result<NodeName, String> {
     Ok(name)
 }
 
-/// The Hostname address of a node: its kubelet writes it, so it may be one label, or the node's own name in a domain, but no
-/// name of anybody else's domain.
-fn host_name(text: &str, own: &NodeName) -> Result<NodeName, String> {
-    let name = node_name(text)?;
-    let is_own = name.as_str().strip_prefix(own.as_str());
-    let is_in_domain = is_own.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
-    if name.as_str().contains('.') && !is_in_domain {
-        return Err("a host name of several labels has to begin with the node's own name".into());
+/// The Hostname address of a node where it is another name that the node may have.
+fn alias(
+    refused: &mut Vec<String>,
+    facts: &NodeFacts,
+    own: &NodeName,
+    aliases: &AliasRules,
+) -> Option<NodeName> {
+    let text = facts.hostname.as_deref()?;
+    let checked = node_name(text).and_then(|alias| aliases.check(alias, own));
+    match checked {
+        Ok(alias) => Some(alias).filter(|alias| alias != own),
+        Err(problem) => {
+            refused.push(format!("host name {text:?} of node {own}: {problem}"));
+            None
+        }
     }
-    Ok(name)
 }
 
 /// Names that resolvers and clusters use for something else: a record of theirs would lead callers astray.

@@ -57,6 +57,21 @@ pub fn replica_lease(prefix: &str, entry: u8) -> String {
     format!("{prefix}-{entry}")
 }
 
+/// The command that creates an object without content, as manifests ship it: creating cannot be limited to a name, so the server
+/// has no right to it.
+#[must_use]
+pub fn creation(kind: &str, namespace: &str, name: &str) -> String {
+    match kind {
+        "ConfigMap" => format!("kubectl -n {namespace} create configmap {name}"),
+        "Secret" => format!("kubectl -n {namespace} create secret generic {name}"),
+        // kubectl creates no Lease from flags.
+        _ => format!(
+            "echo '{{\"apiVersion\":\"coordination.k8s.io/v1\",\"kind\":\"{kind}\",\"metadata\":{{\"name\":\"{name}\"}}}}' | kubectl -n \
+             {namespace} create -f -"
+        ),
+    }
+}
+
 /// One right that the server needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Right {
@@ -86,7 +101,7 @@ pub const RIGHTS: &[Right] = &[
         resource: "servicecidrs",
         scope: Scope::Cluster,
         verbs: &["list"],
-        purpose: "the ranges of Services, with --connect-uds or --connect-listen; can do without",
+        purpose: "the ranges of Services, with --connect-uds or --connect-listen and without --connect-direct",
     },
     Right {
         group: "",
@@ -122,13 +137,6 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Named("--nodes-config-map"),
         verbs: &["get", "list", "watch", "update"],
         purpose: "the records; edits by others are repaired",
-    },
-    Right {
-        group: "",
-        resource: "configmaps",
-        scope: Scope::Namespace,
-        verbs: &["create"],
-        purpose: "records and CA certificates, when a ConfigMap is missing; creating cannot be limited to a name",
     },
     Right {
         group: "",
@@ -178,13 +186,6 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Numbered("--replica-lease"),
         verbs: &["get", "update"],
         purpose: "QUIC keys are used by one server at a time; not needed with --single-replica",
-    },
-    Right {
-        group: "coordination.k8s.io",
-        resource: "leases",
-        scope: Scope::Namespace,
-        verbs: &["create"],
-        purpose: "Leases that are missing",
     },
     Right {
         group: "events.k8s.io",

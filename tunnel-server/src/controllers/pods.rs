@@ -1,98 +1,105 @@
-//! Answers which node a pod runs on: one GET each, kept for a moment. Pods are never watched.
+//! Answers which node a pod runs on: one GET each. Pods are never watched, and no answer is cached: a pod of the same name may
+//! start on another node at once, and a stream to the old one would reach somebody else's.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod as PodObject;
 use kube::{Api, Client};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
-use tracing::{debug, warn};
+use tracing::debug;
+use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{Failure, FailureKind};
-use super::world::World;
-use crate::pods::{Kubelet, Pod, Question};
+use super::problems::{Part, Problems};
+use crate::pods::{LookupError, Pod, Question};
 
-/// How long an answer is good: a pod never moves, but one of the same name may start elsewhere.
-const FRESH: Duration = Duration::from_secs(5);
-/// Answers that are kept.
-const ANSWERS_MAX: usize = 1024;
-/// Questions to the API server at once; more are answered with nothing.
+/// Questions to the API server at once; more wait their time.
 const CALLS_MAX: usize = 16;
 /// One question.
 const CALL_LIMIT: Duration = Duration::from_secs(4);
+/// The condition while the right is missing.
+const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and port-forward of a kube-apiserver without \
+    --kubelet-certificate-authority fail: grant its ServiceAccount verb get on resource pods (the manifests of this version \
+    do), or set --pod-lookup=false";
 
-/// Answers until the doors are gone.
+/// Answers until the listeners are gone.
 pub(super) async fn answer(
     client: Client,
     mut questions: mpsc::Receiver<Question>,
-    world: watch::Receiver<World>,
+    problems: Problems,
 ) {
-    let mut kept: HashMap<Pod, (Instant, Option<Box<str>>)> = HashMap::new();
-    let mut calls: JoinSet<(Pod, Option<Box<str>>, oneshot::Sender<_>)> = JoinSet::new();
+    let mut calls: JoinSet<Option<Access>> = JoinSet::new();
     loop {
         let question = tokio::select! {
-            question = questions.recv() => question,
             Some(ended) = calls.join_next(), if !calls.is_empty() => {
-                if let Ok((pod, node, answer)) = ended {
-                    answer_with(&world, node.as_deref(), answer);
-                    if kept.len() >= ANSWERS_MAX {
-                        kept.retain(|_, (at, _)| at.elapsed() < FRESH);
+                match ended {
+                    Ok(Some(Access::Granted)) => problems.set(Part::PodLookup, Vec::new()),
+                    Ok(Some(Access::Refused)) => {
+                        problems.set(Part::PodLookup, vec![FORBIDDEN.to_owned()]);
                     }
-                    if kept.len() < ANSWERS_MAX {
-                        kept.insert(pod, (Instant::now(), node));
-                    }
+                    // A panic has been counted, and its asker got an error.
+                    Ok(None) | Err(_) => {}
                 }
                 continue;
             }
+            question = questions.recv(), if calls.len() < CALLS_MAX => question,
         };
-        let Some(Question { pod, answer }) = question else {
+        let Some(question) = question else {
             return;
         };
-        match kept.get(&pod) {
-            Some((at, node)) if at.elapsed() < FRESH => {
-                answer_with(&world, node.as_deref(), answer);
+        if question.answer.is_closed() {
+            continue;
+        }
+        let api = Api::<PodObject>::namespaced(client.clone(), &question.pod.namespace);
+        calls.spawn(async move {
+            let found = node_of(api, &question.pod).await;
+            let access = Access::of(&found);
+            let _asker_is_gone = question.answer.send(found);
+            access
+        });
+    }
+}
+
+/// What an answer shows of the right to get Pods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Granted,
+    Refused,
+}
+
+impl Access {
+    /// None where the API server did not get to judge it.
+    fn of(found: &Result<NodeName, LookupError>) -> Option<Self> {
+        match found {
+            Ok(_)
+            | Err(LookupError::NotFound | LookupError::Unbound | LookupError::UnusableNode(_)) => {
+                Some(Self::Granted)
             }
-            Some(_) | None if calls.len() < CALLS_MAX => {
-                let api = Api::<PodObject>::namespaced(client.clone(), &pod.namespace);
-                calls.spawn(async move {
-                    let node = node_of(api, &pod).await;
-                    (pod, node, answer)
-                });
-            }
-            Some(_) | None => debug!("too many questions about pods at once"),
+            Err(LookupError::Forbidden) => Some(Self::Refused),
+            Err(LookupError::Unavailable(_) | LookupError::Timeout) => None,
         }
     }
 }
 
-async fn node_of(api: Api<PodObject>, pod: &Pod) -> Option<Box<str>> {
+async fn node_of(api: Api<PodObject>, pod: &Pod) -> Result<NodeName, LookupError> {
     let found = tokio::time::timeout(CALL_LIMIT, api.get_opt(&pod.name)).await;
     let found = found.map_or_else(
         |_elapsed| Err(Failure::timeout()),
         |found| found.map_err(|error| Failure::from(&error)),
     );
-    match found {
-        Ok(found) => Some(found?.spec?.node_name?.into()),
-        Err(failure) if failure.kind == FailureKind::Forbidden => {
-            warn!(error = %failure, "may not ask for pods; grant get on pods, or set --pod-lookup=false");
-            None
+    let found = found.map_err(|failure| {
+        debug!(error = %failure, %pod, "cannot get a pod");
+        match failure.kind {
+            FailureKind::Forbidden => LookupError::Forbidden,
+            _ => LookupError::Unavailable(failure.to_string()),
         }
-        Err(failure) => {
-            debug!(error = %failure, namespace = pod.namespace, pod = pod.name, "cannot ask for a pod");
-            None
-        }
-    }
-}
-
-fn answer_with(
-    world: &watch::Receiver<World>,
-    node: Option<&str>,
-    answer: oneshot::Sender<Option<Kubelet>>,
-) {
-    let nodes = world.borrow().nodes.clone();
-    let kubelet = node
-        .and_then(|node| nodes.kubelet(node))
-        .map(|(node, port)| Kubelet { node, port });
-    let _door_is_gone = answer.send(kubelet);
+    })?;
+    let found = found.ok_or(LookupError::NotFound)?;
+    let node = found.spec.and_then(|spec| spec.node_name);
+    let node = node
+        .filter(|node| !node.is_empty())
+        .ok_or(LookupError::Unbound)?;
+    node.parse()
+        .map_err(|_unusable| LookupError::UnusableNode(node))
 }

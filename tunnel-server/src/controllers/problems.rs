@@ -68,6 +68,10 @@ impl Problems {
 pub(super) enum Part {
     /// Names of Nodes.
     NodeNames,
+    /// Addresses and networks of Nodes.
+    NodeClaims,
+    /// Networks of Services.
+    ServiceNetworks,
     /// Entries of the ports ConfigMap.
     PortLists,
     /// The Service that records need.
@@ -94,12 +98,18 @@ pub(super) enum Part {
     Replica,
     /// The annotation with names of the TLS door.
     DoorNames,
+    /// The right to get Pods.
+    PodLookup,
+    /// The ranges of Services.
+    ServiceRanges,
 }
 
 impl Part {
     fn label(self) -> &'static str {
         match self {
             Self::NodeNames => "node names",
+            Self::NodeClaims => "node claims",
+            Self::ServiceNetworks => "service networks",
             Self::PortLists => "port lists",
             Self::Service => "service",
             Self::RecordsSize => "records size",
@@ -117,12 +127,15 @@ impl Part {
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",
+            Self::Writing(Object::Lease) => "writing lease",
             Self::Writing(_) => "writing",
             Self::Authority => "ca",
             Self::Bundle => "ca certificates",
             Self::State => "state",
             Self::Replica => "quic keys",
             Self::DoorNames => "door names",
+            Self::PodLookup => "pod lookup",
+            Self::ServiceRanges => "service ranges",
         }
     }
 }

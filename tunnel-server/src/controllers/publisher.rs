@@ -1,9 +1,11 @@
 //! From what was heard of the cluster to what this server serves and what should be written, whenever either changes.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::NodeName;
 
 use super::metrics::ClusterMetrics;
@@ -13,7 +15,7 @@ use super::service;
 use super::watches::Seen;
 use super::world::{Desired, Own, World};
 use crate::dns::{RecordSet, Records};
-use crate::ingress::connect::ranges::LiveRanges;
+use crate::ingress::connect::ranges::{ClusterRanges, LiveRanges};
 use crate::metrics::Metrics;
 use crate::policy::LivePolicy;
 use crate::registry::Registry;
@@ -34,6 +36,15 @@ pub(super) struct Publisher {
     pub(super) metrics: ClusterMetrics,
     pub(super) desired: watch::Sender<Desired>,
     pub(super) last_nodes: Option<Arc<nodes::NodeSet>>,
+    pub(super) last_ranges: Option<RangeFacts>,
+}
+
+/// What the ranges of direct dials follow from.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct RangeFacts {
+    nodes: Arc<nodes::NodeSet>,
+    services: Arc<[Cidr]>,
+    own: Vec<IpAddr>,
 }
 
 impl Publisher {
@@ -66,16 +77,13 @@ impl Publisher {
         let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
         if !self.last_nodes.as_ref().is_some_and(is_same) {
             self.last_nodes = Some(world.nodes.clone());
-            if let Some(ranges) = &self.ranges {
-                let (pods, nodes) = world.nodes.in_the_cloud();
-                ranges.set_nodes(pods, nodes);
-            }
             let table = self.routes.set(Source::Cluster, world.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
             self.problems
                 .set(Part::NodeNames, world.nodes.refused().to_vec());
         }
+        self.publish_ranges(world);
         let agents = self.agents.clone();
         let derived = world.derive(&self.own, |node: &NodeName| {
             agents.as_ref().is_some_and(|agents| agents.has(node))
@@ -98,6 +106,26 @@ impl Publisher {
             }
             is_other
         });
+    }
+
+    fn publish_ranges(&mut self, world: &World) {
+        let Some(ranges) = &self.ranges else { return };
+        let facts = RangeFacts {
+            nodes: world.nodes.clone(),
+            services: world.service_networks.clone(),
+            own: world.tunnel(),
+        };
+        if self.last_ranges.as_ref() == Some(&facts) {
+            return;
+        }
+        ranges.set(ClusterRanges {
+            services: facts.services.to_vec(),
+            own: facts.own.clone(),
+            ..facts.nodes.ranges()
+        });
+        self.problems
+            .set(Part::NodeClaims, facts.nodes.conflicts(&facts.services));
+        self.last_ranges = Some(facts);
     }
 
     fn put(&self, records: RecordSet) -> Arc<RecordSet> {

@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 use tunnel_proto::identity::sha256;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{Failure, FailureKind};
@@ -49,6 +50,9 @@ pub(super) async fn answer(
     }
 }
 
+/// Anybody who reaches the port of agents can cause these lines.
+static UNREVIEWED: LineLimit = LineLimit::new("ServiceAccount tokens cannot be reviewed");
+
 async fn attend(
     client: Client,
     token: AccountToken,
@@ -57,7 +61,9 @@ async fn attend(
 ) {
     let attested = tokio::time::timeout(CALL_LIMIT, attest(&client, &token, &settings)).await;
     let attested = attested.unwrap_or_else(|_elapsed| {
-        warn!(error = %Failure::timeout(), "cannot review a ServiceAccount token");
+        if UNREVIEWED.admit() {
+            warn!(error = %Failure::timeout(), "cannot review a ServiceAccount token");
+        }
         Err(AttestError::Unavailable)
     });
     let _enrolment_is_over = answer.send(attested);
@@ -114,7 +120,9 @@ fn unavailable(resource: &str, error: &kube::Error) -> AttestError {
         FailureKind::Forbidden => "; grant create on tokenreviews and get on pods of the agents",
         _ => "",
     };
-    warn!(error = %failure, resource, "cannot review a ServiceAccount token{hint}");
+    if UNREVIEWED.admit() {
+        warn!(error = %failure, resource, "cannot review a ServiceAccount token{hint}");
+    }
     AttestError::Unavailable
 }
 

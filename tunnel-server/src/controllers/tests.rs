@@ -4,14 +4,14 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::sync::mpsc::Sender;
 use tunnel_proto::transport::BufferPool;
-use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::failure::Throttle;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, ObjectNames, RawConfig, Surroundings};
 use crate::data::testing::Scratch;
-use crate::pods::{Pod, PodFinder};
+use crate::pods::{LookupError, Pod, PodFinder};
 use crate::registry::RegistryLimits;
 use crate::testing::{POOL, eventually};
 
@@ -64,6 +64,7 @@ fn bench(data: &DataDir) -> Bench {
         attestations: None,
         kubelets: None,
         ranges: None,
+        dials_by_ranges: false,
         signer: None,
     };
     let fed = (
@@ -303,38 +304,134 @@ async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
     bench.shutdown.finish().await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn pod_is_asked_for_once_in_five_seconds() {
-    let scratch = Scratch::new();
-    let mut bench = bench(&scratch.0);
-    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
-    cluster.play_until_watched(&mut bench.server).await;
-    let (pods, server) = (&bench.pods, &mut bench.server);
-    let pod = Pod::of_path("/exec/default/web-0/nginx").unwrap();
-    let mut gets = 0;
-    for _ in 0..3 {
-        let mut asking = std::pin::pin!(pods.kubelet_of(pod.clone()));
-        let kubelet = loop {
+fn pod(name: &str) -> Pod {
+    Pod {
+        namespace: "default".into(),
+        name: name.into(),
+    }
+}
+
+fn pod_on(node: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"},
+        "spec": {"nodeName": node, "containers": []},
+    })
+}
+
+impl Bench {
+    /// The node of a pod, and the calls that the question came to; each is answered by `answer`.
+    async fn look_up(
+        &mut self,
+        cluster: &mut Cluster,
+        answer: impl Fn(Call),
+    ) -> (Result<NodeName, LookupError>, Vec<String>) {
+        let mut calls = Vec::new();
+        let mut asking = std::pin::pin!(self.pods.node_of(pod("web-0")));
+        loop {
             tokio::select! {
                 biased;
-                kubelet = &mut asking => break kubelet,
-                call = server.call() => if let Some(call) = cluster.answer(call) {
-                    assert_eq!(call.what, "GET /api/v1/namespaces/default/pods/web-0");
-                    gets += 1;
-                    call.answer(&json!({
-                        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"},
-                        "spec": {"nodeName": "worker-1", "containers": []},
-                    }));
+                found = &mut asking => return (found, calls),
+                call = self.server.call() => if let Some(call) = cluster.answer(call) {
+                    calls.push(call.what.clone());
+                    answer(call);
+                }
+            }
+        }
+    }
+}
+
+/// A pod of the same name may be on another node a moment later, so nothing is cached.
+#[tokio::test(start_paused = true)]
+async fn moved_pod_is_found_on_its_new_node_at_once() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    for name in ["worker-1", "worker-2"] {
+        let answer = |call: Call| call.answer(&pod_on(name));
+        let (found, calls) = bench.look_up(&mut cluster, answer).await;
+        assert_eq!(found.unwrap().as_str(), name);
+        assert_eq!(calls, ["GET /api/v1/namespaces/default/pods/web-0"]);
+    }
+    bench.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    let shown = |bench: &Bench| {
+        let notes = bench.readiness.notes();
+        let mut notes = notes.iter().filter(|(part, _)| *part == "pod lookup");
+        notes.any(|(_, line)| line.contains("verb get on resource pods"))
+    };
+    let refuse = |call: Call| call.refuse(403, "Forbidden");
+    let (found, _) = bench.look_up(&mut cluster, refuse).await;
+    assert_eq!(found, Err(LookupError::Forbidden));
+    assert!(found.unwrap_err().to_string().contains("'pods get'"));
+    eventually("the condition", || shown(&bench)).await;
+    // A failure of another kind says nothing of rights.
+    let fail = |call: Call| call.refuse(503, "ServiceUnavailable");
+    let (found, _) = bench.look_up(&mut cluster, fail).await;
+    assert!(
+        matches!(found, Err(LookupError::Unavailable(_))),
+        "{found:?}"
+    );
+    assert!(shown(&bench));
+    let (found, _) = bench
+        .look_up(&mut cluster, |call| call.refuse(404, "NotFound"))
+        .await;
+    assert_eq!(found, Err(LookupError::NotFound));
+    eventually("no condition", || !shown(&bench)).await;
+    let unbound = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"}, "spec": {"containers": []},
+    });
+    let (found, _) = bench
+        .look_up(&mut cluster, |call| call.answer(&unbound))
+        .await;
+    assert_eq!(found, Err(LookupError::Unbound));
+    bench.shutdown.finish().await;
+}
+
+/// 200 execs at once: 16 are asked for at a time, and the others wait.
+#[tokio::test(start_paused = true)]
+async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    let mut asking = tokio::task::JoinSet::new();
+    for number in 0..200 {
+        let pods = bench.pods.clone();
+        asking.spawn(async move { pods.node_of(pod(&format!("web-{number}"))).await });
+    }
+    let mut waiting = Vec::new();
+    let mut answered = 0;
+    while answered < 200 {
+        while waiting.len() < 16.min(200 - answered) {
+            if let Some(call) = cluster.answer(bench.server.call().await) {
+                waiting.push(call);
+            }
+        }
+        let more = async {
+            loop {
+                let call = bench.server.call().await;
+                if let Some(call) = cluster.answer(call) {
+                    return call.what;
                 }
             }
         };
-        let kubelet = kubelet.unwrap();
-        assert_eq!(
-            (kubelet.node.as_str(), kubelet.port),
-            ("worker-1", port(10250))
-        );
+        let more = tokio::time::timeout(Duration::from_millis(10), more).await;
+        assert!(more.is_err(), "a seventeenth call: {more:?}");
+        answered += waiting.len();
+        for call in waiting.drain(..) {
+            call.answer(&pod_on("worker-1"));
+        }
     }
-    assert_eq!(gets, 1);
+    let answers = asking.join_all().await;
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     bench.shutdown.finish().await;
 }
 

@@ -58,7 +58,7 @@ pub(super) async fn follow<K>(
         // kube goes on from the same version when a watch cannot start, which never succeeds when that is the reason.
         let mut is_expired = false;
         while !is_expired {
-            let next = tokio::time::timeout(trouble.silence(), events.next()).await;
+            let next = tokio::time::timeout_at(trouble.over_at(), events.next()).await;
             let mut taken = match next {
                 Ok(Some(next)) => Some(next),
                 Ok(None) => break,
@@ -83,14 +83,19 @@ pub(super) async fn follow<K>(
                     None
                 };
             }
+            let is_listed = batch.iter().any(|event| matches!(event, Event::InitDone));
             if !batch.is_empty() {
                 apply(batch);
+            }
+            if is_listed {
+                trouble.listed();
             }
             if let Some(error) = failed {
                 let failure = Failure::from(&error);
                 is_expired = matches!(error, watcher::Error::WatchStartFailed(_))
                     && failure.kind == FailureKind::Expired;
                 tokio::time::sleep(trouble.after(&failure)).await;
+                trouble.tried_at = Instant::now();
             }
         }
     }
@@ -102,6 +107,10 @@ struct Trouble {
     context: Context,
     backoff: Backoff,
     failures: u32,
+    /// When the last failure was waited out.
+    tried_at: Instant,
+    /// The version of the last list expired, too: the next list proves nothing.
+    is_expiring: bool,
 }
 
 impl Trouble {
@@ -110,21 +119,33 @@ impl Trouble {
             context,
             backoff: Backoff::default(),
             failures: 0,
+            tried_at: Instant::now(),
+            is_expiring: false,
         }
     }
 
-    /// Without a failure for this long a watch runs, though it has nothing to say.
-    fn silence(&self) -> Duration {
-        if self.failures > 0 { SILENCE } else { FOREVER }
+    /// Without a failure until then a watch runs, whether it has something to say or not.
+    fn over_at(&self) -> Instant {
+        let time = if self.failures > 0 { SILENCE } else { FOREVER };
+        self.tried_at + time
+    }
+
+    /// Everything was listed, so the API server answers again.
+    fn listed(&mut self) {
+        if self.failures > 0 && !self.is_expiring {
+            self.is_over();
+        }
     }
 
     fn is_over(&mut self) {
         self.failures = 0;
+        self.is_expiring = false;
         let part = Part::Watching(self.context.object);
         self.context.problems.set(part, Vec::new());
     }
 
-    /// How long to wait after a failure. A single one is nothing: every restart of the API server makes some.
+    /// How long to wait after a failure. A single one is nothing: every restart of the API server makes some. A version
+    /// that expired once in a while is nothing either: an API server that has just started knows no old ones.
     fn after(&mut self, failure: &Failure) -> Duration {
         let Context {
             object,
@@ -135,12 +156,14 @@ impl Trouble {
         self.failures = self.failures.saturating_add(1);
         metrics.watch_failed(*object, failure.kind);
         debug!(object = object.label(), error = %failure, "cannot watch, trying again");
-        if self.failures > 1 {
+        let now = Instant::now();
+        let wait = self.backoff.after(failure, now, rand::random());
+        let is_expired = failure.kind == FailureKind::Expired;
+        self.is_expiring = is_expired && !wait.is_zero();
+        if self.is_expiring || (self.failures > 1 && !is_expired) {
             let line = format!("{} cannot be followed: {failure}", object.label());
             problems.set(Part::Watching(*object), vec![line]);
         }
-        let now = Instant::now();
-        let wait = self.backoff.after(failure, now, rand::random());
         wait.max(throttle.left(now))
     }
 }

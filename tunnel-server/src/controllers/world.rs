@@ -7,9 +7,10 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::ConfigMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::nodes::{FactMap, NodeSet};
+use super::nodes::{AliasOwners, FactMap, NodeSet};
 use super::ports;
 use super::service::{self, DoorPorts};
 use super::watches::Seen;
@@ -21,6 +22,8 @@ use crate::policy::PortPolicy;
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Kept {
     pub(super) nodes: FactMap,
+    /// Which node has which alias.
+    pub(super) aliases: AliasOwners,
     pub(super) tunnel_addresses: Vec<IpAddr>,
     /// Values of the ports ConfigMap, if there was one.
     pub(super) ports: Option<BTreeMap<String, String>>,
@@ -39,6 +42,8 @@ pub(super) struct World {
     pub(super) records_map: Seen<Arc<ConfigMap>>,
     /// The ports ConfigMap.
     pub(super) ports_map: Seen<Arc<ConfigMap>>,
+    /// Networks of Services that can be believed, when they are followed.
+    pub(super) service_networks: Arc<[Cidr]>,
     /// What was kept.
     pub(super) kept: Arc<Kept>,
 }
@@ -73,10 +78,10 @@ pub(super) struct Desired {
 }
 
 impl World {
-    /// Before anything was heard.
-    pub(super) fn kept(kept: Kept) -> Self {
+    /// Before anything was heard; `nodes` are the persisted ones.
+    pub(super) fn kept(kept: Kept, nodes: NodeSet) -> Self {
         Self {
-            nodes: Arc::new(NodeSet::new(&kept.nodes)),
+            nodes: Arc::new(nodes),
             kept: Arc::new(kept),
             ..Self::default()
         }
@@ -133,6 +138,7 @@ impl World {
             } else {
                 self.kept.nodes.clone()
             },
+            aliases: self.nodes.alias_owners(),
             tunnel_addresses: self.tunnel(),
             ports: self.port_lists().cloned(),
         }

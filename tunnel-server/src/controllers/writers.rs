@@ -170,6 +170,7 @@ impl Writers {
                 return Ok(());
             }
             self.note_size(&plan);
+            let is_absent = found.is_none();
             let written = match plan {
                 HostsPlan::Nothing | HostsPlan::TooLarge(_) => return Ok(()),
                 HostsPlan::Create(map) => self.write(self.maps.create(&parameters, &map)).await,
@@ -178,7 +179,15 @@ impl Writers {
                         .await
                 }
             };
-            match self.wrote(Object::Records, written)? {
+            let written = self.wrote(Object::Records, written).map_err(|failure| {
+                let namespace = self.maps.namespace().unwrap_or_default();
+                if is_absent {
+                    failure.of_creation(Object::Records, namespace, &name)
+                } else {
+                    failure
+                }
+            })?;
+            match written {
                 Some(map) => {
                     info!(
                         config_map = name,

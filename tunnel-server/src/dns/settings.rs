@@ -43,7 +43,7 @@ pub enum Resolvers {
 }
 
 /// What bounds the embedded DNS.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DnsLimits {
     /// Time for an answer from elsewhere; then SERVFAIL.
     pub forward_budget: Duration,

@@ -11,6 +11,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{debug, warn};
+use tunnel_proto::process::telemetry::LineLimit;
 
 use super::answer::Transport;
 use super::limiter::Share;
@@ -26,7 +27,10 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
         let (stream, client) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                warn!(%error, "cannot accept DNS connections");
+                static FAILED: LineLimit = LineLimit::new("DNS connections cannot be accepted");
+                if FAILED.admit() {
+                    warn!(%error, "cannot accept DNS connections");
+                }
                 tokio::time::sleep(ERROR_PAUSE).await;
                 continue;
             }

@@ -11,6 +11,7 @@ use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 use tunnel_proto::process::panics::contained;
+use tunnel_proto::process::telemetry::LineLimit;
 
 use super::answer::Transport;
 use super::server::{Server, Step};
@@ -89,7 +90,10 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
         let meta = match received {
             Ok(meta) => meta,
             Err(error) => {
-                warn!(%error, "cannot receive DNS queries");
+                static FAILED: LineLimit = LineLimit::new("DNS queries cannot be received");
+                if FAILED.admit() {
+                    warn!(%error, "cannot receive DNS queries");
+                }
                 tokio::time::sleep(ERROR_PAUSE).await;
                 continue;
             }

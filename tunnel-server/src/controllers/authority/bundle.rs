@@ -1,5 +1,5 @@
-//! The ConfigMap with the certificates of our CA, for agents that mount it: made when it is missing, repaired when
-//! somebody else changed it.
+//! The ConfigMap with the certificates of our CA, for agents that mount it: shipped empty, made when it is missing and the server
+//! may, repaired when somebody else changed it.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,11 @@ pub(super) async fn write(place: &Place, name: &str, certificates: &str) -> Resu
         let found = place.call(place.maps.get_opt(name)).await?;
         let written = match plan(name, found, certificates) {
             Plan::Nothing => return Ok(()),
-            Plan::Create(map) => place.call(place.maps.create(&parameters, &map)).await,
+            Plan::Create(map) => {
+                let created = place.call(place.maps.create(&parameters, &map)).await;
+                created
+                    .map_err(|failure| failure.of_creation(Object::Bundle, &place.namespace, name))
+            }
             Plan::Update(map) => {
                 place
                     .call(place.maps.replace(name, &parameters, &map))

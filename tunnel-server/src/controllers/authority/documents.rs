@@ -68,7 +68,9 @@ impl Documents {
                     place_watched.problem(Part::State, None);
                 }
                 Seen::Absent => {
-                    place_watched.problem(Part::State, Some(place_watched.absent(&secret)));
+                    let namespace = &place_watched.namespace;
+                    let absent = Failure::absent(Object::State, namespace, &secret);
+                    place_watched.problem(Part::State, Some(absent.to_string()));
                 }
                 Seen::Unknown => {}
             })

@@ -18,7 +18,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::enroll::hex;
 
-use super::super::failure::Failure;
+use super::super::failure::{Failure, FailureKind};
 use super::super::metrics::Object;
 use super::super::objects::{REPLICAS_MAX, replica_lease};
 use super::super::problems::Part;
@@ -163,23 +163,31 @@ impl Replicas {
         let before = remembered.as_ref().map(|remembered| &remembered.claim);
         let holder = before.map_or_else(|| self.holder.clone(), |claim| claim.holder.clone());
         let first = before.map(|claim| claim.entry);
+        let mut absent = None;
         let others = (0..REPLICAS_MAX).filter(|entry| Some(*entry) != first);
         for entry in first.into_iter().chain(others) {
             let claim = Claim {
                 entry,
                 holder: holder.clone(),
             };
-            if self.take(&claim).await? {
-                return Ok(claim);
+            match self.take(&claim).await {
+                Ok(true) => return Ok(claim),
+                Ok(false) => {}
+                // There may be fewer Leases than entries.
+                Err(failure) if failure.kind == FailureKind::NotFound => {
+                    absent.get_or_insert(failure);
+                    continue;
+                }
+                Err(failure) => return Err(failure),
             }
             if Some(entry) == first {
                 *remembered = None;
             }
         }
-        Err(Failure::new(
-            super::FailureKind::Conflict,
-            format!("{REPLICAS_MAX} servers hold all there are"),
-        ))
+        Err(absent.unwrap_or_else(|| {
+            let text = format!("{REPLICAS_MAX} servers hold all there are");
+            Failure::new(FailureKind::Conflict, text)
+        }))
     }
 
     fn leases(&self) -> Api<Lease> {
@@ -216,7 +224,10 @@ impl Replicas {
                     },
                     spec: Some(spec),
                 };
-                self.place.call(leases.create(&parameters, &lease)).await
+                let created = self.place.call(leases.create(&parameters, &lease)).await;
+                created.map_err(|failure| {
+                    failure.of_creation(Object::Lease, &self.place.namespace, &name)
+                })
             }
         };
         Ok(self.place.wrote(Object::Lease, written)?.is_some())
@@ -237,6 +248,10 @@ impl Replicas {
                             "another server has taken the QUIC keys of entry {}, since this one could not renew its Lease; restart this server",
                             claim.entry
                         );
+                        self.place.problem(Part::Replica, Some(line));
+                    }
+                    Err(failure) if failure.needs_operator() => {
+                        let line = format!("the Lease of the QUIC keys cannot be renewed: {failure}");
                         self.place.problem(Part::Replica, Some(line));
                     }
                     Err(failure) => {
@@ -273,7 +288,8 @@ pub struct Holding {
 }
 
 impl Holding {
-    /// Gives the keys back, for a server that comes after this one. Takes 2 s at most. The keys must not be used any more.
+    /// Gives the keys back, for a server that comes after this one; new sessions must not be given them any more. Takes 2 s
+    /// at most.
     pub async fn release(self) {
         self.end.cancel();
         let _either_way = tokio::time::timeout(RELEASE_LIMIT + CALL_LIMIT, self.done).await;

@@ -203,3 +203,37 @@ async fn term_that_is_over_counts_for_nothing_before_anybody_says_so() {
     assert_eq!(leadership.until(end - Duration::from_millis(1)), Some(end));
     assert_eq!(leadership.until(end), None);
 }
+
+/// With the rights of the manifests, which cannot create.
+#[tokio::test(start_paused = true)]
+async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
+    let (mut election, mut server) = election();
+    let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
+    let problems = election.problems.clone();
+    let conditions = || problems.of(Part::Writing(Object::Lease));
+    let playing = async {
+        server.call().await.refuse(404, "NotFound");
+        server.call().await.refuse(403, "Forbidden");
+        let found = server.call().await;
+        let lines = conditions();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        let condition = &lines[0];
+        assert!(
+            condition.contains("Lease kube-system/l does not exist")
+                && condition.ends_with("| kubectl -n kube-system create -f -"),
+            "{condition}"
+        );
+        // As manifests ship it.
+        let mut empty = lease("", "1");
+        empty.as_object_mut().unwrap().remove("spec");
+        found.answer(&empty);
+        let put = server.call().await;
+        assert_eq!(put.body["spec"]["holderIdentity"], "me");
+        put.answer(&lease("me", "2"));
+        leadership.changed().await;
+        assert!(leadership.until(Instant::now()).is_some());
+        assert_eq!(conditions(), Vec::<String>::new());
+        stop.cancel();
+    };
+    tokio::join!(election.run(&stop), playing);
+}

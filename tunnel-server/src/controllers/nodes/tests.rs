@@ -7,6 +7,9 @@ use serde_json::json;
 use super::*;
 use crate::dns::{Addresses, RecordSet};
 
+mod names;
+mod table;
+
 const LABEL: &str = "openyurt.io/is-edge-worker";
 const TUNNEL: &str = "10.106.217.16";
 
@@ -30,14 +33,18 @@ fn node(name: &str, is_edge: bool, addresses: &[(&str, &str)]) -> NodeObject {
 }
 
 fn store(nodes: &[NodeObject]) -> NodeStore {
-    let mut store = NodeStore::new(LABEL.into(), FactMap::new());
+    let mut store = NodeStore::new(LABEL.into(), FactMap::new(), AliasRules::default());
     store.apply(nodes.iter().cloned().map(Event::Apply).collect());
     store
 }
 
+fn set(store: &NodeStore) -> NodeSet {
+    NodeSet::new(&store.facts, &store.aliases)
+}
+
 fn hosts(store: &NodeStore) -> String {
     let tunnel = Addresses::first_of([TUNNEL.parse().unwrap()]);
-    let nodes = NodeSet::new(store.facts()).records(|_| false);
+    let nodes = set(store).records(|_| false);
     RecordSet::new(&nodes, tunnel).hosts()
 }
 
@@ -145,7 +152,7 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
         ("InternalDNS", "x.example"),
         ("InternalIP", "none"),
     ];
-    let set = NodeSet::new(store(&[node("worker-1", true, &addresses)]).facts());
+    let set = set(&store(&[node("worker-1", true, &addresses)]));
     let routes = set.routes();
     assert_eq!(
         routes[0].hostname.as_ref().map(NodeName::as_str),
@@ -153,15 +160,17 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
     );
     let texts: Vec<_> = routes[0].addresses.iter().map(IpAddr::to_string).collect();
     assert_eq!(texts, ["10.0.0.1", "fd00::1", "1.2.3.4"]);
-    let (name, port) = set.kubelet("worker-1").unwrap();
-    assert_eq!((name.as_str(), port.get()), ("worker-1", 10350));
-    assert_eq!(set.kubelet("other"), None);
+    assert_eq!(routes[0].kubelet_port.map(Port::get), Some(10350));
+    let table = crate::routes::RouteTable::merge(&routes);
+    let port_of = |name: &str| table.kubelet_port(&name.parse().unwrap()).map(Port::get);
+    assert_eq!(port_of("worker-1"), Some(10350));
+    assert_eq!(port_of("other"), Some(10250), "where no Node says another");
 }
 
 #[test]
 fn connected_agent_can_make_an_edge_node() {
     let store = store(&[node("a", false, &[("InternalIP", "10.0.0.1")])]);
-    let nodes = NodeSet::new(store.facts()).records(|name| name.as_str() == "a");
+    let nodes = set(&store).records(|name| name.as_str() == "a");
     assert_eq!(nodes[0].place, Place::Edge);
 }
 
@@ -202,27 +211,22 @@ fn hostile_names_go_nowhere() {
         "a:1",
     ] {
         let own = node(name, true, &[("InternalIP", "10.0.0.1")]);
-        let set = NodeSet::new(store(&[own]).facts());
+        let refused = set(&store(&[own]));
         assert!(
-            set.routes().is_empty() && set.records(|_| true).is_empty(),
+            refused.routes().is_empty() && refused.records(|_| true).is_empty(),
             "{name:?}"
         );
-        assert_eq!(set.refused().len(), 1, "{name:?}");
+        assert_eq!(refused.refused().len(), 1, "{name:?}");
         let host = node("good", true, &[("Hostname", name)]);
-        let set = NodeSet::new(store(&[host]).facts());
-        assert_eq!(set.routes()[0].hostname, None, "{name:?}");
+        let routes = set(&store(&[host])).routes();
+        assert_eq!(routes[0].hostname, None, "{name:?}");
         assert_eq!(
             hosts(&store(&[node("good", true, &[("Hostname", name)])])),
             format!("{TUNNEL}\tgood")
         );
     }
     for name in ["Worker-1", "worker-1."] {
-        assert_eq!(
-            NodeSet::new(store(&[node(name, true, &[])]).facts())
-                .refused()
-                .len(),
-            1
-        );
+        assert_eq!(set(&store(&[node(name, true, &[])])).refused().len(), 1);
     }
     for name in [
         "ip-10-0-0-1.eu.compute.internal",
@@ -233,9 +237,7 @@ fn hostile_names_go_nowhere() {
         "mylocalhost",
     ] {
         assert!(
-            NodeSet::new(store(&[node(name, true, &[])]).facts())
-                .refused()
-                .is_empty(),
+            set(&store(&[node(name, true, &[])])).refused().is_empty(),
             "{name}"
         );
     }
@@ -250,7 +252,7 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
         "A", "svc", "\u{e4}",
     ];
     let mut random = StdRng::seed_from_u64(7);
-    let mut store = NodeStore::new(LABEL.into(), FactMap::new());
+    let mut store = NodeStore::new(LABEL.into(), FactMap::new(), AliasRules::default());
     let mut good = 0;
     for _ in 0..2_000 {
         let name: String = (0..random.random_range(1..5))
@@ -283,7 +285,7 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
                 "{name:?} changed {line:?}"
             );
         }
-        let expected: BTreeSet<(IpAddr, String)> = NodeSet::new(store.facts())
+        let expected: BTreeSet<(IpAddr, String)> = set(&store)
             .records(|_| false)
             .iter()
             .map(|node| {
@@ -321,10 +323,22 @@ fn cloud_nodes_and_their_pods_are_told_apart_from_those_at_the_edge() {
             facts(true, "192.168.33.221", &["10.244.2.0/24"]),
         ),
     ];
-    let (pods, cloud) = NodeSet::new(&nodes.into()).in_the_cloud();
-    let pods: Vec<_> = pods.iter().map(ToString::to_string).collect();
-    assert_eq!(pods, ["10.244.1.0/24", "fd00:1::/64"]);
-    let cloud: Vec<_> = cloud.into_iter().collect();
+    let ranges = NodeSet::new(&nodes.into(), &AliasRules::default()).ranges();
+    let pods: Vec<_> = ranges
+        .pods
+        .iter()
+        .map(|pods| (pods.node.as_str(), pods.network.to_string()))
+        .collect();
+    let expected = [
+        ("cloud-1", "10.244.1.0/24"),
+        ("cloud-1", "fd00:1::/64"),
+        ("edge-1", "10.244.2.0/24"),
+    ];
+    assert_eq!(
+        pods,
+        expected.map(|(node, network)| (node, network.to_owned()))
+    );
+    let cloud: Vec<_> = ranges.cloud_nodes.into_iter().collect();
     assert_eq!(
         cloud,
         [(

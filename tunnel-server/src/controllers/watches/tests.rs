@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 
-use super::super::testing::{ApiServer, NAMESPACE, api_server};
+use super::super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 
 fn map(name: &str, version: &str) -> Value {
@@ -161,4 +161,99 @@ async fn lost_right_is_told_until_the_watch_runs_again() {
     let _watch = server.call().await.stream(&[]);
     tokio::time::sleep(SILENCE + Duration::from_secs(1)).await;
     assert_eq!(readiness.notes(), []);
+}
+
+/// F21: after a restart of the API server the first watch ends with 410. That is normal.
+#[tokio::test(start_paused = true)]
+async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_problem() {
+    for in_stream in [false, true] {
+        let readiness = Readiness::default();
+        let (mut server, seen, _tasks) = followed_with(readiness.clone());
+        server.call().await.answer(&list(&[map("a", "2")], ""));
+        drop(server.call().await.stream(&[]));
+        for _ in 0..6 {
+            server.call().await.refuse(500, "InternalError");
+        }
+        let first_watch = server.call().await;
+        assert!(!is_list(&first_watch.what), "{}", first_watch.what);
+        assert_eq!(readiness.notes().len(), 1, "the outage lasted");
+        let back = Instant::now();
+        expire(first_watch, in_stream);
+        let again = server.call().await;
+        assert!(is_list(&again.what), "{}", again.what);
+        assert!(
+            back.elapsed() < Duration::from_millis(10),
+            "{:?}",
+            back.elapsed()
+        );
+        for (_, line) in readiness.notes() {
+            assert!(!line.contains("410"), "{line}");
+        }
+        again.answer(&list(&[map("a", "3")], ""));
+        let watch = server.call().await;
+        until_seen(&seen, &["2", "3"]).await;
+        assert_eq!(
+            readiness.notes(),
+            [],
+            "the list shows that the API server is back"
+        );
+
+        let listed = Instant::now();
+        expire(watch, in_stream);
+        let limited = server.call().await;
+        assert!(is_list(&limited.what), "{}", limited.what);
+        assert!(
+            listed.elapsed() > Duration::from_secs(25),
+            "{:?}",
+            listed.elapsed()
+        );
+    }
+}
+
+/// A version that expires again and again is a problem, and stays one over the lists between.
+#[tokio::test(start_paused = true)]
+async fn version_that_keeps_expiring_is_a_problem() {
+    let readiness = Readiness::default();
+    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    for round in 0..4 {
+        let call = server.call().await;
+        assert!(is_list(&call.what), "{}", call.what);
+        call.answer(&list(&[map("a", "2")], ""));
+        let watch = server.call().await;
+        let notes = readiness.notes();
+        assert_eq!(notes.len(), usize::from(round > 1), "{round}: {notes:?}");
+        expire(watch, true);
+    }
+}
+
+/// A watch that runs is no problem, however busy it is.
+#[tokio::test(start_paused = true)]
+async fn busy_watch_is_no_problem_after_a_while() {
+    let readiness = Readiness::default();
+    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    for _ in 0..2 {
+        server.call().await.answer(&list(&[map("a", "2")], ""));
+        expire(server.call().await, true);
+    }
+    server.call().await.answer(&list(&[map("a", "3")], ""));
+    assert_eq!(readiness.notes().len(), 1, "the version expired twice");
+    let watch = server.call().await.stream(&[]);
+    for version in 4..18 {
+        let object = map("a", &version.to_string());
+        let event = json!({"type": "MODIFIED", "object": object});
+        watch.send(format!("{event}\n")).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert_eq!(readiness.notes(), []);
+}
+
+fn expire(watch: Call, in_stream: bool) {
+    if !in_stream {
+        return watch.refuse(410, "Expired");
+    }
+    let gone = json!({"type": "ERROR", "object": {
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "too old resource version", "reason": "Expired", "code": 410,
+    }});
+    drop(watch.stream(&[gone]));
 }

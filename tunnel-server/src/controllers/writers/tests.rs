@@ -129,6 +129,49 @@ async fn records_are_written_byte_for_byte_and_again_after_a_deletion() {
     tokio::join!(writers.run(&stop), playing);
 }
 
+/// With the rights of the manifests, which cannot create: the condition has the command, and ends when somebody ran it.
+#[tokio::test(start_paused = true)]
+async fn map_that_may_not_be_created_is_a_condition_with_the_command() {
+    let (mut bench, mut writers) = bench();
+    let stop = bench.stop.clone();
+    let playing = async {
+        bench
+            .world
+            .send_modify(|world| world.records_map = Seen::Absent);
+        bench.lead();
+        bench.want(&["worker-1"]);
+        bench
+            .server
+            .expect(&format!("GET {MAP}"))
+            .await
+            .refuse(404, "NotFound");
+        bench.server.call().await.refuse(403, "Forbidden");
+        let again = loop {
+            let call = bench.server.call().await;
+            if call.what.starts_with("GET") {
+                break call;
+            }
+            call.refuse(403, "Forbidden");
+        };
+        let conditions = bench.problems.of(Part::Writing(Object::Records));
+        let command = "kubectl -n kube-system create configmap yurt-tunnel-nodes";
+        assert!(conditions[0].ends_with(command), "{conditions:?}");
+        let empty = map("1", &Value::Null);
+        again.answer(&empty);
+        let put = bench.server.call().await;
+        assert_eq!(put.what, format!("PUT {MAP}?"));
+        assert_eq!(put.body["data"], json!({"tunnel-nodes": FIXTURE}));
+        let written = put.body.clone();
+        put.answer(&written);
+        bench.tell(&map("2", &json!({"tunnel-nodes": FIXTURE})));
+        bench.server.is_quiet_for(Duration::from_secs(5)).await;
+        let conditions = bench.problems.of(Part::Writing(Object::Records));
+        assert_eq!(conditions, Vec::<String>::new());
+        bench.stop.cancel();
+    };
+    tokio::join!(writers.run(&stop), playing);
+}
+
 /// F22, T14: only our key, and within two seconds.
 #[tokio::test(start_paused = true)]
 async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {

@@ -1,0 +1,104 @@
+//! Patterns of names that an operator admits as aliases of nodes; pure.
+
+use std::fmt;
+use std::str::FromStr;
+
+use tunnel_proto::wire::name::{NameError, NodeName};
+
+/// A name in which a `*` may stand for one or more characters of a label, as in `*.edge.example.com`; at most one a label.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamePattern(Box<str>);
+
+/// Why a text is no pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NamePatternError {
+    /// A label has several stars.
+    #[error("a label may have one '*'")]
+    Stars,
+    /// With a letter in place of each star, the text is no name.
+    #[error(transparent)]
+    Name(#[from] NameError),
+}
+
+impl NamePattern {
+    /// Whether the whole name is of this form.
+    #[must_use]
+    pub fn matches(&self, name: &NodeName) -> bool {
+        let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));
+        wanted.clone().count() == labels.clone().count()
+            && wanted
+                .zip(labels)
+                .all(|(wanted, label)| is_of(label, wanted))
+    }
+}
+
+fn is_of(label: &str, wanted: &str) -> bool {
+    match wanted.split_once('*') {
+        None => label == wanted,
+        Some((start, end)) => {
+            let rest = label.strip_prefix(start);
+            rest.and_then(|rest| rest.strip_suffix(end))
+                .is_some_and(|star| !star.is_empty())
+        }
+    }
+}
+
+impl FromStr for NamePattern {
+    type Err = NamePatternError;
+
+    fn from_str(text: &str) -> Result<Self, NamePatternError> {
+        let text = text.trim().to_ascii_lowercase();
+        let text = text.strip_suffix('.').unwrap_or(&text);
+        if text.split('.').any(|label| label.matches('*').count() > 1) {
+            return Err(NamePatternError::Stars);
+        }
+        let _name: NodeName = text.replace('*', "x").parse()?;
+        Ok(Self(text.into()))
+    }
+}
+
+impl fmt::Display for NamePattern {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn star_stands_for_a_part_of_one_label() {
+        for (pattern, name, expected) in [
+            ("*.edge.example.com", "site-1.edge.example.com", true),
+            ("*.Edge.example.com.", "SITE-1.edge.example.com", true),
+            ("*.edge.example.com", "edge.example.com", false),
+            ("*.edge.example.com", "a.b.edge.example.com", false),
+            ("*.edge.example.com", "site-1.edge.example.org", false),
+            ("*.edge.example.com", "site-1xedge.example.com", false),
+            ("ip-*.ec2.internal", "ip-10-0-0-1.ec2.internal", true),
+            ("ip-*.ec2.internal", "ip-.ec2.internal", false),
+            ("gw-*-1", "gw-a-1", true),
+            ("gw-*-1", "gw-1", false),
+            ("*", "registry", true),
+            ("*", "registry.example", false),
+            ("registry", "registry", true),
+            ("registry", "registry2", false),
+        ] {
+            let pattern: NamePattern = pattern.parse().unwrap();
+            // Names like "ip-" are none.
+            let name = name.parse().ok();
+            let matches = name.is_some_and(|name| pattern.matches(&name));
+            assert_eq!(matches, expected, "{pattern} {expected}");
+        }
+    }
+
+    #[test]
+    fn patterns_are_names_but_for_their_stars() {
+        for text in [
+            "", "**", "a*b*", "*..x", "-*", "a b", "10.0.0.1", "*.10", "[a-z]", "?",
+        ] {
+            assert!(text.parse::<NamePattern>().is_err(), "{text:?}");
+        }
+    }
+}
