@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, debug, error, info_span, warn};
 use tunnel_proto::process::accept::Accepting;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
@@ -34,10 +36,14 @@ pub struct Acceptor {
     pub handshake_limit: Duration,
     /// Places for connections without a valid credential yet.
     pub pre_auth: Arc<Places>,
+    /// Places for TCP connections, for their whole life: each takes a descriptor, and others need some, too.
+    pub over_tcp: Arc<Semaphore>,
 }
 
 impl Acceptor {
-    /// Accepts on UDP and on this TCP listener until the drain begins.
+    /// Accepts on UDP and on this TCP listener until the drain begins. From then on new connections are refused, so that an
+    /// agent that was sent away looks for another server at once: the TCP listener is closed, and over QUIC, whose socket
+    /// the open sessions need, each is answered with CONNECTION_REFUSED.
     pub fn start(self, tcp: TcpListener) {
         let tcp = Accepting::new(tcp, "agents");
         let shutdown = self.sessions.shutdown.clone();
@@ -50,12 +56,7 @@ impl Acceptor {
     async fn accept_quic(&self) {
         let drain = self.sessions.shutdown.drain();
         loop {
-            let accepted = tokio::select! {
-                biased;
-                () = drain.cancelled() => return,
-                accepted = self.quic.accept() => accepted,
-            };
-            let Some((peer, handshake)) = accepted else {
+            let Some((peer, handshake)) = self.quic.accept().await else {
                 if !drain.is_cancelled() {
                     error!(
                         "the QUIC endpoint has ended; agents go on over TCP until the server is started anew"
@@ -63,6 +64,11 @@ impl Acceptor {
                 }
                 return;
             };
+            if drain.is_cancelled() {
+                // Dropped, which refuses it.
+                drop(handshake);
+                continue;
+            }
             let Some(stranger) = self.stranger(peer) else {
                 continue;
             };
@@ -83,11 +89,19 @@ impl Acceptor {
                 () = drain.cancelled() => return,
                 accepted = tcp.next() => accepted,
             };
+            let Ok(permit) = self.over_tcp.clone().try_acquire_owned() else {
+                self.sessions.metrics.handshake("overloaded");
+                debug!(%peer, "no descriptor is left for another agent over TCP; raise the limit of open files");
+                continue;
+            };
             let Some(stranger) = self.stranger(peer) else {
                 continue;
             };
             let entry = self.tcp_entry.clone();
-            let work = async move { entry.serve(socket, peer, stranger).await };
+            let work = async move {
+                entry.serve(socket, peer, stranger).await;
+                drop(permit);
+            };
             let work = work.instrument(info_span!("conn", %peer));
             self.sessions.shutdown.spawn_service(work);
         }
@@ -175,7 +189,10 @@ impl Stranger {
                     | HandshakeError::Local(_)
                     | HandshakeError::Refused
                     | HandshakeError::Connect(_) => {
-                        warn!(%error, "handshake with an agent failed");
+                        static FAILED: LineLimit = LineLimit::new("handshakes with agents failed");
+                        if FAILED.admit() {
+                            warn!(%error, "handshake with an agent failed");
+                        }
                     }
                 }
             }

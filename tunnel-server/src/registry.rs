@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::debug;
 use tunnel_proto::process::settings::format_size;
@@ -14,14 +14,29 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
 mod agent;
+mod limiter;
 
 pub use agent::{AgentSession, Suspicion};
+pub use limiter::{CallerKey, Exhausted, Share};
+use limiter::{StreamLimiter, StreamPermit};
 
 /// Sessions of a node that are tried for one stream: the active one and one spare.
 const ATTEMPTS: usize = 2;
 
 /// How often the sessions of a node are looked up for one stream.
 const ROUNDS: usize = 3;
+
+/// Sessions of one node at once. An agent holds two while it replaces one, and one more for each that a partition left behind.
+const SESSIONS_PER_NODE: usize = 4;
+
+/// Why a session was not registered.
+#[derive(Debug)]
+pub enum RegisterError {
+    /// This live session of another instance serves the node.
+    InUse(Arc<AgentSession>),
+    /// The node has as many sessions as it may have, all in use.
+    TooManySessions,
+}
 
 /// Why no stream to a node could be opened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -34,11 +49,9 @@ pub enum OpenError {
     /// Only sessions whose agent may be gone.
     #[error("the agent may be gone: {0}; requests are taken again when it answers")]
     Suspect(Suspicion),
-    /// The agent has as many streams as it may have.
-    #[error(
-        "the agent has {0} streams open, the most it may have (limits.streamsPerAgent); try again later"
-    )]
-    TooManyStreams(usize),
+    /// The agent, or the caller at this agent, has as many streams as it may have.
+    #[error("{0}")]
+    TooManyStreams(Exhausted),
     /// Stalled readers hold as much memory as they may, in bytes of the whole pool.
     #[error(
         "callers that do not read hold too much of limits.bufferPool, {}; try again later",
@@ -87,13 +100,36 @@ pub struct RegistryLimits {
 #[derive(Debug)]
 struct NodeSessions {
     sessions: Vec<Arc<AgentSession>>,
-    /// Places for streams: one set for all sessions of the agent.
-    places: Arc<Semaphore>,
+    /// One for all sessions of the agent.
+    limiter: Arc<StreamLimiter>,
 }
 
 impl NodeSessions {
     fn active(&self) -> Option<&Arc<AgentSession>> {
         self.sessions.iter().find(|agent| agent.is_routable())
+    }
+
+    /// Picks the session that makes room for `newcomer`, if one is needed.
+    fn supersede_at_limit(
+        &self,
+        newcomer: &AgentSession,
+    ) -> Result<Option<Arc<AgentSession>>, RegisterError> {
+        let open = || self.sessions.iter().filter(|agent| !agent.is_closing());
+        if open().count() < SESSIONS_PER_NODE {
+            return Ok(None);
+        }
+        let retiring = |agent: &&Arc<AgentSession>| {
+            !agent.is_routable() || agent.instance != newcomer.instance
+        };
+        // One without streams is about to end anyway; streams of the others are cut only where there is none.
+        let oldest = open()
+            .filter(retiring)
+            .filter(|agent| !agent.has_streams())
+            .last()
+            .or_else(|| open().filter(retiring).last());
+        let oldest = oldest.ok_or(RegisterError::TooManySessions)?;
+        oldest.supersede();
+        Ok(Some(oldest.clone()))
     }
 }
 
@@ -114,21 +150,23 @@ impl Registry {
         SessionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Adds a session in front of the node's others, unless another instance that is not in `yielded` is live.
+    /// Adds a session in front of the node's others, unless another instance that is not in `yielded` is live. Where the
+    /// node has as many sessions as it may have, the oldest that takes no new streams, first of those without any, is marked as
+    /// closing; the caller closes it, see [`Registration::superseded`].
     ///
     /// # Errors
-    /// The live session that stands in the way.
+    /// [`RegisterError`].
     pub fn register(
         self: &Arc<Self>,
         session: AgentSession,
         yielded: &[SessionId],
-    ) -> Result<Registration, Arc<AgentSession>> {
+    ) -> Result<Registration, RegisterError> {
         let session = Arc::new(session);
         let mut nodes = self.lock();
         let node = nodes.entry(session.node.clone());
         let node = node.or_insert_with(|| NodeSessions {
             sessions: Vec::new(),
-            places: Arc::new(Semaphore::new(self.limits.streams_per_agent)),
+            limiter: StreamLimiter::new(self.limits.streams_per_agent),
         });
         let live = |other: &&Arc<AgentSession>| {
             other.instance != session.instance
@@ -136,8 +174,9 @@ impl Registry {
                 && !yielded.contains(&other.id)
         };
         if let Some(other) = node.sessions.iter().find(live) {
-            return Err(other.clone());
+            return Err(RegisterError::InUse(other.clone()));
         }
+        let superseded = node.supersede_at_limit(&session)?;
         // Before anyone can find both: two processes never own a name together.
         for other in &node.sessions {
             if other.instance != session.instance {
@@ -150,6 +189,7 @@ impl Registry {
         Ok(Registration {
             registry: self.clone(),
             session,
+            superseded,
         })
     }
 
@@ -193,7 +233,7 @@ impl Registry {
         sessions.cloned().collect()
     }
 
-    /// Opens a stream to a node's agent within `limit`, which also bounds the wait for the agent's reply. When the
+    /// Opens a stream of `caller` to a node's agent within `limit`, which also bounds the wait for the agent's reply. When the
     /// active session turns out to be gone, one spare is tried: nothing of the caller's was sent yet. The session
     /// `except`, which refused the stream already, is left out.
     ///
@@ -205,13 +245,14 @@ impl Registry {
         &self,
         node: &NodeName,
         header: &StreamHeader,
+        caller: &CallerKey,
         limit: Duration,
         except: Option<SessionId>,
     ) -> Result<Opened, OpenError> {
         let mut failure = OpenError::NoAgent;
         // A session that is replaced while it is asked has its successor beside it by then.
         for _ in 0..ROUNDS {
-            failure = match self.try_open(node, header, limit, except).await {
+            failure = match self.try_open(node, header, caller, limit, except).await {
                 Err(OpenError::Draining) => OpenError::Draining,
                 outcome => return outcome,
             };
@@ -223,15 +264,16 @@ impl Registry {
         &self,
         node: &NodeName,
         header: &StreamHeader,
+        caller: &CallerKey,
         limit: Duration,
         except: Option<SessionId>,
     ) -> Result<Opened, OpenError> {
-        let (routable, place) = self.admit(node, except)?;
+        let (routable, permit) = self.admit(node, caller, except)?;
         let mut failure = OpenError::NoAgent;
         for agent in routable {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
-                    stream.attach((place, agent.count_stream()));
+                    stream.attach((permit, agent.count_stream()));
                     return Ok(Opened {
                         stream,
                         session: agent.id,
@@ -257,25 +299,24 @@ impl Registry {
     }
 
     /// Whether an idle stream over `session` may be kept for a further request: new streams would take the same way, and
-    /// the node's agent has at least half of its places free.
+    /// the node's agent has at most a quarter of its streams open.
     #[must_use]
     pub fn may_keep(&self, node: &NodeName, session: SessionId) -> bool {
         let nodes = self.lock();
         nodes.get(node).is_some_and(|node| {
-            let free = node.places.available_permits();
-            free * 2 >= self.limits.streams_per_agent
-                && node.active().is_some_and(|agent| agent.id == session)
+            node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == session)
         })
     }
 
-    /// The sessions to try for a new stream, at least one, and the stream's place.
+    /// The sessions to try for a new stream of `caller`, at least one, and the stream's permit.
     fn admit(
         &self,
         node: &NodeName,
+        caller: &CallerKey,
         except: Option<SessionId>,
-    ) -> Result<(Vec<Arc<AgentSession>>, OwnedSemaphorePermit), OpenError> {
-        let (sessions, places) = match self.lock().get(node) {
-            Some(node) => (node.sessions.clone(), node.places.clone()),
+    ) -> Result<(Vec<Arc<AgentSession>>, StreamPermit), OpenError> {
+        let (sessions, limiter) = match self.lock().get(node) {
+            Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
         let mut suspicion = None;
@@ -297,10 +338,8 @@ impl Registry {
         if !sessions.iter().all(|agent| agent.session.has_room()) {
             return Err(OpenError::NoRoom(self.limits.buffer_pool));
         }
-        let place = places
-            .try_acquire_owned()
-            .map_err(|_none_left| OpenError::TooManyStreams(self.limits.streams_per_agent))?;
-        Ok((routable, place))
+        let permit = limiter.acquire(caller).map_err(OpenError::TooManyStreams)?;
+        Ok((routable, permit))
     }
 
     fn remove(&self, node: &NodeName, id: SessionId) {
@@ -325,9 +364,16 @@ impl Registry {
 pub struct Registration {
     registry: Arc<Registry>,
     session: Arc<AgentSession>,
+    superseded: Option<Arc<AgentSession>>,
 }
 
 impl Registration {
+    /// Takes the older session that has to be closed for this one, where the node was at its limit.
+    #[must_use]
+    pub fn superseded(&mut self) -> Option<Arc<AgentSession>> {
+        self.superseded.take()
+    }
+
     /// The registered session.
     #[must_use]
     pub fn session(&self) -> &Arc<AgentSession> {

@@ -7,6 +7,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 use tunnel_proto::identity::Domain;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
@@ -17,15 +18,19 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use crate::config::Limit;
 use crate::distrusted::DISTRUSTED;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
-use crate::registry::{AgentSession, Registration, Registry};
+use crate::registry::{AgentSession, RegisterError, Registration, Registry};
 use crate::renew::Renewals;
 use crate::revoked::Revocations;
 
+mod admission_rate;
 mod renewing;
 mod running;
+
+pub use admission_rate::AdmissionRate;
 
 /// A live session is asked for a sign of life for at least this long before another instance takes its name.
 const PROBE_AT_LEAST: Duration = Duration::from_secs(1);
@@ -51,6 +56,8 @@ pub struct Sessions {
     pub advertised: Vec<String>,
     /// Limits that concern a session.
     pub limits: SessionLimits,
+    /// How often a node may open sessions.
+    pub admission_rate: Arc<AdmissionRate>,
     /// Who is no longer accepted.
     pub revocations: Arc<Revocations>,
     /// Whose certificates are accepted.
@@ -94,6 +101,13 @@ impl Sessions {
             // The verifier lets only agents through; this is the second wall.
             return session.close(CloseCode::Protocol, "not an agent").await;
         };
+        if !self.admission_rate.allows(&node) {
+            let code = CloseCode::TooManySessions;
+            self.metrics.handshake(code.label());
+            self.metrics.limit(Limit::AdmissionsPerNode);
+            debug!(agent = %node, peer = %session.health().remote, "node opens sessions too fast");
+            return session.close(code, AdmissionRate::REFUSAL).await;
+        }
         let began = Instant::now();
         // Each step in a box of its own: what only the first need is not held for as long as the session lives.
         match Box::pin(self.introduce(&session, &node)).await {
@@ -162,6 +176,11 @@ impl Sessions {
                     hello.node_name
                 ),
             )),
+            // Its handshake began before the drain did.
+            Some(_) if self.shutdown.drain().is_cancelled() => Some((
+                CloseCode::Draining,
+                "this server is stopping; connect to another one".to_owned(),
+            )),
             Some(_) => None,
         };
         if let Some((code, detail)) = refusal {
@@ -189,13 +208,18 @@ impl Sessions {
         } = greeted;
         let id = self.registry.next_id();
         let mut yielded: Vec<SessionId> = Vec::new();
-        let registration = loop {
+        let mut registration = loop {
             let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
             let live = match self.registry.register(entry, &yielded) {
                 Ok(registration) => break registration,
-                Err(live) => live,
+                Err(RegisterError::InUse(live)) => live,
+                Err(RegisterError::TooManySessions) => {
+                    let detail = format!("{node} has too many sessions; stop its other agents");
+                    turn_away(writer, CloseCode::TooManySessions, &detail).await;
+                    return Err(AdmissionError::Refused(CloseCode::TooManySessions, detail));
+                }
             };
             if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
                 let detail = format!(
@@ -207,6 +231,11 @@ impl Sessions {
             }
             yielded.push(live.id);
         };
+        if let Some(old) = registration.superseded() {
+            info!(agent = %node, session = %old.id, "closing the oldest session of a node at its limit");
+            self.shutdown
+                .spawn_service(async move { old.close_superseded().await });
+        }
         // Revoked since the handshake, or its CA taken out: from here on the session is found by whoever does that.
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
         let refusal = if self.revocations.holds_for(session.peer()) {
@@ -229,10 +258,10 @@ impl Sessions {
             .into_iter()
             .filter(|old| yielded.contains(&old.id))
         {
-            warn!(agent = %node, session = %old.id, "silent session gives way to a new agent process");
+            warn!(agent = %node, session = %old.id, "silent session is superseded by a new agent process");
             old.withdraw();
             self.shutdown
-                .spawn_service(async move { old.close(CloseCode::Superseded, "superseded").await });
+                .spawn_service(async move { old.close_superseded().await });
         }
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
@@ -273,7 +302,10 @@ impl Sessions {
             AdmissionError::Ended(error) => (CloseCode::Protocol, error.to_string()),
         };
         self.metrics.handshake(code.label());
-        warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
+        static REFUSED: LineLimit = LineLimit::new("agents not admitted");
+        if REFUSED.admit() {
+            warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
+        }
         session.close(code, &reason).await;
     }
 }

@@ -164,6 +164,12 @@ impl AgentSession {
         CountedStream(self.streams.clone())
     }
 
+    /// Whether a stream of the session is open.
+    #[must_use]
+    pub(super) fn has_streams(&self) -> bool {
+        self.streams.load(Ordering::Relaxed) > 0
+    }
+
     /// Waits until a stream opens on the session that had none. Cancel-safe; for one waiter.
     pub async fn busy(&self) {
         self.busy.notified().await;
@@ -171,12 +177,28 @@ impl AgentSession {
 
     /// Closes the session and remembers why: a transport may only say that it was closed here.
     pub async fn close(&self, code: CloseCode, reason: &str) {
+        self.begin_close(code, reason);
+        self.session.close(code, reason).await;
+    }
+
+    /// Marks the session as closing because a newer one of its node needs the room; [`AgentSession::close_superseded`] has to
+    /// follow.
+    pub(super) fn supersede(&self) {
+        self.withdraw();
+        self.begin_close(CloseCode::Superseded, SUPERSEDED);
+    }
+
+    /// Closes the session in favor of a newer one of its node.
+    pub async fn close_superseded(&self) {
+        self.close(CloseCode::Superseded, SUPERSEDED).await;
+    }
+
+    fn begin_close(&self, code: CloseCode, reason: &str) {
         self.closing.get_or_init(|| CloseReason {
             by: ClosedBy::Local,
             code,
             reason: reason.to_owned(),
         });
-        self.session.close(code, reason).await;
     }
 
     /// Why the session ended, given what its transport says.
@@ -194,6 +216,8 @@ impl AgentSession {
             .unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+const SUPERSEDED: &str = "superseded";
 
 /// A moment of the wall clock by this process's own.
 fn own_time(time: SystemTime) -> Instant {

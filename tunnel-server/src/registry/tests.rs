@@ -8,6 +8,7 @@ use super::*;
 use crate::testing::{Fake, PATIENCE, POOL, header, node, session};
 
 const LIMIT: Duration = Duration::from_secs(5);
+const OPERATOR: CallerKey = CallerKey::Local(None);
 
 fn registry() -> Arc<Registry> {
     Arc::new(Registry::new(RegistryLimits {
@@ -38,7 +39,7 @@ fn try_join(
     node: NodeName,
     instance: u8,
     yielded: &[SessionId],
-) -> Result<Member, Arc<AgentSession>> {
+) -> Result<Member, RegisterError> {
     let (near, far) = session();
     let instance = InstanceId::new([instance; 16]);
     let entry = AgentSession::new(registry.next_id(), node, instance, near.clone());
@@ -55,7 +56,9 @@ fn join(registry: &Arc<Registry>) -> Member {
 }
 
 async fn open(registry: &Registry) -> Result<Opened, OpenError> {
-    registry.open(&node(), &header(), LIMIT, None).await
+    registry
+        .open(&node(), &header(), &OPERATOR, LIMIT, None)
+        .await
 }
 
 #[tokio::test]
@@ -74,7 +77,9 @@ async fn late_goodbye_of_old_session_keeps_new_one() {
 async fn other_instance_is_let_in_only_after_the_live_one_yielded() {
     let registry = registry();
     let first = join(&registry);
-    let in_the_way = try_join(&registry, node(), 2, &[]).err().unwrap();
+    let Err(RegisterError::InUse(in_the_way)) = try_join(&registry, node(), 2, &[]) else {
+        panic!("a live session was ignored");
+    };
     assert_eq!(in_the_way.id, first.id());
     assert!(try_join(&registry, node(), 3, &[in_the_way.id]).is_ok());
     first.session().withdraw();
@@ -82,6 +87,38 @@ async fn other_instance_is_let_in_only_after_the_live_one_yielded() {
         try_join(&registry, node(), 4, &[]).is_ok(),
         "a session that withdrew yields at once"
     );
+}
+
+#[tokio::test]
+async fn node_at_its_limit_loses_a_session_that_takes_no_streams_first_one_without_any() {
+    let registry = registry();
+    let mut members: Vec<_> = (0..SESSIONS_PER_NODE).map(|_| join(&registry)).collect();
+    assert!(
+        matches!(
+            try_join(&registry, node(), 1, &[]),
+            Err(RegisterError::TooManySessions)
+        ),
+        "all are in use"
+    );
+    let _stream = members[1].session().count_stream();
+    members[2].session().set_suspicion(Some(Suspicion::Unheard));
+    members[1].session().withdraw();
+    for expected in [2, 1] {
+        let mut newcomer = join(&registry);
+        let superseded = newcomer.registration.superseded().unwrap();
+        assert_eq!(superseded.id, members[expected].id());
+        assert!(superseded.is_closing() && !superseded.is_routable());
+        members.push(newcomer);
+    }
+    assert!(
+        matches!(
+            try_join(&registry, node(), 1, &[]),
+            Err(RegisterError::TooManySessions)
+        ),
+        "sessions that are closing make room once"
+    );
+    let other: NodeName = "worker-2".parse().unwrap();
+    assert!(try_join(&registry, other, 1, &[]).is_ok(), "another node");
 }
 
 #[tokio::test]
@@ -145,12 +182,18 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     let _second = open(&registry).await.unwrap();
     assert!(matches!(
         open(&registry).await,
-        Err(OpenError::TooManyStreams(2))
+        Err(OpenError::TooManyStreams(Exhausted {
+            share: Share::Agent,
+            streams: 2
+        }))
     ));
     // Another agent has places of its own.
     let other: NodeName = "worker-2".parse().unwrap();
     let _other = try_join(&registry, other.clone(), 2, &[]).unwrap();
-    assert!(registry.open(&other, &header(), LIMIT, None).await.is_ok());
+    let opened = registry
+        .open(&other, &header(), &OPERATOR, LIMIT, None)
+        .await;
+    assert!(opened.is_ok());
     drop(first);
     assert_eq!(open(&registry).await.unwrap().session, new.id());
 }
@@ -176,7 +219,7 @@ async fn session_that_refused_is_left_out() {
     let only = join(&registry);
     let again = async || {
         registry
-            .open(&node(), &header(), LIMIT, Some(only.id()))
+            .open(&node(), &header(), &OPERATOR, LIMIT, Some(only.id()))
             .await
     };
     assert!(matches!(again().await, Err(OpenError::Draining)));

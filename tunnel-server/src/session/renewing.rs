@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use tokio::task::{JoinError, JoinHandle};
 use tokio::time::Instant;
 use tracing::{info, warn};
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
@@ -82,7 +83,10 @@ impl Sessions {
             }
             Err((code, detail)) => {
                 self.metrics.renewal(code.label());
-                warn!(agent = %node, session = %agent.id, %code, detail, "renewal refused");
+                static REFUSED: LineLimit = LineLimit::new("renewals refused");
+                if REFUSED.admit() {
+                    warn!(agent = %node, session = %agent.id, %code, detail, "renewal refused");
+                }
                 EnrollReply::Refused(code, detail)
             }
         }

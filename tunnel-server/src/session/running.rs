@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tunnel_proto::transport::control::ControlWriter;
-use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, State, Verdict};
+use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, State, SuspicionLog, Verdict};
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
@@ -21,8 +21,6 @@ use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::registry::{AgentSession, Suspicion};
 
-/// Changes between live and suspect are logged at most this often: a bad link may flap for hours.
-const LOG_EVERY: Duration = Duration::from_secs(30);
 /// Reason of the close.
 const EXPIRED: &str = "the certificate has ended and was not renewed";
 /// Clocks that are shortened for tests must not keep a processor busy.
@@ -70,7 +68,8 @@ impl Sessions {
                     }
                     Err(error) => {
                         debug!(agent = %agent.node, session = %agent.id, %error, "control stream ended");
-                        agent.close(CloseCode::Protocol, "control stream ended").await;
+                        let reason = format!("control stream ended: {error}");
+                        agent.close(CloseCode::Protocol, &reason).await;
                         listening = false;
                     }
                 },
@@ -147,7 +146,9 @@ fn heed(message: &ControlMessage, agent: &AgentSession, watch: &mut Watch) {
     let (node, session) = (&agent.node, agent.id);
     match message {
         ControlMessage::Withdraw => {
-            info!(agent = %node, %session, "agent withdrew, its open streams go on");
+            if !agent.is_withdrawn() {
+                info!(agent = %node, %session, "agent withdrew, its open streams go on");
+            }
             agent.withdraw();
         }
         ControlMessage::Bye(reason) => {
@@ -216,7 +217,7 @@ struct Watch {
     metrics: Metrics,
     state: State,
     suspect: Option<GaugeGuard>,
-    news: News,
+    log: SuspicionLog,
 }
 
 impl Watch {
@@ -229,7 +230,7 @@ impl Watch {
             metrics,
             state: State::Live,
             suspect: None,
-            news: News::default(),
+            log: SuspicionLog::default(),
         }
     }
 
@@ -256,7 +257,7 @@ impl Watch {
             self.suspect = suspicion.map(|_| self.metrics.suspect());
             debug!(agent = %agent.node, session = %agent.id, state = ?verdict.state, "session changed");
         }
-        if self.news.is_due(suspicion.is_some(), now) {
+        if self.log.is_due(suspicion.is_some(), now) {
             log_change(agent, suspicion, verdict.silence);
         }
         verdict
@@ -271,30 +272,6 @@ impl Watch {
         } else {
             Limit::SuspectAfterBusy
         }
-    }
-}
-
-/// Which changes between live and suspect are told: the first at once, then at most one every [`LOG_EVERY`], and always
-/// the one that lasts.
-#[derive(Debug, Default)]
-struct News {
-    told_suspect: bool,
-    told_at: Option<Instant>,
-}
-
-impl News {
-    fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
-        let too_soon = self
-            .told_at
-            .is_some_and(|at| now.saturating_duration_since(at) < LOG_EVERY);
-        let due = suspect != self.told_suspect && !too_soon;
-        if due {
-            *self = Self {
-                told_suspect: suspect,
-                told_at: Some(now),
-            };
-        }
-        due
     }
 }
 

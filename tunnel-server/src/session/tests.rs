@@ -38,6 +38,30 @@ async fn other_instance_is_refused_while_the_first_answers() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn process_with_four_sessions_gets_a_fifth_when_one_is_withdrawn() {
+    let bench = Bench::new();
+    let mut four = Vec::new();
+    for _ in 0..4 {
+        four.push(bench.agent(1).await);
+    }
+    let (refused, answer) = bench.greet(1, 4096).await;
+    assert!(
+        matches!(
+            answer,
+            ControlMessage::NotAdmitted(CloseCode::TooManySessions, _)
+        ),
+        "{answer:?}"
+    );
+    drop((refused.reader, refused.writer));
+    let code = refused.far.closed().await.code;
+    assert_eq!(code, CloseCode::TooManySessions);
+    let oldest = bench.sessions.registry.of_node(&node()).pop().unwrap();
+    oldest.withdraw();
+    let _fifth = bench.agent(1).await;
+    assert_eq!(four[0].far.closed().await.code, CloseCode::Superseded);
+}
+
+#[tokio::test(start_paused = true)]
 async fn silent_session_gives_way_to_another_instance_after_a_second() {
     let bench = Bench::new();
     let first = bench.agent(1).await;
@@ -83,6 +107,20 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
         bench.metric("tunnel_server_agents{transport=\"quic\"}"),
         Some(0)
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn draining_server_sends_an_agent_to_another_one() {
+    let bench = Bench::new();
+    bench.sessions.shutdown.drain().cancel();
+    let (agent, answer) = bench.greet(1, 4096).await;
+    assert!(
+        matches!(answer, ControlMessage::NotAdmitted(CloseCode::Draining, _)),
+        "{answer:?}"
+    );
+    drop((agent.reader, agent.writer));
+    assert_eq!(agent.far.closed().await.code, CloseCode::Draining);
+    assert!(bench.sessions.registry.all().is_empty());
 }
 
 /// F36: a panic while one session is greeted or served leaves nothing of it, and others are served.

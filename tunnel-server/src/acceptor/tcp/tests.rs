@@ -18,6 +18,7 @@ use super::*;
 use crate::data::testing::Scratch;
 use crate::issuer::LocalCa;
 use crate::nodes::KnownNodes;
+use crate::registry::CallerKey;
 use crate::testing::{Bench, eventually, header, node};
 use crate::tokens::TokenStore;
 use tunnel_proto::process::places::{PlaceLimits, Places};
@@ -257,7 +258,8 @@ async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
     })
     .await;
     let registry = &door.bench.sessions.registry;
-    let opened = within(registry.open(&node(), &header(), PATIENCE, None)).await;
+    let operator = CallerKey::Local(None);
+    let opened = within(registry.open(&node(), &header(), &operator, PATIENCE, None)).await;
     let mut opened = opened.unwrap().stream;
     let incoming = within(session.accept()).await.unwrap();
     let (asked, mut accepted) = incoming.header(Instant::now() + PATIENCE).await.unwrap();

@@ -160,20 +160,23 @@ async fn end_of_the_control_stream_withdraws_and_a_broken_one_closes() {
     eventually("counted", || ends("normal") == Some(1)).await;
 }
 
-#[test]
-fn changes_are_told_at_once_then_every_thirty_seconds_and_the_last_one_always() {
-    let (mut news, start) = (News::default(), Instant::now());
-    let mut due = |suspect, second| news.is_due(suspect, start + secs(second));
-    assert!(!due(false, 0));
-    assert!(due(true, 1));
-    for second in 2..31 {
-        assert!(!due(second % 2 == 0, second), "{second}");
+#[tokio::test(start_paused = true)]
+async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
+    for message in [
+        ControlMessage::Withdraw,
+        ControlMessage::Unknown,
+        ControlMessage::Doubt(true),
+    ] {
+        let bench = Bench::new();
+        let mut agent = bench.agent(1).await;
+        for _ in 0..=50 {
+            let _closed_meanwhile = agent.writer.send(&message).await;
+        }
+        let reason = crate::testing::within(agent.far.closed()).await;
+        assert_eq!(reason.code, CloseCode::Protocol, "{message:?}: {reason}");
+        let ends = "tunnel_server_session_ends_total{code=\"protocol\"}";
+        eventually("the end is counted", || bench.metric(ends) == Some(1)).await;
     }
-    assert!(!due(true, 31), "that is what was told last");
-    assert!(due(false, 32));
-    assert!(!due(true, 33));
-    assert!(due(true, 62), "it stayed");
-    assert!(!due(true, 100));
 }
 
 #[tokio::test(start_paused = true)]

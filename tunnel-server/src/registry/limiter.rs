@@ -1,0 +1,265 @@
+//! Permits for the streams of one node's agent: bounded in all and for each caller, so that one caller cannot take all of
+//! them. A caller has an entry only while it has a stream, so the table is never larger than the number of streams.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What the streams of a caller are counted by.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum CallerKey {
+    /// A verified certificate, by its common name.
+    Certificate(Arc<str>),
+    /// A user of this host, whom a Unix socket admits; kernel and file mode stand in for a certificate.
+    Local(Option<u32>),
+    /// A name with its password.
+    User(Arc<str>),
+    /// Nothing but an address: one of IPv4, or a /64 of IPv6.
+    Source(IpAddr),
+}
+
+impl CallerKey {
+    fn is_verified(&self) -> bool {
+        match self {
+            Self::Certificate(_) | Self::Local(_) => true,
+            Self::User(_) | Self::Source(_) => false,
+        }
+    }
+}
+
+/// Which part of `limits.streamsPerAgent` is used up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// All of it.
+    Agent,
+    /// That of all callers without a certificate.
+    Unverified,
+    /// That of this caller, which has no certificate.
+    UnverifiedCaller,
+    /// That of this caller, which has a certificate.
+    VerifiedCaller,
+}
+
+/// No permit is left in a share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exhausted {
+    /// Which one.
+    pub share: Share,
+    /// How many streams it has.
+    pub streams: usize,
+}
+
+impl std::fmt::Display for Exhausted {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { share, streams } = self;
+        match share {
+            Share::Agent => write!(
+                formatter,
+                "the agent has {streams} streams open, the most it may have (limits.streamsPerAgent); try again later"
+            ),
+            Share::Unverified => write!(
+                formatter,
+                "callers without a client certificate have {streams} streams open to the agent, the most they may have together \
+                 (three quarters of limits.streamsPerAgent); try again later, or with a client certificate"
+            ),
+            Share::UnverifiedCaller => write!(
+                formatter,
+                "this caller has {streams} streams open to the agent, the most that one caller without a client certificate may \
+                 have (half of limits.streamsPerAgent); try again later, or with a client certificate"
+            ),
+            Share::VerifiedCaller => write!(
+                formatter,
+                "this caller has {streams} streams open to the agent, the most that one caller may have (three quarters of \
+                 limits.streamsPerAgent); try again later"
+            ),
+        }
+    }
+}
+
+/// Permits for the streams of one agent, over all its sessions.
+#[derive(Debug)]
+pub(super) struct StreamLimiter {
+    limit: usize,
+    open: Mutex<OpenStreams>,
+}
+
+/// One stream's permit, given back when dropped.
+#[derive(Debug)]
+pub(super) struct StreamPermit {
+    limiter: Arc<StreamLimiter>,
+    caller: CallerKey,
+}
+
+#[derive(Debug, Default)]
+struct OpenStreams {
+    all: usize,
+    unverified: usize,
+    callers: HashMap<CallerKey, usize>,
+}
+
+impl StreamLimiter {
+    pub(super) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self {
+            limit,
+            open: Mutex::default(),
+        })
+    }
+
+    /// A permit for one more stream of a caller.
+    pub(super) fn acquire(self: &Arc<Self>, caller: &CallerKey) -> Result<StreamPermit, Exhausted> {
+        let mut open = self.lock();
+        open.admit(caller, self.limit)?;
+        open.add(caller);
+        drop(open);
+        Ok(StreamPermit {
+            limiter: self.clone(),
+            caller: caller.clone(),
+        })
+    }
+
+    /// Whether unused streams may stay open: they take no caller more than half of what it may have, since all
+    /// streams together are at most a quarter.
+    pub(super) fn has_spare(&self) -> bool {
+        self.lock().all * 4 <= self.limit
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OpenStreams> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OpenStreams {
+    fn admit(&self, caller: &CallerKey, limit: usize) -> Result<(), Exhausted> {
+        let of_caller = self.callers.get(caller).copied().unwrap_or_default();
+        // The quarter that is left is for callers with a certificate, and of them for others than the busiest.
+        let three_quarters = limit - limit / 4;
+        let exhausted = |share, streams| Err(Exhausted { share, streams });
+        if self.all >= limit {
+            exhausted(Share::Agent, self.all)
+        } else if caller.is_verified() && of_caller >= three_quarters {
+            exhausted(Share::VerifiedCaller, of_caller)
+        } else if caller.is_verified() {
+            Ok(())
+        } else if of_caller >= limit.div_ceil(2) {
+            exhausted(Share::UnverifiedCaller, of_caller)
+        } else if self.unverified >= three_quarters {
+            exhausted(Share::Unverified, self.unverified)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn add(&mut self, caller: &CallerKey) {
+        self.all += 1;
+        self.unverified += usize::from(!caller.is_verified());
+        *self.callers.entry(caller.clone()).or_default() += 1;
+    }
+
+    fn remove(&mut self, caller: &CallerKey) {
+        self.all -= 1;
+        self.unverified -= usize::from(!caller.is_verified());
+        if let Some(count) = self.callers.get_mut(caller) {
+            *count -= 1;
+            if *count == 0 {
+                self.callers.remove(caller);
+            }
+        }
+    }
+}
+
+impl Drop for StreamPermit {
+    fn drop(&mut self) {
+        self.limiter.lock().remove(&self.caller);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(last: u8) -> CallerKey {
+        CallerKey::Source([192, 0, 2, last].into())
+    }
+
+    fn certificate(name: &str) -> CallerKey {
+        CallerKey::Certificate(name.into())
+    }
+
+    /// As many permits as a caller gets, and why it gets no more.
+    fn fill(limiter: &Arc<StreamLimiter>, caller: &CallerKey) -> (Vec<StreamPermit>, Exhausted) {
+        let mut permits = Vec::new();
+        loop {
+            match limiter.acquire(caller) {
+                Ok(permit) => permits.push(permit),
+                Err(exhausted) => return (permits, exhausted),
+            }
+        }
+    }
+
+    #[test]
+    fn shares_hold_for_every_kind_of_caller_and_for_small_limits() {
+        for (limit, half, three_quarters) in [
+            (1, 1, 1),
+            (2, 1, 2),
+            (3, 2, 3),
+            (4, 2, 3),
+            (5, 3, 4),
+            (256, 128, 192),
+        ] {
+            let user = CallerKey::User("prometheus".into());
+            for caller in [source(1), user] {
+                let limiter = StreamLimiter::new(limit);
+                let (permits, exhausted) = fill(&limiter, &caller);
+                assert_eq!(permits.len(), half, "{limit}: {caller:?}");
+                // One stream is all that an agent with one has.
+                let share = if limit == 1 {
+                    Share::Agent
+                } else {
+                    Share::UnverifiedCaller
+                };
+                assert_eq!(exhausted.share, share, "{limit}: {caller:?}");
+            }
+            for caller in [certificate("kube-apiserver"), CallerKey::Local(Some(0))] {
+                let limiter = StreamLimiter::new(limit);
+                let (permits, _) = fill(&limiter, &caller);
+                assert_eq!(permits.len(), three_quarters, "{limit}: {caller:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn callers_without_certificates_leave_a_quarter_and_a_verified_one_too() {
+        let limiter = StreamLimiter::new(256);
+        let (first, _) = fill(&limiter, &source(1));
+        let (second, exhausted) = fill(&limiter, &source(2));
+        assert_eq!((first.len(), second.len()), (128, 64));
+        assert_eq!(exhausted.share, Share::Unverified);
+        assert!(exhausted.to_string().contains("three quarters"));
+        let (third, exhausted) = fill(&limiter, &certificate("kube-apiserver"));
+        assert_eq!((third.len(), exhausted.share), (64, Share::Agent));
+
+        let limiter = StreamLimiter::new(256);
+        let (busy, exhausted) = fill(&limiter, &certificate("kube-apiserver"));
+        assert_eq!((busy.len(), exhausted.share), (192, Share::VerifiedCaller));
+        let (other, _) = fill(&limiter, &certificate("prometheus"));
+        assert_eq!(other.len(), 64);
+    }
+
+    #[test]
+    fn permits_come_back_and_leave_nothing_behind() {
+        let limiter = StreamLimiter::new(8);
+        let callers = [source(1), source(2), certificate("a")];
+        for _ in 0..3 {
+            let permits: Vec<_> = callers
+                .iter()
+                .map(|caller| fill(&limiter, caller))
+                .collect();
+            assert!(!limiter.has_spare());
+            drop(permits);
+            let open = limiter.lock();
+            assert_eq!((open.all, open.unverified, open.callers.len()), (0, 0, 0));
+            drop(open);
+            assert!(limiter.has_spare());
+        }
+    }
+}
