@@ -2,11 +2,14 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
+use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::meta::{self, Meta, Readiness};
 use tunnel_proto::process::places::Places;
 use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
@@ -19,7 +22,7 @@ use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use crate::acceptor::{Acceptor, TcpEntry};
 use crate::admin::{self, AdminState};
 use crate::callers::Borrowers;
-use crate::config::Config;
+use crate::config::{Capacity, Config};
 use crate::data::DataDir;
 use crate::distrusted;
 use crate::dns::Records;
@@ -33,7 +36,7 @@ use crate::policy::{LivePolicy, PortPolicy};
 use crate::registry::{Registry, RegistryLimits};
 use crate::revoked::Revocations;
 use crate::routes::{RouteNode, Routes, Source};
-use crate::session::{SessionLimits, Sessions};
+use crate::session::{AdmissionRate, SessionLimits, Sessions};
 use crate::status;
 use crate::tokens::TokenStore;
 
@@ -162,6 +165,11 @@ impl App {
             connect: connect_sockets,
             bound,
         } = sockets;
+        let resources = Resources::of_process();
+        let capacity = Capacity::new(&config.limits, config.dns.is_some(), resources);
+        if let Some(warning) = capacity.warning(&config.limits, resources) {
+            warn!("{warning}");
+        }
         #[cfg(feature = "dns")]
         let dns = records::serve(
             dns_sockets,
@@ -172,6 +180,7 @@ impl App {
                 records: &records,
                 metrics: &mut metrics_registry,
                 shutdown: &shutdown,
+                limits: capacity.dns,
             },
         );
         let advertised = advertised(&config, bound.agents);
@@ -218,7 +227,8 @@ impl App {
                 idle: config.limits.caller_idle_timeout,
                 open: config.limits.open_timeout,
             },
-            strangers: Places::new(config.limits.pre_auth_callers()),
+            callers: Places::new(capacity.callers),
+            verified_callers: Places::new(capacity.verified_callers),
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),
             drivers: drivers.clone(),
@@ -226,8 +236,11 @@ impl App {
         for (listener, mode) in doors {
             shared.start(listener, mode);
         }
-        let tunnels =
-            connect_sockets.start(&config, (&shared, &ranges), (certificates, &followed))?;
+        let tunnels = connect_sockets.start(
+            &config,
+            (&shared, &ranges, &bound),
+            (certificates, &followed),
+        )?;
         Acceptor {
             quic: quic.clone(),
             tcp_entry: Arc::new(TcpEntry {
@@ -255,12 +268,14 @@ impl App {
                     liveness: config.limits.liveness(),
                     expired: config.limits.expired(),
                 },
+                admission_rate: Arc::new(AdmissionRate::new(config.limits.admissions_per_node)),
                 revocations: revocations.clone(),
                 trust: Some(agents.trust.clone()),
                 renewals: agents.renewals.clone(),
             }),
             handshake_limit: config.limits.handshake_timeout,
-            pre_auth: Places::new(config.limits.pre_auth()),
+            pre_auth: Places::new(capacity.half_open),
+            over_tcp: Arc::new(Semaphore::new(capacity.agents_over_tcp)),
         }
         .start(tcp);
         let list = {
@@ -368,8 +383,27 @@ impl App {
             () = self.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.readiness.block("draining");
+        let holding = std::mem::take(&mut self.holding);
+        // At the start, so that a server that comes now has the keys: what still reaches this one goes on, and a packet of a
+        // session of this one that reaches the other has lost its way, which the other's reset says at once.
+        let stop = self.shutdown.stop().clone();
+        tokio::join!(self.drain(), holding.release(&stop));
+        self.shutdown.finish().await;
+        self.drivers.close();
+        self.drivers.wait().await;
+        if let Err(error) = self.nodes.save() {
+            warn!(%error, "cannot keep the known nodes");
+        }
+        info!("stopped");
+    }
+
+    /// No new work, running work within the drain timeout, then the end of all sessions.
+    async fn drain(&mut self) {
         match self.shutdown.drain_within(self.config.drain_timeout).await {
-            DrainEnd::Complete => info!("all requests have ended"),
+            DrainEnd::Complete => {
+                info!("all requests have ended");
+                self.agents_leave().await;
+            }
             DrainEnd::Deadline => warn!(
                 streams = self.shutdown.work_left(),
                 "drain timeout is over, cutting the rest"
@@ -391,17 +425,40 @@ impl App {
             () = quiet => {}
             () = self.shutdown.stop().cancelled() => {}
         }
-        // Not before: a session that still drains would be reset by whoever has its keys.
-        self.holding.release(self.shutdown.stop()).await;
-        self.shutdown.finish().await;
-        self.drivers.close();
-        self.drivers.wait().await;
-        if let Err(error) = self.nodes.save() {
-            warn!(%error, "cannot keep the known nodes");
-        }
-        info!("stopped");
     }
 }
+
+impl App {
+    /// Where another server may follow at once, gives agents the time to connect to it before their sessions here end. Until
+    /// the network leads new connections to that server only, this one has to refuse them: a QUIC dial to a server that has
+    /// gone would wait in silence for seconds.
+    async fn agents_leave(&self) {
+        let settings = self.config.kubernetes.as_ref();
+        if settings.is_none_or(|settings| settings.single_replica) {
+            return;
+        }
+        let left = async {
+            let mut look = tokio::time::interval(LEAVE_LOOK);
+            while self
+                .registry
+                .all()
+                .iter()
+                .any(|agent| !agent.is_withdrawn())
+            {
+                look.tick().await;
+            }
+        };
+        tokio::select! {
+            _either_way = tokio::time::timeout(LEAVE_WITHIN, left) => {}
+            () = self.shutdown.stop().cancelled() => {}
+        }
+    }
+}
+
+/// Agents dial another server within 0.5 s, and again until the network of the cluster knows that this one is going, which
+/// takes a second or so.
+const LEAVE_WITHIN: Duration = Duration::from_secs(2);
+const LEAVE_LOOK: Duration = Duration::from_millis(20);
 
 /// Windows and timers of agents' sessions, whatever carries them.
 fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
@@ -427,6 +484,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             name: name.clone(),
             hostname: None,
             addresses: node.addresses.clone(),
+            kubelet_port: None,
         });
         let table = routes.set(Source::Known, known.collect());
         metrics.routes(table.len(), table.conflicts().len());

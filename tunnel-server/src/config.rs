@@ -18,6 +18,7 @@ use crate::dns::DnsSettings;
 use crate::ingress::service::Service;
 use crate::policy::PortPolicy;
 
+mod capacity;
 mod check;
 mod connect;
 mod dns;
@@ -27,6 +28,7 @@ mod raw;
 mod reached;
 mod targets;
 
+pub use capacity::Capacity;
 use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
     https_certificate, https_names, loopback, parsed, port_list, proxy_port_listen,
@@ -129,20 +131,23 @@ pub enum ProxyPortListen {
 /// # Errors
 /// [`ConfigError`] when the file cannot be read or understood, or with all mistakes of the settings.
 pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError> {
-    let lower = match file {
+    let (lower, warning) = match file {
         Some(path) => {
             let mistake = |problem: String| {
                 ConfigError(vec![format!("--config: {}: {problem}", path.display())])
             };
-            let text = files::read_given(path)
-                .and_then(|bytes| String::from_utf8(bytes.to_vec()).map_err(std::io::Error::other))
+            let (bytes, warning) =
+                files::read_config(path).map_err(|error| mistake(error.to_string()))?;
+            let text = std::str::from_utf8(&bytes).map_err(|error| mistake(error.to_string()))?;
+            let lower = serde_saphyr::from_str::<Option<RawConfig>>(text)
                 .map_err(|error| mistake(error.to_string()))?;
-            serde_saphyr::from_str::<Option<RawConfig>>(&text)
-                .map_err(|error| mistake(error.to_string()))?
+            (lower, warning)
         }
-        None => None,
+        None => (None, None),
     };
-    Config::try_from(flags.or(lower.unwrap_or_default()))
+    let mut config = Config::try_from(flags.or(lower.unwrap_or_default()))?;
+    config.warnings.extend(warning);
+    Ok(config)
 }
 
 impl TryFrom<RawConfig> for Config {
@@ -237,6 +242,7 @@ impl Config {
             advertise: raw
                 .advertise
                 .iter()
+                .filter(|text| !text.trim().is_empty())
                 .filter_map(|text| advertised(bad, text))
                 .collect(),
             ports,
@@ -301,6 +307,7 @@ impl Config {
             .into_iter()
             .chain(config.open_door_warning(in_cluster))
             .chain(config.limits.hard_bound_warning())
+            .chain(config.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(unused_records)
             .collect();
         mistakes.finish(Self { warnings, ..config })

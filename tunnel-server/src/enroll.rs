@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_account_token,
@@ -21,6 +22,9 @@ use crate::issuer::AgentRequest;
 use crate::nodes::KnownNodes;
 use crate::renew::{Refusal, Renewals, refusal};
 use crate::tokens::TokenStore;
+
+/// Anybody who reaches the port can cause these lines.
+static REFUSED: LineLimit = LineLimit::new("enrolments refused");
 
 /// What enrolments need. Clones share it.
 #[derive(Debug, Clone)]
@@ -50,7 +54,9 @@ impl Enrollment {
         let outcome = match read_request(&mut stream).await {
             Ok(request) => self.answer(request, peer, exported).await,
             Err(ReadError::Frame(error)) => {
-                warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
+                if REFUSED.admit() {
+                    warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
+                }
                 Err((EnrollCode::BadRequest, error.to_string()))
             }
             Err(ReadError::Cut(error)) => {
@@ -94,7 +100,9 @@ impl Enrollment {
                 Ok(reply)
             }
             Err((code, detail)) => {
-                warn!(%agent, %peer, %code, detail, "enrolment refused");
+                if REFUSED.admit() {
+                    warn!(%agent, %peer, %code, detail, "enrolment refused");
+                }
                 Err((code, detail))
             }
         }

@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
+use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug, info_span};
-use tunnel_proto::identity::common_name;
+use tunnel_proto::identity::{CallerError, caller_name, common_name};
 use tunnel_proto::process::accept::Accepting;
-use tunnel_proto::process::places::{Place, Places};
+use tunnel_proto::process::places::{Place, Places, Reached};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::callers::{Borrowers, DoorTls};
 use crate::config::Limit;
@@ -27,6 +28,7 @@ pub mod body;
 pub mod connect;
 mod course;
 mod fields;
+mod head_check;
 mod http;
 pub mod peer;
 pub mod record;
@@ -50,7 +52,7 @@ pub struct Doors {
     pub registry: Arc<Registry>,
     /// Allowed ports.
     pub policy: LivePolicy,
-    /// In a cluster: which node a pod runs on.
+    /// In a cluster: which node a pod runs on, for callers with delegation.
     pub pods: Option<PodFinder>,
     /// TLS towards https targets.
     pub targets: Arc<Targets>,
@@ -58,8 +60,10 @@ pub struct Doors {
     pub borrowers: Borrowers,
     /// Limits.
     pub limits: DoorLimits,
-    /// Places for callers that have sent no whole request head yet.
-    pub strangers: Arc<Places>,
+    /// Places for callers' connections, for their whole life.
+    pub callers: Arc<Places>,
+    /// Further places, for callers that verify with a client certificate or come over a Unix socket: others cannot take them.
+    pub verified_callers: Arc<Places>,
     /// Counters.
     pub metrics: Metrics,
     /// Stopping.
@@ -124,10 +128,14 @@ struct Line {
     name: CallerName,
     fate: Arc<Fate>,
     hangup: Hangup,
-    /// Kept up to the first request head.
-    place: Place,
+    /// The connection's place among all callers.
+    permit: Arc<Place>,
     /// The caller may borrow the server's identity.
     borrows: bool,
+    /// The name that the caller's TLS asked for, where it says the node of requests: for callers with delegation.
+    server_name: Option<NodeName>,
+    /// Its certificate is none of a caller's.
+    refused: Option<CallerError>,
 }
 
 impl Doors {
@@ -153,7 +161,15 @@ impl Doors {
                     Box::pin(doors.serve(door.clone(), tcp.into(), caller))
                 }
                 Mode::Service(service) => {
-                    Box::pin(service::serve(doors, service.clone(), tcp, peer))
+                    let service = service.clone();
+                    Box::pin(async move {
+                        let Some(permit) = doors.admit(peer.into()) else {
+                            return;
+                        };
+                        // A service's connection carries a stream for its whole life.
+                        let _in_use = permit.in_use();
+                        service::serve(doors, service, tcp, peer).await;
+                    })
                 }
             };
             self.shutdown
@@ -189,27 +205,55 @@ impl Doors {
         });
     }
 
+    /// Takes a place for a caller's connection. Without one the connection is dropped, which refuses it.
+    fn admit(&self, peer: Peer) -> Option<Arc<Place>> {
+        self.admitted(self.callers.enter(peer.source()))
+    }
+
+    /// Takes a place for a caller that may verify. Returns whether it is one of those for callers that do.
+    fn admit_verifiable(&self, peer: Peer) -> Option<(Arc<Place>, bool)> {
+        let entered = self.callers.enter(peer.source());
+        let is_reserved = entered.is_err();
+        let entered = entered.or_else(|_full| self.verified_callers.enter(peer.source()));
+        self.admitted(entered).map(|permit| (permit, is_reserved))
+    }
+
+    fn admitted(&self, entered: Result<Place, Reached>) -> Option<Arc<Place>> {
+        let reached = match &entered {
+            Ok(place) => place.reached(),
+            Err(reached) => Some(*reached),
+        };
+        match reached {
+            Some(Reached::PerSource) => self.metrics.limit(Limit::CallersPerSource),
+            Some(Reached::Total) => self.metrics.limit(Limit::CallersTotal),
+            None => {}
+        }
+        if entered.is_err() {
+            self.metrics.refused_caller();
+        }
+        entered.ok().map(Arc::new)
+    }
+
     async fn serve(
         self: Arc<Self>,
         door: Arc<Door>,
         socket: CallerSocket,
         (peer, name): (Peer, CallerName),
     ) {
-        let entered = self.strangers.enter(peer.source());
-        // One source may have all places of callers.
-        if entered
-            .as_ref()
-            .map_or(true, |place| place.reached().is_some())
-        {
-            self.metrics.limit(Limit::PreAuthTotal);
-        }
-        let Ok(place) = entered else {
-            return self.metrics.evicted_caller();
+        let admitted = match peer {
+            Peer::Tcp(_) if door.tls.is_none() => self.admit(peer).map(|permit| (permit, false)),
+            Peer::Tcp(_) | Peer::Unix => self.admit_verifiable(peer),
         };
+        let Some((permit, is_reserved)) = admitted else {
+            return;
+        };
+        // The host knows who may open a Unix socket.
+        let must_verify = is_reserved && peer != Peer::Unix;
+        let deadline = Instant::now() + self.limits.handshake;
         let tls = tokio::select! {
             biased;
-            () = place.evicted() => return self.metrics.evicted_caller(),
-            tls = tokio::time::timeout(self.limits.handshake, tls_of(&door, &socket)) => tls,
+            () = permit.evicted() => return self.metrics.evicted_caller(),
+            tls = timeout_at(deadline, tls_of(&door, &socket)) => tls,
         };
         let Ok(tls) = tls else {
             return debug!("caller sent nothing in time");
@@ -222,26 +266,43 @@ impl Doors {
             name,
             fate,
             hangup,
-            place,
+            permit,
             borrows: false,
+            server_name: None,
+            refused: None,
         };
         let Some(tls) = tls else {
+            if must_verify {
+                return self.metrics.refused_caller();
+            }
+            let _not_for_eviction = is_reserved.then(|| line.permit.in_use());
             return http::serve(self, door, socket, line).await;
         };
         let handshake = TlsAcceptor::from(tls.config()).accept(socket);
         let shaken = tokio::select! {
             biased;
-            () = line.place.evicted() => return self.metrics.evicted_caller(),
-            shaken = tokio::time::timeout(self.limits.handshake, handshake) => shaken,
+            () = line.permit.evicted() => return self.metrics.evicted_caller(),
+            shaken = timeout_at(deadline, handshake) => shaken,
         };
         match shaken {
             Ok(Ok(stream)) => {
                 let chain = stream.get_ref().1.peer_certificates();
                 line.borrows = self.borrowers.admit(chain);
+                if line.borrows {
+                    let name = stream.get_ref().1.server_name();
+                    line.server_name = name.and_then(|name| name.parse().ok());
+                }
                 if let Some(leaf) = chain.and_then(<[_]>::first) {
                     let name = common_name(leaf).unwrap_or_default();
                     line.name = CallerName::Certificate(name.into());
+                    line.refused = caller_name(leaf).err();
                 }
+                let is_verified = chain.is_some() && line.refused.is_none();
+                if must_verify && !is_verified {
+                    return self.metrics.refused_caller();
+                }
+                // Others that have not verified yet take no reserved place from it.
+                let _not_for_eviction = is_reserved.then(|| line.permit.in_use());
                 http::serve(self, door, stream, line).await;
             }
             Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),

@@ -15,6 +15,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::panics::Panics;
 use tunnel_proto::process::reload::Reload;
+use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 
@@ -46,8 +47,10 @@ pub struct Metrics {
     handshakes: Family<HandshakeLabel, Counter>,
     enrollments: Family<HandshakeLabel, Counter>,
     evicted_callers: Counter,
+    refused_callers: Counter,
     limits: Family<LimitLabel, Counter>,
     renewals: Family<HandshakeLabel, Counter>,
+    passwords: Family<HandshakeLabel, Counter>,
     reloads: Family<ReloadLabel, Counter>,
     reload_failed: Family<FilesLabel, Gauge>,
     credential_ends: Family<FilesLabel, Gauge<f64, AtomicU64>>,
@@ -131,8 +134,10 @@ impl Metrics {
             handshakes: Family::default(),
             enrollments: Family::default(),
             evicted_callers: Counter::default(),
+            refused_callers: Counter::default(),
             limits: Family::default(),
             renewals: Family::default(),
+            passwords: Family::default(),
             reloads: Family::default(),
             reload_failed: Family::default(),
             credential_ends: Family::default(),
@@ -154,6 +159,7 @@ impl Metrics {
         );
         registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(Panics));
+        registry.register_collector(Box::new(DroppedLines));
         registry.register(
             "streams_open",
             "Streams open to agents",
@@ -206,8 +212,13 @@ impl Metrics {
         );
         registry.register(
             "callers_evicted",
-            "Connections of callers that gave way to newer ones before their first request, or were turned away (limits.preAuthTotal)",
+            "Idle connections of callers that were closed for newer ones (limits.callersTotal, limits.callersPerSource)",
             metrics.evicted_callers.clone(),
+        );
+        registry.register(
+            "callers_refused",
+            "Connections of callers that were refused, since no idle one could be closed for them (limits.callersTotal, limits.callersPerSource)",
+            metrics.refused_callers.clone(),
         );
         registry.register(
             "limits_reached",
@@ -223,6 +234,17 @@ impl Metrics {
             "Certificates that agents asked for on live sessions, by result",
             metrics.renewals.clone(),
         );
+        registry.register(
+            "connect_passwords",
+            "Requests at the CONNECT listener by what became of their password; waiting ones were refused unread",
+            metrics.passwords.clone(),
+        );
+        for result in ["right", "wrong", "missing", "waiting"] {
+            let label = HandshakeLabel {
+                result: Word(result),
+            };
+            drop(metrics.passwords.get_or_create(&label));
+        }
         registry.register(
             "credential_reloads",
             "Times that certificate files were found changed or unusable",
@@ -324,14 +346,28 @@ impl Metrics {
         }
     }
 
-    /// Counts a caller whose connection gave way to a newer one before its first request.
+    /// Counts a caller whose idle connection was closed for a newer one.
     pub fn evicted_caller(&self) {
         self.evicted_callers.inc();
+    }
+
+    /// Counts a caller whose connection was refused for lack of a place.
+    pub fn refused_caller(&self) {
+        self.refused_callers.inc();
     }
 
     /// Counts a renewal: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
         self.renewals
+            .get_or_create(&HandshakeLabel {
+                result: Word(result),
+            })
+            .inc();
+    }
+
+    /// Counts a request with or without a password: `right`, `wrong`, `missing` or `waiting`.
+    pub fn password(&self, result: &'static str) {
+        self.passwords
             .get_or_create(&HandshakeLabel {
                 result: Word(result),
             })

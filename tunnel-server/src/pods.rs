@@ -1,66 +1,113 @@
-//! Which node a pod runs on: a question that the doors ask for kubelet paths, and the cluster's side answers.
+//! Which node a pod runs on: a question that the TLS listeners ask for kubelet paths, and the cluster's side answers.
 
+use std::fmt;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::NodeName;
 
-/// Questions that wait to be taken; a door that finds no room goes without an answer.
+/// Questions that wait in the queue; further callers wait for room in it.
 const QUESTIONS_MAX: usize = 64;
-/// How long a door waits for an answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+/// How long a request waits for an answer, its time in the queue included: two calls of the cluster's side that time out.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+/// Longest DNS subdomain (RFC 1123), bytes.
+const SUBDOMAIN_MAX: usize = 253;
+/// Longest DNS label, bytes.
+const LABEL_MAX: usize = 63;
 
 /// A pod.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Pod {
     /// Its namespace.
     pub namespace: String,
-    /// Its name.
+    /// Its name in the API, which a static Pod has as well.
     pub name: String,
 }
 
-impl Pod {
-    /// The pod of a kubelet's streaming path: `/exec/NAMESPACE/POD/...`, `/attach/...`, `/containerLogs/...`,
-    /// `/portForward/...` (kubelet `pkg/kubelet/server/server.go`); none for other paths, or where namespace or pod are
-    /// not names of Kubernetes.
-    #[must_use]
-    pub fn of_path(path: &str) -> Option<Self> {
-        let mut parts = path.strip_prefix('/')?.split('/');
-        let is_streaming = matches!(
-            parts.next()?,
-            "exec" | "attach" | "containerLogs" | "portForward"
-        );
-        let (namespace, name) = (parts.next()?, parts.next()?);
-        let is_name = |text: &str| {
-            text.parse::<NodeName>()
-                .is_ok_and(|parsed| parsed.as_str() == text)
-        };
-        // A name that reads as an address is no node's, but may be a pod's; such pods are not looked up.
-        (is_streaming && is_name(namespace) && !namespace.contains('.') && is_name(name)).then(
-            || Self {
-                namespace: namespace.to_owned(),
-                name: name.to_owned(),
-            },
-        )
+impl fmt::Display for Pod {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}/{}", self.namespace, self.name)
     }
 }
 
-/// The kubelet of a node.
+/// What a request's path says to a kubelet (Kubernetes `pkg/kubelet/server/server.go`).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kubelet {
-    /// The node.
-    pub node: NodeName,
-    /// Its port.
-    pub port: Port,
+pub enum KubeletPath {
+    /// `/exec/NAMESPACE/POD/...`, `/attach/...`, `/portForward/...` or `/containerLogs/...`.
+    Stream(Pod),
+    /// One of these without a namespace and a pod that Kubernetes could have.
+    Malformed,
+    /// Any other path.
+    Other,
 }
 
-/// A question with the way back.
+impl KubeletPath {
+    /// Reads a path without its query.
+    #[must_use]
+    pub fn of(path: &str) -> Self {
+        let mut parts = path.strip_prefix('/').unwrap_or_default().split('/');
+        let (Some("exec" | "attach" | "portForward" | "containerLogs"), namespace, name) =
+            (parts.next(), parts.next(), parts.next())
+        else {
+            return Self::Other;
+        };
+        match (namespace, name) {
+            (Some(namespace), Some(name))
+                if is_label(namespace) && namespace.len() <= LABEL_MAX && is_subdomain(name) =>
+            {
+                Self::Stream(Pod {
+                    namespace: namespace.to_owned(),
+                    name: name.to_owned(),
+                })
+            }
+            _ => Self::Malformed,
+        }
+    }
+}
+
+/// Whether a text is a name of a Pod (Kubernetes `IsDNS1123Subdomain`, which bounds no single label).
+fn is_subdomain(text: &str) -> bool {
+    text.len() <= SUBDOMAIN_MAX && text.split('.').all(is_label)
+}
+
+fn is_label(text: &str) -> bool {
+    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    !text.is_empty() && text.bytes().all(is_inner) && !text.starts_with('-') && !text.ends_with('-')
+}
+
+/// Why the node of a pod is not known.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LookupError {
+    /// The API has no such pod.
+    #[error("there is no such pod")]
+    NotFound,
+    /// No node was chosen for the pod.
+    #[error("the pod is bound to no node")]
+    Unbound,
+    /// The name of the pod's node cannot be addressed.
+    #[error("its node {0:?} has a name that no agent can have")]
+    UnusableNode(String),
+    /// The server lacks the right.
+    #[error(
+        "the API server refuses; grant the tunnel server's ServiceAccount the right 'pods get' (verb get on resource pods, \
+         all namespaces), or start kube-apiserver with --kubelet-certificate-authority, which needs no look-up"
+    )]
+    Forbidden,
+    /// The API server cannot be asked.
+    #[error("the API server cannot be asked: {0}")]
+    Unavailable(String),
+    /// No answer in time.
+    #[error("no answer of the API server within {} s", ANSWER_LIMIT.as_secs())]
+    Timeout,
+}
+
+/// A question and the channel for its answer.
 #[derive(Debug)]
 pub struct Question {
     /// The pod.
     pub pod: Pod,
-    /// Where the answer goes; none when the cluster does not know the pod or cannot be asked.
-    pub answer: oneshot::Sender<Option<Kubelet>>,
+    /// Takes the node, by the name of its object.
+    pub answer: oneshot::Sender<Result<NodeName, LookupError>>,
 }
 
 /// Asks for pods' nodes. Clones ask the same side.
@@ -75,14 +122,20 @@ impl PodFinder {
         (Self(questions), taken)
     }
 
-    /// The kubelet that runs a pod, within 5 s; `None` when that cannot be told. Cancel-safe.
-    pub async fn kubelet_of(&self, pod: Pod) -> Option<Kubelet> {
+    /// Returns the node that a pod is bound to, within 10 s. Cancel-safe: a question whose asker is gone is dropped.
+    ///
+    /// # Errors
+    /// [`LookupError`].
+    pub async fn node_of(&self, pod: Pod) -> Result<NodeName, LookupError> {
         let (answer, answered) = oneshot::channel();
-        self.0.try_send(Question { pod, answer }).ok()?;
-        tokio::time::timeout(ANSWER_LIMIT, answered)
-            .await
-            .ok()?
-            .ok()?
+        let asking = async {
+            let stopped = || LookupError::Unavailable("the server is stopping".to_owned());
+            let sent = self.0.send(Question { pod, answer }).await;
+            sent.map_err(|_closed| stopped())?;
+            answered.await.map_err(|_dropped| stopped())?
+        };
+        let waited = tokio::time::timeout(ANSWER_LIMIT, asking).await;
+        waited.unwrap_or(Err(LookupError::Timeout))
     }
 }
 
@@ -93,29 +146,105 @@ mod tests {
     #[test]
     fn streaming_paths_name_their_pod() {
         for (path, pod) in [
-            ("/exec/default/web-0/nginx", Some(("default", "web-0"))),
-            ("/attach/kube-system/a.b/c", Some(("kube-system", "a.b"))),
-            ("/containerLogs/ns/pod/c", Some(("ns", "pod"))),
-            ("/portForward/ns/pod", Some(("ns", "pod"))),
-            ("/portForward/ns", None),
-            ("/exec/../web-0/nginx", None),
-            ("/exec/a.b/web-0/nginx", None),
-            ("/exec/NS/web-0/nginx", None),
-            ("/exec/ns/web%2f0/nginx", None),
-            ("/metrics/cadvisor", None),
-            ("/logs/ns/pod", None),
+            ("/exec/default/web-0/nginx", "default/web-0"),
+            ("/exec/default/web-0/0a1b/nginx", "default/web-0"),
+            ("/attach/kube-system/a.b/c", "kube-system/a.b"),
+            ("/containerLogs/ns/pod/c", "ns/pod"),
+            ("/portForward/ns/pod", "ns/pod"),
+            // A static Pod has its node's name behind its own.
+            (
+                "/exec/kube-system/etcd-edge.site-3/etcd",
+                "kube-system/etcd-edge.site-3",
+            ),
+            // Names that read as addresses are names of Pods all the same.
+            ("/exec/1/10.0.0.1/c", "1/10.0.0.1"),
         ] {
-            let found = Pod::of_path(path);
-            let found = found.as_ref().map(|pod| (&*pod.namespace, &*pod.name));
-            assert_eq!(found, pod, "{path}");
+            let KubeletPath::Stream(found) = KubeletPath::of(path) else {
+                panic!("{path}");
+            };
+            assert_eq!(found.to_string(), pod, "{path}");
+        }
+        let long = format!("/exec/ns/{}/c", "x".repeat(100));
+        assert!(matches!(KubeletPath::of(&long), KubeletPath::Stream(_)));
+        let too_long = format!("/exec/ns/{}/c", "x".repeat(254));
+        let long_namespace = format!("/exec/{}/pod/c", "x".repeat(64));
+        for path in [
+            &*too_long,
+            &long_namespace,
+            "/exec",
+            "/exec/",
+            "/portForward/ns",
+            "/portForward/ns/",
+            "/exec//web-0/nginx",
+            "/exec/../web-0/nginx",
+            "/exec/ns/../nginx",
+            "/exec/a.b/web-0/nginx",
+            "/exec/NS/web-0/nginx",
+            "/exec/ns/web%2f0/nginx",
+            "/exec/ns/-web/nginx",
+            "/exec/ns/a..b/nginx",
+        ] {
+            assert_eq!(KubeletPath::of(path), KubeletPath::Malformed, "{path}");
+        }
+        for path in [
+            "",
+            "/",
+            "*",
+            "/metrics/cadvisor",
+            "/logs/ns/pod",
+            "/Exec/ns/pod/c",
+            "/%65xec/ns/pod/c",
+            "//exec/ns/pod/c",
+            "/run/ns/pod/c",
+        ] {
+            assert_eq!(KubeletPath::of(path), KubeletPath::Other, "{path}");
+        }
+    }
+
+    fn pod() -> Pod {
+        Pod {
+            namespace: "default".into(),
+            name: "web-0".into(),
         }
     }
 
     #[tokio::test]
-    async fn question_without_an_answering_side_is_answered_with_nothing() {
+    async fn question_without_an_answering_side_is_an_error() {
         let (finder, questions) = PodFinder::new();
-        let pod = Pod::of_path("/exec/ns/pod/c").unwrap();
         drop(questions);
-        assert_eq!(finder.kubelet_of(pod).await, None);
+        let answer = finder.node_of(pod()).await;
+        assert!(
+            matches!(answer, Err(LookupError::Unavailable(_))),
+            "{answer:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn more_questions_than_the_queue_holds_wait_and_are_answered() {
+        let (finder, mut questions) = PodFinder::new();
+        let mut asking = tokio::task::JoinSet::new();
+        for _ in 0..3 * QUESTIONS_MAX {
+            let finder = finder.clone();
+            asking.spawn(async move { finder.node_of(pod()).await });
+        }
+        let answering = async {
+            for _ in 0..3 * QUESTIONS_MAX {
+                let question = questions.recv().await.unwrap();
+                let node = "worker-1".parse().unwrap();
+                question.answer.send(Ok(node)).unwrap();
+            }
+        };
+        let (answers, ()) = tokio::join!(asking.join_all(), answering);
+        assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn wait_for_an_answer_is_bounded() {
+        let (finder, _questions) = PodFinder::new();
+        let began = tokio::time::Instant::now();
+        assert_eq!(finder.node_of(pod()).await, Err(LookupError::Timeout));
+        let waited = began.elapsed();
+        let latest = ANSWER_LIMIT + Duration::from_millis(10);
+        assert!(waited >= ANSWER_LIMIT && waited < latest, "{waited:?}");
     }
 }

@@ -33,7 +33,9 @@ pub enum PortRefusal {
     /// No list has it.
     #[error(
         "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
-         --https-proxy-ports and --localhost-proxy-ports, which a ConfigMap of the cluster may replace"
+         --https-proxy-ports and --localhost-proxy-ports, which a ConfigMap of the cluster may replace. Add it there only \
+         if something on the nodes listens on it: a kube-apiserver's own port, as 6443, is in Host because kube-apiserver \
+         passes on the Host of its client"
     )]
     NotListed(Port),
 }

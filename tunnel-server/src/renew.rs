@@ -8,6 +8,7 @@ use rustls::{CertificateError, Error};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use tracing::warn;
 use tunnel_proto::identity::{Domain, PeerIdentity, spki_sha256, validity};
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, RENEW_EXPORT_BYTES, RenewalProof};
@@ -174,11 +175,14 @@ impl Renewals {
 fn clock_wrong(not_before: SystemTime, now: SystemTime) -> Refusal {
     let behind = not_before.duration_since(now).unwrap_or_default();
     let behind = humantime::format_duration(Duration::from_secs(behind.as_secs()));
-    warn!(
-        clock = rfc3339(now),
-        not_before = rfc3339(not_before),
-        "a certificate of this CA begins in the future: the clock of this server is or was wrong"
-    );
+    static WRONG: LineLimit = LineLimit::new("certificates of this CA that begin in the future");
+    if WRONG.admit() {
+        warn!(
+            clock = rfc3339(now),
+            not_before = rfc3339(not_before),
+            "a certificate of this CA begins in the future: the clock of this server is or was wrong"
+        );
+    }
     let detail = format!(
         "the certificate begins at {}, but this server's clock says {}: the server's clock is {behind} or more behind, or \
          was ahead when it was issued",

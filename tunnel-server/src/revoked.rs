@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 use tunnel_proto::identity::{BACKDATED, Domain, PeerIdentity};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::tls::{Judge, Revoked};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
@@ -222,7 +223,10 @@ impl State {
 
     fn of_node(&mut self, node: &NodeName, doc: &SharedDoc) -> Option<SystemTime> {
         if let Err(error) = self.refresh(doc) {
-            warn!(%error, "cannot read the revocations again; those that are known hold");
+            static UNREAD: LineLimit = LineLimit::new("revocations cannot be read again");
+            if UNREAD.admit() {
+                warn!(%error, "cannot read the revocations again; those that are known hold");
+            }
         }
         self.nodes.get(node).copied()
     }

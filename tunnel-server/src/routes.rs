@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 /// Known names and addresses at one moment.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -18,6 +18,7 @@ pub struct RouteTable {
     /// Host names beside the nodes' own names; never one that is a node's own.
     hostnames: HashMap<NodeName, Vec<NodeName>>,
     addresses: HashMap<IpAddr, Vec<NodeName>>,
+    kubelet_ports: HashMap<NodeName, Port>,
 }
 
 /// Why a name or address leads nowhere.
@@ -46,6 +47,8 @@ pub struct RouteNode {
     pub hostname: Option<NodeName>,
     /// Its addresses.
     pub addresses: Vec<IpAddr>,
+    /// The port of its kubelet, from its Node object.
+    pub kubelet_port: Option<Port>,
 }
 
 impl RouteTable {
@@ -55,6 +58,7 @@ impl RouteTable {
             name: name.clone(),
             hostname: None,
             addresses: addresses.to_vec(),
+            kubelet_port: None,
         });
         Self::merge(&nodes.collect::<Vec<_>>())
     }
@@ -65,11 +69,15 @@ impl RouteTable {
         let mut names = BTreeSet::new();
         let mut hostnames: HashMap<NodeName, BTreeSet<NodeName>> = HashMap::new();
         let mut owners: HashMap<IpAddr, BTreeSet<NodeName>> = HashMap::new();
+        let mut kubelet_ports = HashMap::new();
         for node in nodes {
             names.insert(node.name.clone());
             if let Some(hostname) = &node.hostname {
                 let claims = hostnames.entry(hostname.clone()).or_default();
                 claims.insert(node.name.clone());
+            }
+            if let Some(port) = node.kubelet_port {
+                kubelet_ports.insert(node.name.clone(), port);
             }
             for address in &node.addresses {
                 let owners = owners.entry(address.to_canonical()).or_default();
@@ -81,6 +89,7 @@ impl RouteTable {
             names,
             hostnames: listed(hostnames),
             addresses: listed(owners),
+            kubelet_ports,
         }
     }
 
@@ -120,6 +129,19 @@ impl RouteTable {
             Some([node]) => Ok(node.clone()),
             Some(several) => Err(RouteError::AmbiguousName(name.clone(), several.to_vec())),
         }
+    }
+
+    /// Whether this is a known node's own name; host names do not count.
+    #[must_use]
+    pub fn is_node(&self, name: &NodeName) -> bool {
+        self.names.contains(name)
+    }
+
+    /// The port of a node's kubelet: that of its Node object, else 10250.
+    #[must_use]
+    pub fn kubelet_port(&self, node: &NodeName) -> Option<Port> {
+        let port = self.kubelet_ports.get(node).copied();
+        port.or_else(|| Port::new(KUBELET_PORT))
     }
 
     /// The one known node with this address.
@@ -213,6 +235,9 @@ impl Routes {
     }
 }
 
+/// Port of the kubelet where a Node object does not say.
+const KUBELET_PORT: u16 = 10250;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -254,6 +279,7 @@ mod tests {
             name: name(own),
             hostname: hostname.map(name),
             addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
+            kubelet_port: None,
         }
     }
 

@@ -161,6 +161,7 @@ mod tests {
             name: name.parse().unwrap(),
             hostname: None,
             addresses: addresses.to_vec(),
+            kubelet_port: None,
         };
         let cluster = [
             of_cluster("worker-1", &[address(1), address(2)]),

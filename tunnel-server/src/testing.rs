@@ -29,14 +29,14 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use crate::data::testing::Scratch;
 use crate::metrics::Metrics;
 use crate::nodes::KnownNodes;
-use crate::registry::{OpenError, Opened, Registry, RegistryLimits};
+use crate::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
 use crate::revoked::Revocations;
 use crate::session::{SessionLimits, Sessions};
 
 /// Beyond every limit of the code under test.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
 /// Streams that an agent of a [`Bench`] may have.
-pub(crate) const STREAMS: usize = 4;
+pub(crate) const STREAMS: usize = 8;
 /// Size of the pool that texts name.
 pub(crate) const POOL: u64 = 64 << 20;
 
@@ -257,6 +257,7 @@ impl Bench {
                 },
                 expired: Duration::from_secs(30),
             },
+            admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
             trust: None,
             renewals: None,
@@ -278,7 +279,10 @@ impl Bench {
 
     pub(crate) async fn open(&self) -> Result<Opened, OpenError> {
         let registry = &self.sessions.registry;
-        registry.open(&node(), &header(), PATIENCE, None).await
+        let operator = CallerKey::Local(None);
+        registry
+            .open(&node(), &header(), &operator, PATIENCE, None)
+            .await
     }
 
     /// An agent process that was admitted.

@@ -11,6 +11,7 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 use tunnel_proto::identity::sha256;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
@@ -220,7 +221,10 @@ impl TokenStore {
         };
         // Also when this key is a repeater: the first time may have failed here.
         self.save(generation, now).map_err(|error| {
-            warn!(%error, "cannot keep the use of a join token");
+            static UNSAVED: LineLimit = LineLimit::new("uses of join tokens cannot be kept");
+            if UNSAVED.admit() {
+                warn!(%error, "cannot keep the use of a join token");
+            }
             let detail = "the server cannot keep its files; try again later";
             (EnrollCode::Unavailable, detail.to_owned())
         })?;
@@ -235,7 +239,10 @@ impl TokenStore {
     /// Takes in what a verb wrote meanwhile, and forgets what is over.
     fn look(&self, state: &mut State, now: SystemTime) {
         if let Err(error) = state.refresh(&self.doc) {
-            warn!(%error, "cannot read the join tokens again");
+            static UNREAD: LineLimit = LineLimit::new("join tokens cannot be read again");
+            if UNREAD.admit() {
+                warn!(%error, "cannot read the join tokens again");
+            }
         }
         state.prune(now);
     }

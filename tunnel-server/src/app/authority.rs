@@ -42,7 +42,7 @@ pub(super) struct Holding {
 }
 
 impl Holding {
-    /// Gives the right back. The keys must not be used any more.
+    /// Gives the right back; the sessions that have the keys may go on. Cancel-safe.
     pub(super) async fn release(self, stop: &CancellationToken) {
         #[cfg(feature = "kubernetes")]
         if let Some(lease) = self.lease {

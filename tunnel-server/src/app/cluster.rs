@@ -90,6 +90,7 @@ pub(super) fn follow_cluster(
         records: parts.records.clone(),
         policy: parts.policy.clone(),
         ranges: config.connect.is_some().then(|| parts.ranges.clone()),
+        dials_by_ranges: (config.connect.as_ref()).is_some_and(|connect| connect.direct.is_none()),
         registry: parts.registry.clone(),
         metrics: parts.metrics.clone(),
         readiness: parts.readiness.clone(),

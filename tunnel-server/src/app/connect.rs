@@ -9,9 +9,10 @@ use rustls::server::ResolvesServerCert;
 use tokio::net::{TcpListener, UnixListener};
 use tracing::info;
 use tunnel_proto::process::reload::Fresh;
+use tunnel_proto::process::settings::ConfigError;
 
 use super::identity::Followed;
-use super::sockets::listen;
+use super::sockets::{Bound, bound_ports, listen};
 use super::targets::door_tls;
 use crate::config::{Config, ConnectSettings};
 use crate::ingress::connect::passwords::{LivePasswords, Passwords, PasswordsError};
@@ -61,7 +62,7 @@ impl ConnectSockets {
     pub(super) fn start(
         self,
         config: &Config,
-        (shared, ranges): (&Arc<Doors>, &LiveRanges),
+        (shared, ranges, bound): (&Arc<Doors>, &LiveRanges, &Bound),
         (certificates, followed): (Arc<dyn ResolvesServerCert>, &Followed<'_>),
     ) -> anyhow::Result<Tunnels> {
         let doors = Arc::new(Doors {
@@ -77,7 +78,8 @@ impl ConnectSockets {
             Some(listed) => Allowed::Listed(listed, ranges.clone()),
             None => Allowed::Cluster(ranges.clone()),
         };
-        let direct = Arc::new(Direct::new(allowed, dial_limit));
+        let direct = Direct::new(allowed, dial_limit).with_own_ports(bound_ports(bound));
+        let direct = Arc::new(direct);
         let door = |tls, passwords, also_plain| {
             Arc::new(Door {
                 name: "connect",
@@ -123,7 +125,10 @@ fn passwords(
     let Some(path) = settings.auth.clone() else {
         return Ok(None);
     };
-    let (digest, first) = Passwords::load(&path).context("--connect-auth")?;
+    let (digest, first) = Passwords::load(&path).map_err(|error| match error.is_in_content() {
+        true => anyhow::Error::from(ConfigError(vec![format!("--connect-auth: {error}")])),
+        false => anyhow::Error::from(error).context("--connect-auth"),
+    })?;
     let live = Arc::new(LivePasswords::new(first));
     let swapped = live.clone();
     let load = move || {

@@ -8,7 +8,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 use crate::config::Config;
 use crate::data::DataDir;
 use crate::dns::{
-    Dns, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records, restore,
+    Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records,
+    restore,
 };
 use crate::nodes::KnownNodes;
 
@@ -19,6 +20,8 @@ pub(super) struct DnsContext<'a> {
     pub(super) records: &'a Records,
     pub(super) metrics: &'a mut Registry,
     pub(super) shutdown: &'a Shutdown,
+    /// Absent where the DNS is not configured.
+    pub(super) limits: Option<DnsLimits>,
 }
 
 /// Starts the embedded DNS and what feeds it, if it is configured.
@@ -27,13 +30,13 @@ pub(super) fn serve(
     config: &Config,
     context: DnsContext<'_>,
 ) -> Option<Dns> {
-    let (sockets, settings) = (sockets?, config.dns.as_ref()?);
+    let (sockets, settings, limits) = (sockets?, config.dns.as_ref()?, context.limits?);
     let parts = DnsParts {
         sockets,
         settings,
         records: context.records.clone(),
         data: context.data,
-        limits: config.limits.dns,
+        limits,
         metrics: DnsMetrics::new(context.metrics, context.records.clone()),
     };
     // The records come before the first question: a name that is not known yet would be asked of other resolvers.

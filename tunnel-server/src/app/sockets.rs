@@ -264,6 +264,17 @@ pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {
         .collect()
 }
 
+/// Every TCP port that is bound.
+pub(super) fn bound_ports(bound: &Bound) -> Vec<Port> {
+    let single = [bound.https, bound.http, bound.dns, bound.connect];
+    let many = bound.proxy.iter().copied();
+    let many = many.chain(bound.services.iter().map(|(_, address)| *address));
+    let all = [bound.agents, bound.meta].into_iter().chain(many);
+    all.chain(single.into_iter().flatten())
+        .filter_map(|address| Port::new(address.port()))
+        .collect()
+}
+
 /// What agents are told to dial: as configured, else this host's address.
 pub(super) fn advertised(config: &Config, agents: SocketAddr) -> Vec<String> {
     if !config.advertise.is_empty() {

@@ -191,8 +191,9 @@ pub(super) fn client_auth(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBu
     }
 }
 
-/// `HOST:PORT` with a name or an address, as agents dial it.
+/// `HOST:PORT` with a name or an address, as agents dial it. A list may have spaces behind its commas, as agents take it.
 pub(super) fn advertised(bad: &mut Mistakes, text: &str) -> Option<String> {
+    let text = text.trim();
     let host_and_port = text.rsplit_once(':').filter(|(host, port)| {
         let bare = host
             .strip_prefix('[')

@@ -35,6 +35,26 @@ pub struct UnixDoor {
     pub owner: Option<(u32, Option<u32>)>,
 }
 
+impl ConnectSettings {
+    /// Passwords that cross a network where each router reads them.
+    pub(super) fn warning(&self) -> Option<String> {
+        let wide = self
+            .listen
+            .filter(|address| !address.ip().to_canonical().is_loopback());
+        let address = wide.filter(|_| self.auth.is_some())?;
+        Some(match self.client_ca {
+            None => format!(
+                "{LISTEN} {address} takes the passwords of {AUTH} without TLS: who sees the network reads them; give \
+                 --client-ca too, so that callers can use TLS, or listen on loopback"
+            ),
+            Some(_) => format!(
+                "{LISTEN} {address} takes the passwords of {AUTH} with and without TLS: have callers use https, or who sees \
+                 the network reads them"
+            ),
+        })
+    }
+}
+
 /// The settings, or `None` when there is no CONNECT door.
 pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<ConnectSettings> {
     let listen = raw.connect_listen.as_deref().filter(|text| *text != OFF);
@@ -204,6 +224,32 @@ mod tests {
             yaml(&format!("{wide}{more}")).unwrap();
         }
         yaml("connectListen: 127.0.0.1:8131").unwrap();
+    }
+
+    #[test]
+    fn passwords_on_a_wide_listener_without_tls_are_warned_of() {
+        let warnings = |text: &str| {
+            let raw: RawConfig = serde_saphyr::from_str(text).unwrap();
+            let warnings = Config::try_from(raw).unwrap().warnings;
+            let ours = warnings.into_iter().filter(|text| text.contains(AUTH));
+            ours.collect::<Vec<_>>()
+        };
+        let wide = "connectListen: 0.0.0.0:8131\nconnectAuth: /f\n";
+        let [plain] = &warnings(wide)[..] else {
+            panic!("no warning")
+        };
+        assert!(plain.contains("without TLS"), "{plain}");
+        let [both] = &warnings(&format!("{wide}clientCa: /ca.crt"))[..] else {
+            panic!("no warning")
+        };
+        assert!(both.contains("with and without TLS"), "{both}");
+        for quiet in [
+            "connectListen: 127.0.0.1:8131\nconnectAuth: /f\n",
+            "connectListen: '[::1]:8131'\nconnectAuth: /f\n",
+            "connectListen: 0.0.0.0:8131\nclientCa: /ca.crt\n",
+        ] {
+            assert!(warnings(quiet).is_empty(), "{quiet}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use tunnel_proto::process::settings::Mistakes;
 
 use super::RawConfig;
 use super::check::parsed;
+use crate::dns::{NamePattern, NamePatternError};
 
 /// Whether this build can follow a cluster.
 const SUPPORTED: bool = cfg!(feature = "kubernetes");
@@ -42,6 +43,8 @@ pub struct KubernetesSettings {
     pub edge_label: String,
     /// `--edge-nodes label-or-agent`: so is one whose agent is connected here.
     pub edge_by_agent: bool,
+    /// `--record-names`: host names that Nodes may have beside those made of their own names.
+    pub record_names: Vec<NamePattern>,
     /// `--pod-lookup`.
     pub pod_lookup: bool,
     /// Which ServiceAccount tokens agents enrol with.
@@ -230,6 +233,7 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         names,
         edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
         edge_by_agent,
+        record_names: record_names(bad, &raw.record_names),
         single_replica: parsed(
             bad,
             "--single-replica",
@@ -240,6 +244,20 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         pod_lookup: parsed(bad, "--pod-lookup", raw.pod_lookup.as_deref(), true),
         agent_tokens: agent_tokens(bad, raw),
     }
+}
+
+fn record_names(bad: &mut Mistakes, texts: &[String]) -> Vec<NamePattern> {
+    let patterns = texts.iter().map(|text| (text, text.parse()));
+    patterns
+        .filter_map(|(text, pattern)| match pattern {
+            Ok(pattern) => Some(pattern),
+            Err(problem) => {
+                let problem: NamePatternError = problem;
+                bad.add("--record-names", format!("{text:?}: {problem}"));
+                None
+            }
+        })
+        .collect()
 }
 
 fn agent_tokens(bad: &mut Mistakes, raw: &RawConfig) -> AgentTokens {

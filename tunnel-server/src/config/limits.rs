@@ -28,9 +28,28 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
         "how long a caller may keep its connection without a request; longer than scrape intervals",
     ),
     (
+        "callersTotal",
+        "auto",
+        "connections of callers to all listeners; one more evicts the one that has been idle for the longest time, of the \
+         address with the most, and is refused where all are in use. A quarter is left to callers that verify with a \
+         client certificate or come over a Unix socket. auto: a quarter of the memory limit at 20 KiB and requestHeadBytes \
+         each, and a quarter of the open files (RLIMIT_NOFILE), at most 65536",
+    ),
+    (
+        "callersPerSource",
+        "auto",
+        "the same from one address (IPv6: one /64); auto: half of callersTotal",
+    ),
+    (
         "streamsPerAgent",
         "256",
-        "streams open to one agent at once; more get 503 too_many_streams",
+        "streams open to one agent at once; more get 503 too_many_streams. One caller without a client certificate may have half \
+         of them, all such callers together and one caller with a certificate three quarters",
+    ),
+    (
+        "admissionsPerNode",
+        "100",
+        "sessions that one node may open at once; then two a second. More are refused with too_many_sessions",
     ),
     (
         "openTimeout",
@@ -51,8 +70,7 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "preAuthTotal",
         "4096",
-        "the same from all addresses, and apart from that connections of callers that have sent no request yet; one more \
-         pushes out the oldest of the address with the most",
+        "the same from all addresses; one more evicts the oldest of the address with the most",
     ),
     (
         "streamWindow",
@@ -135,7 +153,10 @@ pub struct RawLimits {
     request_head_timeout: Option<String>,
     request_head_bytes: Option<String>,
     caller_idle_timeout: Option<String>,
+    callers_total: Option<String>,
+    callers_per_source: Option<String>,
     streams_per_agent: Option<String>,
+    admissions_per_node: Option<String>,
     open_timeout: Option<String>,
     target_dial_timeout: Option<String>,
     pre_auth_per_source: Option<String>,
@@ -165,8 +186,14 @@ pub struct Limits {
     pub request_head_bytes: usize,
     /// `callerIdleTimeout`.
     pub caller_idle_timeout: Duration,
+    /// `callersTotal`; `None` for auto.
+    pub callers_total: Option<usize>,
+    /// `callersPerSource`; `None` for auto.
+    pub callers_per_source: Option<usize>,
     /// `streamsPerAgent`.
     pub streams_per_agent: u32,
+    /// `admissionsPerNode`.
+    pub admissions_per_node: u32,
     /// `openTimeout`.
     pub open_timeout: Duration,
     /// `targetDialTimeout`.
@@ -229,15 +256,6 @@ impl Limits {
         EXPIRED_MOST.min(self.certificate_life)
     }
 
-    /// The same for callers, of whom one may be a Prometheus with thousands of targets.
-    #[must_use]
-    pub fn pre_auth_callers(&self) -> PlaceLimits {
-        PlaceLimits {
-            per_source: self.pre_auth_total,
-            total: self.pre_auth_total,
-        }
-    }
-
     /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.
     pub(super) fn hard_bound_warning(&self) -> Option<String> {
         let bound = u64::from(self.streams_per_agent) * u64::from(self.stream_window);
@@ -271,9 +289,17 @@ impl Limits {
                 16 << 20,
             ),
             caller_idle_timeout: read.time("callerIdleTimeout", raw.caller_idle_timeout.as_deref()),
+            callers_total: read.count_or_auto("callersTotal", raw.callers_total.as_deref()),
+            callers_per_source: read
+                .count_or_auto("callersPerSource", raw.callers_per_source.as_deref()),
             streams_per_agent: read.count(
                 "streamsPerAgent",
                 raw.streams_per_agent.as_deref(),
+                1 << 20,
+            ),
+            admissions_per_node: read.count(
+                "admissionsPerNode",
+                raw.admissions_per_node.as_deref(),
                 1 << 20,
             ),
             open_timeout: read.time("openTimeout", raw.open_timeout.as_deref()),
@@ -409,6 +435,12 @@ impl Reader<'_> {
         let checked = checked.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"));
         self.take(name, checked, T::default())
     }
+
+    fn count_or_auto(&mut self, name: &str, written: Option<&str>) -> Option<usize> {
+        let text = self.text(name, written);
+        (text != "auto").then(|| self.count(name, written, 1 << 20))
+    }
+
     fn take<T>(&mut self, name: &str, checked: Result<T, String>, stand_in: T) -> T {
         self.failed |= checked.is_err();
         self.bad.take(&format!("limits.{name}"), checked, stand_in)

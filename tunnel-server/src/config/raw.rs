@@ -130,13 +130,18 @@ tunnel_proto::layered! {
         /// Namespace of the ConfigMaps, the Service and the Lease [default: the container's own, else kube-system]
         #[arg(long, value_name = "NS", env = "TUNNEL_SERVER_NAMESPACE")]
         pub namespace: Option<String>,
-        /// Label of edge Nodes; its value must be "true" [default: openyurt.io/is-edge-worker]
+        /// Label of edge Nodes; its value must be "true". A kubelet can change this one on its own Node, but none whose name
+        /// begins with node-restriction.kubernetes.io/ [default: openyurt.io/is-edge-worker]
         #[arg(long, value_name = "LABEL", env = "TUNNEL_SERVER_EDGE_LABEL")]
         pub edge_label: Option<String>,
         /// Which Nodes are reached through the tunnel: label, or label-or-agent for those with an agent connected to this
         /// server, too [default: label]
         #[arg(long, value_name = "RULE", env = "TUNNEL_SERVER_EDGE_NODES")]
         pub edge_nodes: Option<String>,
+        /// Host names that a Node may have beside those made of its own name, for records and routes: a name in which "*" is
+        /// a part of one label, as in *.edge.example.com; repeatable [default: none]
+        #[arg(long, value_name = "PATTERN", env = "TUNNEL_SERVER_RECORD_NAMES", value_delimiter = ',')]
+        pub record_names: Vec<String>,
         /// ConfigMap that gets the records, for CoreDNS [default: yurt-tunnel-nodes]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_NODES_CONFIG_MAP")]
         pub nodes_config_map: Option<String>,
@@ -175,8 +180,8 @@ tunnel_proto::layered! {
         /// Domain of the cluster's Services, for the serving certificate of the TLS door [default: cluster.local]
         #[arg(long, value_name = "DOMAIN", env = "TUNNEL_SERVER_CLUSTER_DOMAIN")]
         pub cluster_domain: Option<String>,
-        /// Ask the cluster for a pod's node when a kubelet path (exec, attach, logs, port-forward) comes with a Host that
-        /// leads nowhere [default: true]
+        /// Ask the cluster for a pod's node when a caller of --borrow-allowed-callers sends a kubelet path (exec, attach, logs,
+        /// port-forward) without a node's name in TLS; needs the right "pods get" [default: true]
         #[arg(
             long, env = "TUNNEL_SERVER_POD_LOOKUP", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"

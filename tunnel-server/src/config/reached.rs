@@ -11,15 +11,21 @@ pub enum Limit {
     RequestHeadBytes,
     /// A caller kept its connection for too long without a request.
     CallerIdleTimeout,
+    /// A source had its share of callers' connections.
+    CallersPerSource,
+    /// All places for callers' connections were taken.
+    CallersTotal,
     /// An agent had as many streams as it may have.
     StreamsPerAgent,
+    /// A node opened sessions too fast.
+    AdmissionsPerNode,
     /// An agent did not take or answer a stream in time.
     OpenTimeout,
     /// A target did not take a connection in time.
     TargetDialTimeout,
     /// A source had its share of connections without a credential.
     PreAuthPerSource,
-    /// All places for connections without a credential or request were taken.
+    /// All places for connections without a credential were taken.
     PreAuthTotal,
     /// Stalled readers held as much as they may.
     BufferPool,
@@ -35,12 +41,15 @@ pub enum Limit {
 
 impl Limit {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 17] = [
         Self::HandshakeTimeout,
         Self::RequestHeadTimeout,
         Self::RequestHeadBytes,
         Self::CallerIdleTimeout,
+        Self::CallersPerSource,
+        Self::CallersTotal,
         Self::StreamsPerAgent,
+        Self::AdmissionsPerNode,
         Self::OpenTimeout,
         Self::TargetDialTimeout,
         Self::PreAuthPerSource,
@@ -60,7 +69,10 @@ impl Limit {
             Self::RequestHeadTimeout => "requestHeadTimeout",
             Self::RequestHeadBytes => "requestHeadBytes",
             Self::CallerIdleTimeout => "callerIdleTimeout",
+            Self::CallersPerSource => "callersPerSource",
+            Self::CallersTotal => "callersTotal",
             Self::StreamsPerAgent => "streamsPerAgent",
+            Self::AdmissionsPerNode => "admissionsPerNode",
             Self::OpenTimeout => "openTimeout",
             Self::TargetDialTimeout => "targetDialTimeout",
             Self::PreAuthPerSource => "preAuthPerSource",

@@ -79,6 +79,15 @@ services: [{ name: db, listen: x, node: 'a b', target: y }]
     }
 }
 
+/// The server and its agents read one ConfigMap.
+#[test]
+fn advertised_addresses_may_have_spaces_around() {
+    let config = yaml("advertise: ['a.example:31008', ' [2001:db8::1]:443 ']").unwrap();
+    assert_eq!(config.advertise, ["a.example:31008", "[2001:db8::1]:443"]);
+    let empty = yaml("advertise: ['']").unwrap();
+    assert_eq!(empty.advertise, [] as [&str; 0]);
+}
+
 #[test]
 fn unknown_keys_are_refused() {
     assert!(yaml("httpListne: 1").unwrap_err().contains("httpListne"));
@@ -245,16 +254,22 @@ fn kubeconfig_follows_a_cluster_from_outside_with_narrow_doors() {
     // Any file that can be read: what it says is looked at when the server starts.
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let text = format!(
-        "{{ kubeconfig: '{file}', namespace: edge, edgeNodes: label-or-agent, leaderLease: other, podLookup: 'false' }}"
+        "{{ kubeconfig: '{file}', namespace: edge, edgeNodes: label-or-agent, leaderLease: other, podLookup: 'false', \
+         recordNames: ['*.edge.example.com', gateway] }}"
     );
     let config = around(&text, false).unwrap();
     let kubernetes = config.kubernetes.unwrap();
     assert_eq!(kubernetes.namespace.as_deref(), Some("edge"));
     assert_eq!(kubernetes.names.leader_lease, "other");
     assert!(kubernetes.edge_by_agent && !kubernetes.pod_lookup);
+    let patterns = kubernetes.record_names.iter().map(ToString::to_string);
+    assert_eq!(
+        patterns.collect::<Vec<_>>(),
+        ["*.edge.example.com", "gateway"]
+    );
     assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
     let mistakes = around(
-        "{ kubeconfig: /nonexistent, namespace: A, edgeNodes: all, internalService: a_b, nodesConfigMap: '' }",
+        "{ kubeconfig: /nonexistent, namespace: A, recordNames: ['**'], edgeNodes: all, internalService: a_b, nodesConfigMap: '' }",
         false,
     );
     let mistakes = mistakes.unwrap_err();
@@ -262,6 +277,7 @@ fn kubeconfig_follows_a_cluster_from_outside_with_narrow_doors() {
         "--kubeconfig: /nonexistent: ",
         "--namespace",
         "--edge-nodes",
+        "--record-names: \"**\": a label may have one '*'",
         "--internal-service",
         "--nodes-config-map",
     ] {

@@ -314,7 +314,7 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registry::Suspicion;
+    use crate::registry::{Exhausted, Share, Suspicion};
 
     #[test]
     fn refusals_and_cuts_are_found_inside_wrapped_errors() {
@@ -361,7 +361,10 @@ mod tests {
         assert_eq!(answer(suspect), (503, "no_agent".into(), false));
         let full = OpenError::NoRoom(1 << 20);
         assert_eq!(answer(full), (503, "too_many_streams".into(), true));
-        let busy = OpenError::TooManyStreams(256);
+        let busy = OpenError::TooManyStreams(Exhausted {
+            share: Share::UnverifiedCaller,
+            streams: 128,
+        });
         assert_eq!(answer(busy), (503, "too_many_streams".into(), true));
     }
 

@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use hyper::upgrade::OnUpgrade;
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 use tracing::debug;
+use tunnel_proto::process::host::is_own_address;
+use tunnel_proto::process::places::source;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -28,18 +28,24 @@ use super::record::Record;
 use super::socket::read_away;
 use super::target::{Destination, Scheme};
 use super::upstream::{Carrier, exchange_direct};
+use crate::registry::CallerKey;
 
 mod admin;
+mod attempts;
 mod dial;
 mod goal;
 pub mod passwords;
 pub mod ranges;
+#[cfg(test)]
+#[cfg(feature = "kubernetes")]
+pub(crate) mod table;
 
 pub use admin::Tunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
-use goal::{Form, Goal, Way};
-use passwords::LivePasswords;
+use goal::{Form, Goal, Place, Way};
+use passwords::{LivePasswords, PasswordRefusal};
+use ranges::Claims;
 
 /// What a CONNECT door asks of its callers, and lets them do.
 #[derive(Debug, Clone)]
@@ -61,23 +67,10 @@ pub(super) enum Tunnel {
     Direct(DirectSocket),
 }
 
-/// Common names of kubelets' certificates begin so.
-const KUBELET: &str = "system:node:";
-
 impl Gate {
     /// Who the caller is.
-    fn admit(
-        &self,
-        shown: &CallerName,
-        request: &Request<Incoming>,
-    ) -> Result<CallerName, Failure> {
-        // The CA of a cluster vouches for its kubelets as well, and no edge node is to reach the others.
-        if let CallerName::Certificate(name) = shown
-            && name.starts_with(KUBELET)
-        {
-            let text = format!("{name} is a kubelet, and kubelets are no callers of this door");
-            return Err(Failure::new(Outcome::RefusedByPolicy, text));
-        }
+    fn admit(&self, caller: &Caller, request: &Request<Incoming>) -> Result<CallerName, Failure> {
+        let shown = &caller.name;
         let Some(passwords) = &self.passwords else {
             return Ok(shown.clone());
         };
@@ -85,15 +78,32 @@ impl Gate {
             CallerName::Certificate(_) | CallerName::Uid(_) | CallerName::User(_) => {
                 Ok(shown.clone())
             }
-            CallerName::Unnamed => match passwords.load().user(request.headers()) {
-                Some(user) => Ok(CallerName::User(user)),
-                None => {
-                    let text = "a name and a password of --connect-auth are needed";
-                    Err(Failure::new(Outcome::ProxyAuth, text))
-                }
-            },
+            CallerName::Unnamed => {
+                let source = source(caller.peer.source());
+                let admitted = passwords.admit(request.headers(), source, &caller.credentials);
+                caller.doors.metrics.password(match admitted {
+                    Ok(_) => "right",
+                    Err(PasswordRefusal::Missing) => "missing",
+                    Err(PasswordRefusal::Wrong) => "wrong",
+                    Err(PasswordRefusal::Wait(_)) => "waiting",
+                });
+                admitted.map(CallerName::User).map_err(refused)
+            }
         }
     }
+}
+
+fn refused(refusal: PasswordRefusal) -> Failure {
+    let text = match refusal {
+        PasswordRefusal::Missing | PasswordRefusal::Wrong => {
+            "a name and a password of --connect-auth are needed".to_owned()
+        }
+        PasswordRefusal::Wait(left) => format!(
+            "too many wrong ones came from this address: the next name and password of --connect-auth are judged in {} s",
+            left.as_secs() + 1
+        ),
+    };
+    Failure::new(Outcome::ProxyAuth, text)
 }
 
 /// What a request is called in its record: without a name and password that somebody put into the URL, and without its query.
@@ -111,21 +121,20 @@ pub(super) async fn forward(
     request: Request<Incoming>,
     record: &mut Record,
 ) -> Result<Forwarded, Failure> {
-    record.caller(&gate.admit(&caller.name, &request)?);
+    let name = gate.admit(caller, &request)?;
+    record.caller(&name);
+    let key = name.key(caller.peer);
     let goal = Goal::of(request.method(), request.uri(), request.headers())?;
     let doors = &caller.doors;
     let way = way(doors, gate, &goal)?;
     match goal.form {
         Form::Connect => {
             let trace_parent = trace_parent(request.headers());
-            let tunnel = open(doors, gate, (&goal, way, trace_parent), record).await?;
-            let caller = caller.take_upgrade().ok_or_else(|| {
-                Failure::new(Outcome::BadRequest, "the connection cannot be taken over")
-            })?;
+            let tunnel = open(doors, gate, (&goal, way, trace_parent), &key, record).await?;
             Ok(Forwarded {
                 head: Response::new(()),
                 rest: Rest::Tunnel {
-                    caller,
+                    caller: caller.take_upgrade(),
                     tunnel: Box::new(tunnel),
                 },
             })
@@ -134,14 +143,13 @@ pub(super) async fn forward(
             let request = in_origin_form(request);
             match way {
                 Way::Agent(destination) => {
-                    let passed = caller.pass_on(request, (destination, Scheme::Http), None, record);
+                    let target = (destination.into(), Scheme::Http);
+                    let passed = caller.pass_on(request, target, &key, None, record);
                     passed.await
                 }
                 Way::Direct(place) => {
-                    let text = goal.to_string();
-                    record.destination(&format!("direct {text}"));
-                    let socket = gate.direct.dial(&place, goal.port, &text).await?;
-                    read_direct(doors, (socket, &text), request, record).await
+                    let socket = dial(doors, gate, (&goal, &place), record).await?;
+                    read_direct(doors, (socket, &goal.to_string()), request, record).await
                 }
             }
         }
@@ -162,22 +170,40 @@ async fn open(
     doors: &Doors,
     gate: &Gate,
     (goal, way, trace_parent): (&Goal, Way, String),
+    caller: &CallerKey,
     record: &mut Record,
 ) -> Result<Tunnel, Failure> {
     match way {
         Way::Agent(destination) => {
             record.destination(&destination);
-            let stream = open_stream(doors, &destination, trace_parent, record).await?;
+            let stream = open_stream(doors, &destination, trace_parent, caller, record).await?;
             Ok(Tunnel::Agent(stream))
         }
         Way::Direct(place) => {
-            let text = goal.to_string();
-            record.destination(&format!("direct {text}"));
-            let socket = gate.direct.dial(&place, goal.port, &text).await?;
+            let socket = dial(doors, gate, (goal, &place), record).await?;
             record.dialled(socket.bytes());
             Ok(Tunnel::Direct(socket))
         }
     }
+}
+
+/// Dials what the server may dial itself, by what is known of nodes at this moment.
+async fn dial(
+    doors: &Doors,
+    gate: &Gate,
+    (goal, place): (&Goal, &Place),
+    record: &mut Record,
+) -> Result<DirectSocket, Failure> {
+    let text = goal.to_string();
+    record.destination(&format!("direct {text}"));
+    let routes = doors.routes.load();
+    let claims = Claims {
+        routes: &routes,
+        has_agent: &|node| doors.registry.has(node),
+        is_own: &is_own_address,
+        own_ports: gate.direct.own_ports(),
+    };
+    gate.direct.dial(place, goal.port, &text, &claims).await
 }
 
 /// Opens a stream and waits for the agent's word that the target is connected. An agent that is stopping has started
@@ -186,6 +212,7 @@ async fn open_stream(
     doors: &Doors,
     destination: &Destination,
     trace_parent: String,
+    caller: &CallerKey,
     record: &mut Record,
 ) -> Result<Stream, Failure> {
     let place = destination.to_string();
@@ -198,7 +225,7 @@ async fn open_stream(
     loop {
         let except = refused.as_ref().map(|(_, session)| *session);
         let began = Instant::now();
-        let opened = registry.open(&destination.node, &header, limit, except);
+        let opened = registry.open(&destination.node, &header, caller, limit, except);
         let mut opened = match (opened.await, refused.take()) {
             (Ok(opened), _) => opened,
             // There was no other way, so the refusal is the answer.
@@ -260,9 +287,16 @@ fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
 }
 
 /// Passes bytes both ways once the caller has its 200.
-pub(super) async fn pass(caller: OnUpgrade, tunnel: Tunnel, passing: Passing) {
+pub(super) async fn pass<S, E>(
+    caller: impl Future<Output = Result<S, E>>,
+    tunnel: Tunnel,
+    passing: Passing,
+) where
+    S: AsyncRead + AsyncWrite + Send + Unpin,
+    E: std::fmt::Display,
+{
     match caller.await {
-        Ok(caller) => pass_bytes(TokioIo::new(caller), tunnel, passing).await,
+        Ok(caller) => pass_bytes(caller, tunnel, passing).await,
         Err(error) => debug!(%error, "caller went away before its tunnel began"),
     }
 }

@@ -3,13 +3,18 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
+use tunnel_proto::process::places::{InUse, Place};
+
+use super::head_check::{Fault, Following, HeadCheck};
 
 /// What a caller's connection is doing.
 ///
@@ -50,18 +55,24 @@ pub(super) struct Patience {
 
 /// The last bytes that hyper was given; when they are an empty line, no part of a further head is among them.
 #[derive(Debug, Clone, Copy, Default)]
-struct Tail([u8; 3]);
+struct Tail([u8; TAIL_BYTES]);
+
+/// As many as [`HeadCheck::idle`] looks at.
+const TAIL_BYTES: usize = 5;
 
 impl Tail {
     fn push(&mut self, data: &[u8]) {
-        for byte in data.get(data.len().saturating_sub(3)..).unwrap_or_default() {
+        for byte in data
+            .get(data.len().saturating_sub(TAIL_BYTES)..)
+            .unwrap_or_default()
+        {
             self.0.rotate_left(1);
-            self.0[2] = *byte;
+            self.0[TAIL_BYTES - 1] = *byte;
         }
     }
 
     fn is_empty_line(self) -> bool {
-        matches!(self.0, [_, b'\n', b'\n'] | [b'\n', b'\r', b'\n'])
+        self.0.ends_with(b"\n\n") || self.0.ends_with(b"\n\r\n")
     }
 }
 
@@ -71,14 +82,17 @@ struct State {
     tail: Tail,
     /// The current request has a body, so that the tail tells nothing of a next head.
     body: bool,
+    check: HeadCheck,
 }
 
 impl State {
     fn read(&mut self, data: &[u8], now: Instant) {
-        self.tail.push(data);
         if let Stage::Idle { .. } = self.stage {
             self.stage = Stage::Head { since: now };
+            self.check.idle(&self.tail.0);
         }
+        self.tail.push(data);
+        self.check.read(data);
     }
 
     fn begin(&mut self, body: bool) {
@@ -118,29 +132,32 @@ pub(super) struct Course {
     /// A request has begun.
     begun: Notify,
     patience: Patience,
+    /// In use while a request is under way.
+    permit: Arc<Place>,
+    /// The last write did not fit into the socket, so that hyper holds unsent bytes: the connection is in use until they are gone.
+    write_blocked: AtomicBool,
+    unsent: Mutex<Option<Unsent>>,
 }
 
 impl Course {
     /// A connection that begins at this moment.
-    pub(super) fn begin(patience: Patience) -> Arc<Self> {
+    pub(super) fn begin(patience: Patience, permit: Arc<Place>) -> Arc<Self> {
         let state = State {
             stage: Stage::Opening {
                 since: Instant::now(),
             },
             tail: Tail::default(),
             body: false,
+            check: HeadCheck::default(),
         };
         Arc::new(Self {
             state: Mutex::new(state),
             begun: Notify::new(),
             patience,
+            permit,
+            write_blocked: AtomicBool::new(false),
+            unsent: Mutex::default(),
         })
-    }
-
-    /// Waits until the first request head is there. Cancel-safe.
-    pub(super) async fn opened(&self) {
-        self.reach(|stage| !matches!(stage, Stage::Opening { .. }))
-            .await;
     }
 
     /// Waits until a request is under way. Cancel-safe.
@@ -149,11 +166,83 @@ impl Course {
             .await;
     }
 
-    /// A request whose head was read; it lasts until the value goes.
-    pub(super) fn request(self: &Arc<Self>, body: bool) -> Underway {
-        self.lock().begin(body);
+    /// A request whose head was read, with or without a body, and what is wrong with that head; the request lasts until the
+    /// first value goes. To be called before hyper reads on.
+    pub(super) fn request(
+        self: &Arc<Self>,
+        body: bool,
+        following: Following,
+    ) -> (Underway, Option<Fault>) {
+        let fault = {
+            let mut state = self.lock();
+            state.begin(body);
+            state.check.request(following)
+        };
         self.begun.notify_waiters();
-        Underway(self.clone())
+        let underway = Underway {
+            course: self.clone(),
+            _in_use: self.permit.in_use(),
+        };
+        (underway, fault)
+    }
+
+    /// Waits until the connection has been idle between requests for `time`, with all answers written. A request with a body
+    /// does not count as over: the rest of a body that nobody reads must not be taken for a request. Cancel-safe.
+    pub(super) async fn idle_for(&self, time: Duration) {
+        loop {
+            let (stage, body) = {
+                let state = self.lock();
+                (state.stage, state.body)
+            };
+            let now = Instant::now();
+            let at = match stage {
+                Stage::Idle { .. } if body || self.is_write_blocked() => now + time,
+                Stage::Idle { since } if since + time <= now => return,
+                Stage::Idle { since } => since + time,
+                // A connection that becomes idle after this point has not been for long enough before.
+                Stage::Opening { .. } | Stage::Busy { .. } | Stage::Head { .. } => now + time,
+            };
+            sleep_until(at).await;
+        }
+    }
+
+    /// Whether no request is under way, and all answers are written.
+    pub(super) fn is_idle(&self) -> bool {
+        !matches!(self.lock().stage, Stage::Busy { .. }) && !self.is_write_blocked()
+    }
+
+    /// Whether hyper holds bytes that the socket has not taken.
+    pub(super) fn is_write_blocked(&self) -> bool {
+        self.write_blocked.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the end of an answer has been stuck for `time`: the request is over, hyper holds bytes, and the caller has
+    /// taken none. Cancel-safe.
+    pub(super) async fn stuck_for(&self, time: Duration) {
+        loop {
+            let is_busy = matches!(self.lock().stage, Stage::Busy { .. });
+            let since = self.lock_unsent().as_ref().map(|unsent| unsent.since);
+            let now = Instant::now();
+            let at = match since.filter(|_| !is_busy) {
+                Some(since) if since + time <= now => return,
+                Some(since) => since + time,
+                None => now + time,
+            };
+            sleep_until(at).await;
+        }
+    }
+
+    fn note_write(&self, blocked: bool) {
+        if self.write_blocked.swap(blocked, Ordering::Relaxed) != blocked {
+            *self.lock_unsent() = blocked.then(|| Unsent {
+                since: Instant::now(),
+                _in_use: self.permit.in_use(),
+            });
+        }
+    }
+
+    fn lock_unsent(&self) -> MutexGuard<'_, Option<Unsent>> {
+        self.unsent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a silence that lasts too long. Cancel-safe.
@@ -193,21 +282,49 @@ impl Course {
     }
 }
 
+/// Bytes of answers that the socket has not taken.
+#[derive(Debug)]
+struct Unsent {
+    /// When the socket took the last ones.
+    since: Instant,
+    _in_use: InUse,
+}
+
 /// See [`Course::request`].
 #[derive(Debug)]
-pub(super) struct Underway(Arc<Course>);
+pub(super) struct Underway {
+    course: Arc<Course>,
+    _in_use: InUse,
+}
 
 impl Drop for Underway {
     fn drop(&mut self) {
-        self.0.lock().end(Instant::now());
+        self.course.lock().end(Instant::now());
     }
 }
 
 /// A caller's connection whose course sees what is read.
 #[derive(Debug)]
 pub(super) struct Followed<S> {
-    pub(super) stream: S,
-    pub(super) course: Arc<Course>,
+    stream: Box<S>,
+    course: Arc<Course>,
+    /// Bytes that were read off the stream before, and come first.
+    unread: Bytes,
+}
+
+impl<S> Followed<S> {
+    pub(super) fn new(stream: S, course: Arc<Course>) -> Self {
+        Self {
+            stream: Box::new(stream),
+            course,
+            unread: Bytes::new(),
+        }
+    }
+
+    /// Puts bytes back that were read and not used.
+    pub(super) fn put_back(&mut self, unread: Bytes) {
+        self.unread = unread;
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Followed<S> {
@@ -216,6 +333,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Followed<S> {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.unread.has_remaining() {
+            let count = self.unread.len().min(out.remaining());
+            out.put_slice(&self.unread.split_to(count));
+            return Poll::Ready(Ok(()));
+        }
         let before = out.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, out))?;
         if let Some(data) = out.filled().get(before..).filter(|data| !data.is_empty()) {
@@ -231,7 +353,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, data)
+        let written = Pin::new(&mut self.stream).poll_write(cx, data);
+        self.course.note_write(written.is_pending());
+        written
     }
 
     fn poll_write_vectored(
@@ -239,7 +363,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, data)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, data);
+        self.course.note_write(written.is_pending());
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -247,7 +373,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        self.course.note_write(flushed.is_pending());
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

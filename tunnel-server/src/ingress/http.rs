@@ -1,38 +1,53 @@
 //! Terminated mode: hyper towards the caller, one routed request at a time, hyper through the stream to the target.
 
 use std::convert::Infallible;
-use std::pin::pin;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+use std::time::Duration;
 
-use http::header::AUTHORIZATION;
+use futures_util::FutureExt;
+use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Method, Request, Response};
 use hyper::body::{Body as _, Incoming};
-use hyper::server::conn::http1::Builder;
+use hyper::server::conn::http1::{Builder, Parts};
 use hyper::service::service_fn;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
 use tracing::debug;
+use tunnel_proto::identity::CallerError;
 use tunnel_proto::process::places::Place;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::relay::{RelayEnd, relay};
+use tunnel_proto::wire::name::NodeName;
 
 use super::answer::{Failure, Outcome};
 use super::body::{DoorBody, Passing, RequestBody};
+use super::connect::passwords::Credentials;
 use super::connect::{self, Tunnel};
-use super::course::{Course, Followed, Overdue, Patience};
+use super::course::{Course, Followed, Overdue, Patience, Underway};
 use super::fields::{
     clean_response, end_unless_switched, is_framed_twice, judge, may_share_connection, prepare,
     requested_upgrade, trace_parent,
 };
+use super::head_check::{Fault, Following};
 use super::peer::{CallerName, Peer};
 use super::record::Record;
 use super::socket::{Fate, Hangup, Unfinished, read_away};
-use super::target::{Destination, Facts, Scheme, decide};
+use super::target::delegated::{self, Addressed, Decision, DelegatedRequest};
+use super::target::{Facts, Scheme, decide};
 use super::upstream::{Carrier, Kept, Purpose, Way};
 use super::{Door, DoorLimits, Doors, Line};
 use crate::config::Limit;
-use crate::pods::Pod;
+use crate::registry::CallerKey;
+
+/// A connection that has been idle for this long gives hyper's buffers back, which are most of what it costs.
+const RELEASE_BUFFERS_AFTER: Duration = Duration::from_secs(2);
 
 /// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
 pub(super) async fn serve<S>(doors: Arc<Doors>, door: Arc<Door>, stream: S, line: Line)
@@ -44,18 +59,23 @@ where
         name,
         fate,
         hangup,
-        place,
+        permit,
         borrows,
+        server_name,
+        refused,
     } = line;
     let limits = doors.limits;
-    let course = Course::begin(Patience {
+    let patience = Patience {
         head: limits.request_head_time,
         idle: limits.idle,
-    });
+    };
+    let course = Course::begin(patience, permit.clone());
+    let mut stream = Followed::new(stream, course.clone());
     let caller = Arc::new(Caller {
         kept: Arc::new(Kept::new(doors.drivers.clone())),
         upgrade: Mutex::default(),
-        course: course.clone(),
+        course,
+        permit,
         connecting: AtomicBool::new(false),
         doors,
         door,
@@ -63,25 +83,31 @@ where
         name,
         fate,
         borrows,
+        server_name,
+        refused,
+        credentials: Mutex::default(),
     });
-    let answering = caller.clone();
-    let service = service_fn(move |request| {
-        let caller = answering.clone();
-        async move { Ok::<_, Infallible>(caller.answer(request).await) }
-    });
-    let stream = TokioIo::new(Followed { stream, course });
-    let mut builder = builder(&limits);
-    // What follows a CONNECT is the target's, its end too; of other requests `Hangup` tells.
-    builder.half_close(caller.door.connect.is_some());
-    let connection = builder.serve_connection(stream, service).with_upgrades();
-    let ended = caller.attend(connection, &hangup, place).await;
+    let ended = loop {
+        // In a box of its own, which is freed while the connection is idle.
+        match Box::pin(caller.clone().attend(stream, &hangup)).await {
+            Ok(Some(idle)) => stream = idle,
+            Ok(None) => break Ok(()),
+            Err(end) => break Err(end),
+        }
+        match caller.wait(stream, &hangup).await {
+            Ok(Some(readable)) => stream = readable,
+            Ok(None) => break Ok(()),
+            Err(end) => break Err(end),
+        }
+    };
     caller.kept.close();
     match ended {
-        Ok(()) => caller.shut_down_unswitched().await,
+        Ok(()) => {}
         Err(End::Http(error)) if error.is_parse() => {
             // hyper has answered 400, 414 or 431 by itself.
             let metrics = &caller.doors.metrics;
             let mut record = Record::begin(caller.door.name, peer, "unparsable request", metrics);
+            record.limit_lines(&UNPARSABLE);
             let failure = Failure::new(Outcome::BadRequest, error.to_string());
             record.fail(&if error.is_parse_too_large() {
                 failure.at(Limit::RequestHeadBytes)
@@ -95,6 +121,21 @@ where
         Err(End::Evicted) => caller.doors.metrics.evicted_caller(),
     }
 }
+
+/// How long TLS may take to hand its last bytes to the socket; then the connection is dropped.
+const SHUT_DOWN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Ends this server's direction in order.
+async fn shut_down<S: AsyncWrite + Unpin>(mut stream: S) {
+    match timeout(SHUT_DOWN_LIMIT, stream.shutdown()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => debug!(%error, "cannot close a caller's connection in order"),
+        Err(_elapsed) => debug!("caller does not take the end of its connection"),
+    }
+}
+
+/// A caller can send such heads faster than a disk takes lines, and each line says the same.
+static UNPARSABLE: LineLimit = LineLimit::new("requests whose head cannot be parsed");
 
 /// How callers are heard.
 pub(super) fn builder(limits: &DoorLimits) -> Builder {
@@ -118,43 +159,69 @@ enum End {
     Silent,
     /// The caller ended its direction, or the connection, while a request was under way.
     Gone,
-    /// It sent no head yet, and a newer one needed its place.
+    /// The connection was idle, and a newer one needed its place.
     Evicted,
 }
 
-type Connection<S, F> = hyper::server::conn::http1::UpgradeableConnection<TokioIo<Followed<S>>, F>;
+/// A caller's connection that carries a stream of bytes from here on, as after a 101.
+pub(super) type UpgradedCaller = Box<dyn CallerIo>;
+
+/// Resolves once hyper has written the head that grants the upgrade; fails when the connection ends before that.
+pub(super) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
+
+/// What an upgraded connection is used for.
+pub(super) trait CallerIo: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
 
 /// One caller's connection, as its requests see it.
 pub(super) struct Caller {
     pub(super) doors: Arc<Doors>,
     door: Arc<Door>,
-    peer: Peer,
+    pub(super) peer: Peer,
     pub(super) name: CallerName,
     fate: Arc<Fate>,
     /// May borrow the server's identity towards targets.
     borrows: bool,
+    /// The name that its TLS asked for, of a caller with delegation.
+    server_name: Option<NodeName>,
+    /// Why nothing of it is passed on.
+    refused: Option<CallerError>,
+    /// The name and password that were right last, where a CONNECT listener asks for them.
+    pub(super) credentials: Mutex<Option<Credentials>>,
     /// A CONNECT is under way, so that the end of the caller's direction is the target's to hear.
     connecting: AtomicBool,
     course: Arc<Course>,
+    /// The connection's place among all callers.
+    permit: Arc<Place>,
     kept: Arc<Kept>,
-    /// What hyper gives the socket back through when a request had an Upgrade field, whether it was granted or not.
-    upgrade: Mutex<Option<OnUpgrade>>,
+    /// Receives the connection when hyper is done with it, if an upgrade was granted.
+    upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
 impl Caller {
-    /// Drives the connection and watches over it.
-    async fn attend<S, F>(
-        &self,
-        connection: Connection<S, F>,
+    /// Drives the connection until it ends, or has been idle for [`RELEASE_BUFFERS_AFTER`]: then the stream is returned.
+    async fn attend<S>(
+        self: Arc<Self>,
+        stream: Followed<S>,
         hangup: &Hangup,
-        place: Place,
-    ) -> Result<(), End>
+    ) -> Result<Option<Followed<S>>, End>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-        F: hyper::service::HttpService<Incoming, ResBody = DoorBody>,
-        F::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        let mut connection = pin!(connection);
+        let answering = self.clone();
+        let service = service_fn(move |request| {
+            // Before hyper reads on.
+            let (underway, fault) = answering.begin(&request);
+            let caller = answering.clone();
+            Box::pin(
+                async move { Ok::<_, Infallible>(caller.answer(request, underway, fault).await) },
+            )
+        });
+        let mut builder = builder(&self.doors.limits);
+        // What follows a CONNECT is the target's, its end too; of other requests `Hangup` tells.
+        builder.half_close(self.door.connect.is_some());
+        let mut connection = builder.serve_connection(TokioIo::new(stream), service);
         let mut expire = pin!(self.kept.expire());
         let mut gone = pin!(async {
             hangup.come().await;
@@ -165,68 +232,148 @@ impl Caller {
             }
         });
         let drain = self.doors.shutdown.drain();
-        let mut opening = pin!(async {
-            tokio::select! {
-                biased;
-                () = self.course.opened() => true,
-                () = place.evicted() => false,
-            }
-        });
-        let (mut draining, mut waited, mut opened) = (false, false, false);
+        let mut idle = pin!(self.course.idle_for(RELEASE_BUFFERS_AFTER));
+        let mut stuck = pin!(self.course.stuck_for(self.doors.limits.idle));
+        let (mut draining, mut waited, mut evicted) = (false, false, false);
         loop {
             tokio::select! {
                 biased;
-                ended = connection.as_mut() => return ended.map_err(End::Http),
-                has_head = opening.as_mut(), if !opened => match has_head {
-                    true => {
-                        opened = true;
-                        place.leave();
-                        continue;
+                ended = poll_fn(|cx| match connection.poll_without_shutdown(cx) {
+                    // hyper is done, and has not flushed: it leaves that to a shutdown of its own.
+                    Poll::Ready(Ok(())) if self.course.is_write_blocked() => Poll::Pending,
+                    polled => polled,
+                }) => {
+                    let stream = into_stream(connection.into_parts());
+                    match ended {
+                        Ok(()) if evicted => return Err(self.evict(stream)),
+                        Ok(()) => self.finish(stream).await,
+                        Err(error) => {
+                            // hyper has answered what it could not parse. What it did not get rid of is lost, visibly.
+                            if self.course.is_write_blocked() {
+                                self.fate.cut();
+                            } else if error.is_parse() {
+                                shut_down(stream).await;
+                            }
+                            return Err(End::Http(error));
+                        }
                     }
-                    false => return Err(End::Evicted),
-                },
+                    return Ok(None);
+                }
+                () = self.permit.evicted(), if !evicted => {
+                    if self.course.is_idle() {
+                        return Err(self.evict(into_stream(connection.into_parts())));
+                    }
+                    evicted = true;
+                }
+                () = idle.as_mut(), if hangup.can_wait() && !draining && !waited && !evicted => {
+                    return Ok(Some(into_stream(connection.into_parts())));
+                }
+                () = stuck.as_mut() => {
+                    self.report_overdue(Overdue::Idle);
+                    self.fate.cut();
+                    return Err(End::Silent);
+                }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(End::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
                 overdue = self.course.overdue(), if !waited => {
                     waited = true;
-                    let limit = match overdue {
-                        Overdue::Opening | Overdue::Next => Limit::RequestHeadTimeout,
-                        Overdue::Idle => Limit::CallerIdleTimeout,
-                    };
-                    self.doors.metrics.limit(limit);
-                    debug!(peer = %self.peer, limit = limit.name(), "caller was silent for too long");
+                    self.report_overdue(overdue);
                     if overdue == Overdue::Opening {
                         return Err(End::Silent);
                     }
                 }
             }
-            connection.as_mut().graceful_shutdown();
+            Pin::new(&mut connection).graceful_shutdown();
         }
     }
 
-    /// Closes the connection in order when hyper gave it back for an upgrade that was not granted.
-    async fn shut_down_unswitched(&self) {
-        let pending = self.take_upgrade();
-        if let Some(pending) = pending
-            && let Ok(upgraded) = pending.await
-            && let Err(error) = TokioIo::new(upgraded).shutdown().await
-        {
+    /// Waits without hyper until the caller sends something: then the stream is returned.
+    async fn wait<S>(
+        &self,
+        stream: Followed<S>,
+        hangup: &Hangup,
+    ) -> Result<Option<Followed<S>>, End>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        tokio::select! {
+            biased;
+            () = self.permit.evicted() => return Err(self.evict(stream)),
+            () = hangup.readable() => return Ok(Some(stream)),
+            () = self.doors.shutdown.drain().cancelled() => {}
+            overdue = self.course.overdue() => self.report_overdue(overdue),
+        }
+        shut_down(stream).await;
+        Ok(None)
+    }
+
+    fn report_overdue(&self, overdue: Overdue) {
+        let limit = match overdue {
+            Overdue::Opening | Overdue::Next => Limit::RequestHeadTimeout,
+            Overdue::Idle => Limit::CallerIdleTimeout,
+        };
+        self.doors.metrics.limit(limit);
+        debug!(peer = %self.peer, limit = limit.name(), "caller was silent for too long");
+    }
+
+    /// Hands the connection over to the stream that it was upgraded for, or closes it in order.
+    async fn finish<S>(&self, stream: Followed<S>)
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let granted = self.upgrade_slot().take();
+        match granted {
+            // Where the receiver is gone, dropping the connection is its end.
+            Some(granted) => drop(granted.send(Box::new(stream))),
+            None => shut_down(stream).await,
+        }
+    }
+
+    /// Ends a connection for a newer one: with a FIN, and without waiting for the caller's, since its descriptor is needed. An
+    /// upgraded connection is in use and goes on.
+    fn evict<S>(&self, mut stream: Followed<S>) -> End
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        if let Some(granted) = self.upgrade_slot().take() {
+            drop(granted.send(Box::new(stream)));
+        } else if let Some(Err(error)) = stream.shutdown().now_or_never() {
             debug!(%error, "cannot close a caller's connection in order");
         }
+        End::Evicted
     }
 
-    pub(super) fn take_upgrade(&self) -> Option<OnUpgrade> {
-        let mut upgrade = self.upgrade.lock().unwrap_or_else(PoisonError::into_inner);
-        upgrade.take()
+    /// Asks for the connection once hyper has written the answer to the current request, which has to grant an upgrade.
+    pub(super) fn take_upgrade(&self) -> CallerUpgrade {
+        let (granted, upgrade) = oneshot::channel();
+        *self.upgrade_slot() = Some(granted);
+        upgrade
     }
 
-    async fn answer(&self, mut request: Request<Incoming>) -> Response<DoorBody> {
-        let connects = *request.method() == Method::CONNECT && self.door.connect.is_some();
-        self.connecting.store(connects, Ordering::Relaxed);
-        let underway = self.course.request(!request.body().is_end_stream());
-        let pending = hyper::upgrade::on(&mut request);
-        *self.upgrade.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
+    fn upgrade_slot(&self) -> MutexGuard<'_, Option<oneshot::Sender<UpgradedCaller>>> {
+        self.upgrade.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that hyper has read a head, and says what is wrong with it.
+    fn begin(&self, request: &Request<Incoming>) -> (Underway, Option<Fault>) {
+        self.connecting
+            .store(self.connects(request), Ordering::Relaxed);
+        let has_body = !request.body().is_end_stream();
+        self.course.request(has_body, Following::of(request))
+    }
+
+    fn connects(&self, request: &Request<Incoming>) -> bool {
+        *request.method() == Method::CONNECT && self.door.connect.is_some()
+    }
+
+    async fn answer(
+        &self,
+        request: Request<Incoming>,
+        underway: Underway,
+        fault: Option<Fault>,
+    ) -> Response<DoorBody> {
+        let connects = self.connects(&request);
         let subject = match &self.door.connect {
             Some(_) => connect::subject(&request),
             None => format!("{} {}", request.method(), request.uri().path()),
@@ -235,9 +382,12 @@ impl Caller {
         record.caller(&self.name);
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !connects);
-        let forwarded = match &self.door.connect {
-            Some(gate) => Box::pin(connect::forward(gate, self, request, &mut record)).await,
-            None => self.forward(request, wanted.as_ref(), &mut record).await,
+        let forwarded = match (self.refusal(fault), &self.door.connect) {
+            (Some(failure), _) => Err(failure),
+            (None, Some(gate)) => {
+                Box::pin(connect::forward(gate, self, request, &mut record)).await
+            }
+            (None, None) => self.forward(request, wanted.as_ref(), &mut record).await,
         };
         let mut response = match forwarded {
             Ok(Forwarded { head, rest }) => {
@@ -258,15 +408,24 @@ impl Caller {
         response.map(|body| body.ending(underway))
     }
 
+    /// Why a request is answered without a look at what it asks for.
+    fn refusal(&self, fault: Option<Fault>) -> Option<Failure> {
+        let bad = fault.map(|fault| Failure::new(Outcome::BadRequest, fault.to_string()));
+        let refused = self
+            .refused
+            .map(|error| Failure::new(Outcome::RefusedByPolicy, error.to_string()));
+        bad.or(refused)
+    }
+
     async fn forward(
         &self,
         request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
-        let destination = self.destination(&request).await?;
-        let scheme = self.door.scheme;
-        self.pass_on(request, (destination, scheme), upgrade, record)
+        let addressed = self.destination(&request).await?;
+        let (scheme, key) = (self.door.scheme, self.name.key(self.peer));
+        self.pass_on(request, (addressed, scheme), &key, upgrade, record)
             .await
     }
 
@@ -274,14 +433,17 @@ impl Caller {
     pub(super) async fn pass_on(
         &self,
         mut request: Request<Incoming>,
-        (destination, scheme): (Destination, Scheme),
+        (addressed, scheme): (Addressed, Scheme),
+        caller: &CallerKey,
         upgrade: Option<&HeaderValue>,
         record: &mut Record,
     ) -> Result<Forwarded, Failure> {
+        let host = host_field(&addressed, &request);
+        let destination = addressed.destination;
         record.destination(&destination);
         let place = destination.to_string();
         let shares = may_share_connection(&request);
-        prepare(&mut request, &destination.host_field(), upgrade, !shares);
+        prepare(&mut request, &host, upgrade, !shares);
         let leg = self.doors.targets.leg(self.borrows);
         let purpose = shares.then(|| Purpose {
             destination: destination.clone(),
@@ -293,6 +455,7 @@ impl Caller {
             scheme,
             leg,
             destination: &destination,
+            caller,
             trace_parent: trace_parent(request.headers()),
             kept: purpose.as_ref().map(|purpose| (&*self.kept, purpose)),
         };
@@ -304,7 +467,7 @@ impl Caller {
         let switched = switches.then(|| hyper::upgrade::on(&mut response));
         let clear = !is_framed_twice(response.headers());
         clean_response(&mut response, switched.is_some());
-        let switched = switched.and_then(|target| Some((self.take_upgrade()?, target)));
+        let switched = switched.map(|target| (self.take_upgrade(), target));
         let keep = purpose
             .filter(|_| clear)
             .map(|purpose| (self.kept.clone(), purpose));
@@ -326,7 +489,7 @@ impl Caller {
         })
     }
 
-    async fn destination(&self, request: &Request<Incoming>) -> Result<Destination, Failure> {
+    async fn destination(&self, request: &Request<Incoming>) -> Result<Addressed, Failure> {
         let facts = Facts {
             method: request.method(),
             uri: request.uri(),
@@ -334,30 +497,42 @@ impl Caller {
             scheme: self.door.scheme,
             implied_port: self.door.implied_port,
         };
-        let policy = self.doors.policy.load();
-        let failure = match decide(&facts, &self.doors.routes.load(), &policy) {
-            Ok(destination) => return Ok(destination),
-            Err(failure) => failure,
-        };
-        // Old kube-apiservers dial the kubelet by an address that says nothing here; the pod in the path does.
-        let leads_nowhere = matches!(
-            failure.outcome,
-            Outcome::UnknownNode | Outcome::AmbiguousAddress
-        );
-        // Kubelets stream over TLS only, and nobody on the plain door is to make the cluster work.
-        let may_ask = leads_nowhere && self.door.scheme == Scheme::Https;
-        let pod = Pod::of_path(request.uri().path()).filter(|_| may_ask);
-        let (Some(pods), Some(pod)) = (&self.doors.pods, pod) else {
-            return Err(failure);
-        };
-        match pods.kubelet_of(pod).await {
-            Some(kubelet) => Ok(Destination {
-                target: policy.kubelet(kubelet.port),
-                node: kubelet.node,
-            }),
-            None => Err(failure),
+        let (routes, policy) = (&self.doors.routes, &self.doors.policy);
+        if !self.borrows || self.door.scheme != Scheme::Https {
+            return decide(&facts, &routes.load(), &policy.load()).map(Addressed::from);
         }
+        let request = DelegatedRequest {
+            facts,
+            server_name: self.server_name.as_ref(),
+        };
+        let decision = delegated::decide(&request, &routes.load(), &policy.load())?;
+        let pod = match decision {
+            Decision::Forward(addressed) => return Ok(addressed),
+            Decision::LookUp(pod) => pod,
+        };
+        let Some(pods) = &self.doors.pods else {
+            return delegated::decide_by_host(&request, &routes.load(), &policy.load());
+        };
+        let found = pods.node_of(pod.clone()).await;
+        delegated::decide_by_pod(&request, (&pod, found), &routes.load(), &policy.load())
     }
+}
+
+/// Takes the stream back from hyper, with what hyper read and did not use.
+fn into_stream<S, F>(parts: Parts<TokioIo<Followed<S>>, F>) -> Followed<S> {
+    let mut stream = parts.io.into_inner();
+    stream.put_back(parts.read_buf);
+    stream
+}
+
+/// The Host field of the request to the target.
+fn host_field(addressed: &Addressed, request: &Request<Incoming>) -> String {
+    let own = request
+        .headers()
+        .get(HOST)
+        .filter(|_| addressed.keeps_host)
+        .and_then(|host| host.to_str().ok());
+    own.map_or_else(|| addressed.destination.host_field(), str::to_owned)
 }
 
 /// The head of an answer and what follows it.
@@ -369,12 +544,12 @@ pub(super) struct Forwarded {
 pub(super) enum Rest {
     Body(Incoming, Carrier),
     Upgraded {
-        caller: OnUpgrade,
+        caller: CallerUpgrade,
         target: OnUpgrade,
     },
     /// Bytes from here on, as after a 101.
     Tunnel {
-        caller: OnUpgrade,
+        caller: CallerUpgrade,
         tunnel: Box<Tunnel>,
     },
 }
@@ -383,6 +558,7 @@ impl Rest {
     fn settle(self, head: Response<()>, record: Record, caller: &Caller) -> Response<DoorBody> {
         let unfinished = caller.fate.begin();
         let shutdown = &caller.doors.shutdown;
+        let in_use = caller.permit.in_use();
         match self {
             Self::Body(body, carrier) => {
                 let passing = Passing { unfinished, record };
@@ -393,7 +569,10 @@ impl Rest {
                 target,
             } => {
                 caller.fate.upgrade();
-                shutdown.spawn_work(relay_upgraded(caller_side, target, unfinished, record));
+                shutdown.spawn_work(async move {
+                    let _in_use = in_use;
+                    relay_upgraded(caller_side, target, unfinished, record).await;
+                });
             }
             Self::Tunnel {
                 caller: caller_side,
@@ -401,7 +580,10 @@ impl Rest {
             } => {
                 caller.fate.upgrade();
                 let passing = Passing { unfinished, record };
-                shutdown.spawn_work(connect::pass(caller_side, *tunnel, passing));
+                shutdown.spawn_work(async move {
+                    let _in_use = in_use;
+                    connect::pass(caller_side, *tunnel, passing).await;
+                });
             }
         }
         head.map(|()| DoorBody::empty())
@@ -410,16 +592,17 @@ impl Rest {
 
 /// Bytes both ways after a 101, half-closes kept, until both directions have ended or one is cut.
 async fn relay_upgraded(
-    caller: OnUpgrade,
+    caller: CallerUpgrade,
     target: OnUpgrade,
     unfinished: Unfinished,
     mut record: Record,
 ) {
-    let (caller, target) = match tokio::try_join!(caller, target) {
-        Ok(both) => both,
-        Err(error) => return debug!(%error, "upgrade did not happen"),
+    let (mut caller, target) = match tokio::join!(caller, target) {
+        (Ok(caller), Ok(target)) => (caller, target),
+        (Err(error), _) => return debug!(%error, "caller went away before its upgrade"),
+        (Ok(_), Err(error)) => return debug!(%error, "upgrade of the target did not happen"),
     };
-    let (mut caller, mut target) = (TokioIo::new(caller), TokioIo::new(target));
+    let mut target = TokioIo::new(target);
     // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
     let unfinished = unfinished;
     match relay(&mut caller, &mut target).await.end {

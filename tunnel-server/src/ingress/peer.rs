@@ -4,6 +4,10 @@ use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
+use tunnel_proto::process::places::source;
+
+use crate::registry::CallerKey;
+
 /// The other end of a caller's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
@@ -51,6 +55,19 @@ pub enum CallerName {
     User(Arc<str>),
     /// The user whose process is at the other end of a Unix socket.
     Uid(u32),
+}
+
+impl CallerName {
+    /// What the streams of a caller that comes from `peer` are counted by.
+    #[must_use]
+    pub fn key(&self, peer: Peer) -> CallerKey {
+        match self {
+            Self::Unnamed => CallerKey::Source(source(peer.source())),
+            Self::Certificate(name) => CallerKey::Certificate(name.clone()),
+            Self::User(name) => CallerKey::User(name.clone()),
+            Self::Uid(uid) => CallerKey::Local(Some(*uid)),
+        }
+    }
 }
 
 impl fmt::Display for CallerName {

@@ -1,10 +1,11 @@
-//! The access record: exactly one line and one count for each request or stream of a caller, written when it ends.
+//! The access record: one line and one count for each request or stream of a caller, written when it ends. Heads that cannot be
+//! parsed are all counted, and a sample of them has lines.
 
 use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::telemetry::ACCESS;
+use tunnel_proto::process::telemetry::{ACCESS, LineLimit};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
@@ -35,6 +36,7 @@ pub struct Record {
     before: (u64, u64),
     metrics: Metrics,
     open: Option<GaugeGuard>,
+    lines: Option<&'static LineLimit>,
 }
 
 impl Record {
@@ -67,6 +69,7 @@ impl Record {
             before: (0, 0),
             metrics: metrics.clone(),
             open: None,
+            lines: None,
         }
     }
 
@@ -115,6 +118,11 @@ impl Record {
         self.outcome = outcome;
     }
 
+    /// Its line is one of many that are alike, of which only some are written.
+    pub fn limit_lines(&mut self, lines: &'static LineLimit) {
+        self.lines = Some(lines);
+    }
+
     /// It failed before an answer of the target.
     pub fn fail(&mut self, failure: &Failure) {
         self.outcome = failure.outcome;
@@ -131,6 +139,9 @@ impl Drop for Record {
         let received = received.saturating_sub(self.before.0);
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
+        if self.lines.is_some_and(|lines| !lines.admit()) {
+            return;
+        }
         info!(
             target: ACCESS,
             door = self.door,

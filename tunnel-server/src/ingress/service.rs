@@ -11,6 +11,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::Doors;
 use super::answer::{Failure, Outcome};
+use super::peer::CallerName;
 use super::record::Record;
 use super::socket::{DoorSocket, Fate, read_away};
 use super::target::Destination;
@@ -37,11 +38,15 @@ pub async fn serve(doors: Arc<Doors>, service: Arc<Service>, tcp: TcpStream, pee
     let place = service.destination.to_string();
     let header = StreamHeader::new(StreamKind::Target(service.destination.target.clone()));
     let began = Instant::now();
-    let mut opened = match doors
-        .registry
-        .open(&service.destination.node, &header, doors.limits.open, None)
-        .await
-    {
+    let key = CallerName::Unnamed.key(peer.into());
+    let opening = doors.registry.open(
+        &service.destination.node,
+        &header,
+        &key,
+        doors.limits.open,
+        None,
+    );
+    let mut opened = match opening.await {
         Ok(opened) => opened,
         Err(error) => return record.fail(&Failure::from_open(&error, &place)),
     };

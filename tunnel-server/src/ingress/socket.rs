@@ -135,7 +135,6 @@ impl CallerSocket {
         }
     }
 
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     async fn ready(&self, interest: Interest) -> io::Result<()> {
         on_either!(self, socket => socket.ready(interest).await.map(drop))
     }
@@ -245,6 +244,22 @@ impl Hangup {
             return;
         }
         std::future::pending().await
+    }
+}
+
+impl Hangup {
+    /// Whether [`Hangup::readable`] works on this connection.
+    pub(super) fn can_wait(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Waits until the caller has sent something, or has ended the connection. Cancel-safe.
+    pub(super) async fn readable(&self) {
+        match &self.0 {
+            // An error is for the read that follows.
+            Some(socket) => drop(socket.ready(Interest::READABLE).await),
+            None => std::future::pending().await,
+        }
     }
 }
 

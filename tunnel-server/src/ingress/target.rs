@@ -9,8 +9,10 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::answer::{Failure, Outcome};
 use super::fields::is_plainly_coded;
-use crate::policy::PortPolicy;
+use crate::policy::{PortPolicy, PortRefusal};
 use crate::routes::RouteTable;
+
+pub(super) mod delegated;
 
 /// Selector: the node, for callers that must dial the server by address.
 pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
@@ -119,13 +121,15 @@ pub fn decide(
         select_dest.as_ref().map(|dest| &dest.host),
         routes,
     )?;
-    let target = policy.target(port).map_err(|refusal| {
-        Failure::new(
-            Outcome::RefusedByPolicy,
-            format!("{node} port {port}: {refusal}"),
-        )
-    })?;
+    let target = policy
+        .target(port)
+        .map_err(|refusal| refused_port(&node, port, &refusal))?;
     Ok(Destination { node, target })
+}
+
+fn refused_port(node: &NodeName, port: Port, refusal: &PortRefusal) -> Failure {
+    let text = format!("{node} port {port}: {refusal}");
+    Failure::new(Outcome::RefusedByPolicy, text)
 }
 
 /// Only origin-form requests are for a node: these doors are no forward proxy.

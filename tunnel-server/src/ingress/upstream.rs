@@ -27,6 +27,7 @@ use super::answer::{Failure, Outcome};
 use super::body::RequestBody;
 use super::record::Record;
 use super::target::{Destination, Scheme};
+use crate::registry::CallerKey;
 use crate::targets::{Leg, server_name};
 
 mod heard;
@@ -74,6 +75,8 @@ pub(super) struct Way<'a> {
     pub(super) leg: Leg,
     /// The node and its port.
     pub(super) destination: &'a Destination,
+    /// Whose streams they count as.
+    pub(super) caller: &'a CallerKey,
     /// For the agent's record.
     pub(super) trace_parent: String,
     /// The connection of an earlier request and what the request needs it for, where the request may use it.
@@ -162,8 +165,9 @@ impl Way<'_> {
         };
         let (node, limit) = (&self.destination.node, self.doors.limits.open);
         let began = Instant::now();
-        let opened = self.doors.registry.open(node, &header, limit, except).await;
-        let opened = opened.map_err(|error| Attempt {
+        let registry = &self.doors.registry;
+        let opened = registry.open(node, &header, self.caller, limit, except);
+        let opened = opened.await.map_err(|error| Attempt {
             failure: Failure::from_open(&error, &place),
             session: None,
         })?;

@@ -11,6 +11,7 @@ use rcgen::string::Ia5String;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tracing::error;
+use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::{DoorNames, IsKnown, IssueError, LocalCa, OnIssue};
@@ -212,7 +213,12 @@ fn renew(
                 generation,
             });
         }
-        Err(error) => error!(%error, "cannot issue a serving certificate"),
+        Err(error) => {
+            static FAILED: LineLimit = LineLimit::new("serving certificates cannot be issued");
+            if FAILED.admit() {
+                error!(%error, "cannot issue a serving certificate");
+            }
+        }
     }
 }
 

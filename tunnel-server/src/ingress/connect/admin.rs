@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::TryFutureExt;
 use http::{Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
+use hyper_util::rt::TokioIo;
 use tokio::sync::Semaphore;
 
 use super::super::Doors;
@@ -19,6 +21,7 @@ use super::super::socket::Fate;
 use super::goal::{Form, Goal};
 use super::ranges::{Allowed, LiveRanges};
 use super::{Direct, Gate, Tunnel, open, pass, subject, way};
+use crate::registry::CallerKey;
 
 /// Tunnels of people at once.
 const TUNNELS_MAX: usize = 256;
@@ -58,7 +61,9 @@ impl Tunnels {
         if let Some(user) = user {
             record.caller(&CallerName::Uid(user));
         }
-        let opened = Box::pin(self.open(&request, &mut record)).await;
+        // Who may use this socket may stop the server: the operator counts as a caller with a certificate.
+        let operator = CallerKey::Local(user);
+        let opened = Box::pin(self.open(&request, &operator, &mut record)).await;
         let (tunnel, place) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
@@ -70,7 +75,7 @@ impl Tunnels {
             }
         };
         record.status(http::StatusCode::OK);
-        let caller = hyper::upgrade::on(&mut request);
+        let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let fate = Arc::new(Fate::default());
         let passing = Passing {
             unfinished: fate.begin(),
@@ -86,6 +91,7 @@ impl Tunnels {
     async fn open(
         &self,
         request: &Request<Incoming>,
+        caller: &CallerKey,
         record: &mut Record,
     ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), Failure> {
         let goal = Goal::of(request.method(), request.uri(), request.headers())?;
@@ -100,7 +106,7 @@ impl Tunnels {
         );
         let way = way(&self.doors, &self.gate, &goal)?;
         let asked = (&goal, way, trace_parent(request.headers()));
-        let tunnel = open(&self.doors, &self.gate, asked, record).await?;
+        let tunnel = open(&self.doors, &self.gate, asked, caller, record).await?;
         Ok((tunnel, place))
     }
 }

@@ -18,7 +18,7 @@ use tunnel_proto::wire::name::Port;
 use super::super::answer::{Failure, Outcome};
 use super::super::socket::{DoorSocket, Fate, Unfinished};
 use super::goal::Place;
-use super::ranges::Allowed;
+use super::ranges::{Allowed, Claims, Refused};
 use crate::config::Limit;
 
 /// Lookups at once; each takes a thread while the system's resolver works.
@@ -68,6 +68,7 @@ pub struct Direct {
     resolver: Box<dyn Resolve>,
     lookups: Arc<Semaphore>,
     limit: Duration,
+    own_ports: Vec<Port>,
 }
 
 impl Direct {
@@ -87,7 +88,19 @@ impl Direct {
             resolver,
             lookups: Arc::new(Semaphore::new(LOOKUPS)),
             limit,
+            own_ports: Vec::new(),
         }
+    }
+
+    /// With the ports of this server, to which no object of a cluster leads.
+    #[must_use]
+    pub fn with_own_ports(self, own_ports: Vec<Port>) -> Self {
+        Self { own_ports, ..self }
+    }
+
+    /// The ports of this server.
+    pub(in crate::ingress) fn own_ports(&self) -> &[Port] {
+        &self.own_ports
     }
 
     /// What may be dialled.
@@ -95,7 +108,8 @@ impl Direct {
         &self.allowed
     }
 
-    /// Connects to one of a place's addresses; `goal` is what the caller wrote. Cancel-safe.
+    /// Connects to one of a place's addresses, as far as the claims of nodes allow it; `goal` is what the caller wrote.
+    /// Cancel-safe.
     ///
     /// # Errors
     /// A [`Failure`] with the answer for the caller.
@@ -104,6 +118,7 @@ impl Direct {
         place: &Place,
         port: Port,
         goal: &str,
+        claims: &Claims<'_>,
     ) -> Result<DirectSocket, Failure> {
         if self.allowed.is_nothing() {
             let text = format!(
@@ -112,7 +127,7 @@ impl Direct {
             return Err(Failure::new(Outcome::RefusedByPolicy, text));
         }
         let dialling = async {
-            let candidates = self.candidates(place, port, goal).await?;
+            let candidates = self.candidates(place, port, goal, claims).await?;
             let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
             let mut failure = Failure::new(Outcome::TargetRefused, format!("{goal}: no address"));
             for address in candidates {
@@ -139,6 +154,7 @@ impl Direct {
         place: &Place,
         port: Port,
         goal: &str,
+        claims: &Claims<'_>,
     ) -> Result<Vec<SocketAddr>, Failure> {
         let found = match place {
             Place::Addresses(addresses) => addresses
@@ -163,20 +179,30 @@ impl Direct {
                 }
             }
         };
-        let mut refused = None;
-        let mut allowed = Vec::new();
-        for address in found {
-            match self.allowed.judge(address) {
-                Ok(address) => allowed.push(address),
-                Err(why) => refused = Some(why),
-            }
-        }
-        if let (true, Some(why)) = (allowed.is_empty(), refused) {
-            let text = format!("{goal}: {why}");
-            return Err(Failure::new(Outcome::RefusedByPolicy, text));
-        }
+        let mut allowed =
+            judge_all(&self.allowed, found, claims).map_err(|refused| refused.failure(goal))?;
         allowed.truncate(ADDRESSES_MAX);
         Ok(allowed)
+    }
+}
+
+/// Those of the addresses that may be dialled, or why none may: that nodes contradict each other is said first.
+pub(super) fn judge_all(
+    allowed: &Allowed,
+    addresses: Vec<SocketAddr>,
+    claims: &Claims<'_>,
+) -> Result<Vec<SocketAddr>, Refused> {
+    let (mut accepted, mut refused) = (Vec::new(), None);
+    for address in addresses {
+        match (allowed.judge(address, claims), &refused) {
+            (Ok(address), _) => accepted.push(address),
+            (Err(_), Some(Refused::Contested(_))) => {}
+            (Err(why), _) => refused = Some(why),
+        }
+    }
+    match refused {
+        Some(why) if accepted.is_empty() => Err(why),
+        Some(_) | None => Ok(accepted),
     }
 }
 

@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::super::answer::{Failure, Outcome};
 use super::super::target::{Destination, Host, HostPort, bad, check_path, route_failure};
-use super::ranges::ClusterRanges;
+use super::ranges::{ClusterRanges, Owner};
 use crate::policy::PortPolicy;
 use crate::routes::{RouteError, RouteTable};
 
@@ -103,33 +103,28 @@ impl Goal {
         cluster: &ClusterRanges,
         has_agent: impl Fn(&NodeName) -> bool,
     ) -> Result<Way, Failure> {
-        // Nodes write their own addresses: what the cluster's networks are for is never an agent's.
-        if let Host::Address(address) = self.host
-            && cluster.owns(address, &has_agent)
-        {
-            return Ok(Way::Direct(Place::Addresses(vec![address])));
-        }
-        let found = match &self.host {
-            Host::Name(name) => routes.by_name(name),
-            Host::Address(address) => routes.by_address(*address),
-        };
-        let node = match found {
-            Ok(node) => node,
-            Err(RouteError::UnknownName(name)) => return Ok(Way::Direct(Place::Name(name))),
-            Err(RouteError::UnknownAddress(address)) => {
-                return Ok(Way::Direct(Place::Addresses(vec![address])));
-            }
-            Err(error @ (RouteError::Ambiguous(..) | RouteError::AmbiguousName(..))) => {
-                return Err(route_failure(&error));
-            }
+        let direct = |address: IpAddr| Way::Direct(Place::Addresses(vec![address.to_canonical()]));
+        let node = match &self.host {
+            Host::Name(name) => match routes.by_name(name) {
+                Ok(node) => node,
+                Err(RouteError::UnknownName(name)) => return Ok(Way::Direct(Place::Name(name))),
+                Err(
+                    error @ (RouteError::UnknownAddress(_)
+                    | RouteError::Ambiguous(..)
+                    | RouteError::AmbiguousName(..)),
+                ) => return Err(route_failure(&error)),
+            },
+            Host::Address(address) => match cluster.owner(*address, routes, &has_agent) {
+                Owner::Agent(node) => node,
+                Owner::CloudNode | Owner::Network | Owner::Unknown => return Ok(direct(*address)),
+                Owner::Contested(contest) => {
+                    return Err(Failure::new(Outcome::AmbiguousAddress, contest.to_string()));
+                }
+            },
         };
         // A node in the cloud has no agent, and the server reaches it as everybody does.
         if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
-            let addresses = match self.host {
-                Host::Address(address) => vec![address],
-                Host::Name(_) => addresses.to_vec(),
-            };
-            return Ok(Way::Direct(Place::Addresses(addresses)));
+            return Ok(Way::Direct(Place::Addresses(addresses.to_vec())));
         }
         let port = self.port;
         let target = policy.target(port).map_err(|refusal| {

@@ -1,17 +1,22 @@
 //! Names and passwords of callers (Basic, RFC 7617), as digests; what a caller sends is compared in constant time.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use http::HeaderMap;
 use http::header::PROXY_AUTHORIZATION;
+use tokio::time::Instant;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::base64;
 use tunnel_proto::process::files;
 use zeroize::Zeroizing;
+
+use super::attempts::{Attempts, NameDigest, Verdict};
 
 /// The lines of `--connect-auth`. A name may have several, for a change of its password.
 #[derive(Clone)]
@@ -36,9 +41,25 @@ pub enum PasswordsError {
     /// A line is not `NAME:PASSWORD`; it is not repeated here.
     #[error("{0}: line {1} is not NAME:PASSWORD with both parts")]
     Line(String, usize),
+    /// The password of a line is easily guessed; it is not repeated here.
+    #[error(
+        "{0}: line {1}: the password of {2:?} is shorter than {PASSWORD_MIN_CHARS} characters; make a random one"
+    )]
+    Short(String, usize, String),
     /// There is none.
     #[error("{0} has no line NAME:PASSWORD")]
     Empty(String),
+}
+
+impl PasswordsError {
+    /// Whether the file was read, and what it says is the mistake.
+    #[must_use]
+    pub fn is_in_content(&self) -> bool {
+        match self {
+            Self::Read(_) => false,
+            Self::NotText(_) | Self::Line(..) | Self::Short(..) | Self::Empty(_) => true,
+        }
+    }
 }
 
 impl fmt::Debug for Passwords {
@@ -71,9 +92,13 @@ impl Passwords {
             }
             let parts = line.split_once(':');
             let parts = parts.filter(|(user, password)| !user.is_empty() && !password.is_empty());
-            let Some((user, _)) = parts else {
+            let Some((user, password)) = parts else {
                 return Err(PasswordsError::Line(shown.to_owned(), number));
             };
+            if password.chars().count() < PASSWORD_MIN_CHARS {
+                let user = user.to_owned();
+                return Err(PasswordsError::Short(shown.to_owned(), number, user));
+            }
             entries.push(Entry {
                 user: user.into(),
                 digest: sha256(Zeroizing::new(base64::encode(line.as_bytes())).as_bytes()),
@@ -85,9 +110,34 @@ impl Passwords {
         Ok(Self(entries))
     }
 
-    /// The user whose credentials a request carries. Takes as long whoever it is.
-    #[must_use]
-    pub fn user(&self, headers: &HeaderMap) -> Option<Arc<str>> {
+    /// The user with these credentials. Takes as long for each user.
+    fn user(&self, credentials: &Credentials) -> Option<Arc<str>> {
+        let mut found = None;
+        for entry in &self.0 {
+            if verify_slices_are_equal(&entry.digest, &credentials.digest).is_ok() {
+                found = Some(entry.user.clone());
+            }
+        }
+        found
+    }
+}
+
+/// A name and a password that a request carries, as digests.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::ingress) struct Credentials {
+    name: NameDigest,
+    digest: [u8; 32],
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Credentials(..)")
+    }
+}
+
+impl Credentials {
+    /// Those of a request; none where there are several, or they are of another scheme or no base64.
+    fn of(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(PROXY_AUTHORIZATION).iter();
         let (Some(value), None) = (values.next(), values.next()) else {
             return None;
@@ -96,39 +146,86 @@ impl Passwords {
         if !scheme.eq_ignore_ascii_case("basic") {
             return None;
         }
-        let digest = sha256(credentials.trim().as_bytes());
-        let mut found = None;
-        for entry in &self.0 {
-            if verify_slices_are_equal(&entry.digest, &digest).is_ok() {
-                found = Some(entry.user.clone());
-            }
-        }
-        found
+        let credentials = credentials.trim();
+        let plain = Zeroizing::new(base64::decode(credentials)?);
+        let name = plain.split(|byte| *byte == b':').next();
+        Some(Self {
+            name: sha256(name.unwrap_or_default()),
+            digest: sha256(credentials.as_bytes()),
+        })
     }
 }
 
-/// The passwords in force; the file is followed.
+/// Why a request is not let in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PasswordRefusal {
+    /// It has no name and password.
+    Missing,
+    /// They are not known.
+    Wrong,
+    /// There were too many wrong ones: the next is judged after this time.
+    Wait(Duration),
+}
+
+/// The passwords in force, whose file is followed, and who has guessed at them.
 #[derive(Debug)]
-pub struct LivePasswords(ArcSwap<Passwords>);
+pub struct LivePasswords {
+    passwords: ArcSwap<Passwords>,
+    attempts: Mutex<Attempts>,
+}
 
 impl LivePasswords {
     /// With these.
     #[must_use]
     pub fn new(passwords: Passwords) -> Self {
-        Self(ArcSwap::from_pointee(passwords))
+        Self {
+            passwords: ArcSwap::from_pointee(passwords),
+            attempts: Mutex::default(),
+        }
     }
 
     /// Puts others in force.
     pub fn replace(&self, passwords: Passwords) {
-        self.0.store(Arc::new(passwords));
+        self.passwords.store(Arc::new(passwords));
     }
 
-    /// The passwords of this moment.
-    #[must_use]
-    pub fn load(&self) -> Arc<Passwords> {
-        self.0.load_full()
+    /// The user of a request that comes from `source`. `shown` are the credentials that were right before on the request's
+    /// connection, which never wait: a guesser of that name is not on that connection.
+    pub(super) fn admit(
+        &self,
+        headers: &HeaderMap,
+        source: IpAddr,
+        shown: &Mutex<Option<Credentials>>,
+    ) -> Result<Arc<str>, PasswordRefusal> {
+        let credentials = Credentials::of(headers).ok_or(PasswordRefusal::Missing)?;
+        let passwords = self.passwords.load();
+        let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
+        if *shown == Some(credentials)
+            && let Some(user) = passwords.user(&credentials)
+        {
+            return Ok(user);
+        }
+        let mut user = None;
+        // Judged under the lock, so that many connections at once make no more guesses than one.
+        let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
+        let verdict = attempts.judge(source, credentials.name, Instant::now(), || {
+            user = passwords.user(&credentials);
+            user.is_some()
+        });
+        drop(attempts);
+        match (verdict, user) {
+            (Verdict::Right, Some(user)) => {
+                *shown = Some(credentials);
+                Ok(user)
+            }
+            (Verdict::Wait(left), _) => Err(PasswordRefusal::Wait(left)),
+            (Verdict::Wrong | Verdict::Right, _) => Err(PasswordRefusal::Wrong),
+        }
     }
 }
+
+/// Shorter ones can be found by guessing, offline where the file is lost.
+const PASSWORD_MIN_CHARS: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -139,32 +236,36 @@ mod tests {
     fn user(passwords: &Passwords, value: &str) -> Option<String> {
         let mut headers = HeaderMap::new();
         headers.insert(PROXY_AUTHORIZATION, HeaderValue::from_str(value).unwrap());
-        passwords.user(&headers).map(|user| user.to_string())
+        let user = Credentials::of(&headers).and_then(|shown| passwords.user(&shown));
+        user.map(|user| user.to_string())
     }
 
     #[test]
     fn users_are_known_by_any_of_their_passwords_and_by_nothing_else() {
-        let text = "# both hold while it changes\nprometheus:old:1\n\nprometheus:new\nother:x\n";
+        let text = "# both hold while it changes\nprometheus:old:1234567890ab\n\nprometheus:new-1234567890ab\n\
+                    other:x-1234567890abcd\n";
         let passwords = Passwords::parse(text, "file").unwrap();
         let basic = |pair: &str| format!("Basic {}", base64::encode(pair.as_bytes()));
+        let other = "other:x-1234567890abcd";
         for (value, expected) in [
-            (basic("prometheus:old:1"), Some("prometheus")),
-            (basic("prometheus:new"), Some("prometheus")),
-            (basic("other:x").replace("Basic", "bAsIc"), Some("other")),
-            (basic("other:new"), None),
+            (basic("prometheus:old:1234567890ab"), Some("prometheus")),
+            (basic("prometheus:new-1234567890ab"), Some("prometheus")),
+            (basic(other).replace("Basic", "bAsIc"), Some("other")),
+            (basic("other:new-1234567890ab"), None),
             (basic("other:"), None),
+            (basic("other"), None),
             (basic(""), None),
-            (basic("other:x").replace("Basic", "Bearer"), None),
+            (basic(other).replace("Basic", "Bearer"), None),
             ("Basic".to_owned(), None),
         ] {
             assert_eq!(user(&passwords, &value).as_deref(), expected, "{value}");
         }
         let mut twice = HeaderMap::new();
         for _ in 0..2 {
-            let value = HeaderValue::from_str(&basic("other:x")).unwrap();
+            let value = HeaderValue::from_str(&basic(other)).unwrap();
             twice.append(PROXY_AUTHORIZATION, value);
         }
-        assert_eq!(passwords.user(&twice), None);
+        assert!(Credentials::of(&twice).is_none());
         let shown = format!("{passwords:?}");
         assert!(!shown.contains("old") && !shown.contains("new"), "{shown}");
     }
@@ -172,13 +273,57 @@ mod tests {
     #[test]
     fn mistakes_name_the_line_and_repeat_nothing_of_it() {
         for (text, hint) in [
-            ("a:b\nsecret\n", "line 2"),
+            ("a:0123456789abcdef\nsecret\n", "line 2"),
             (":secret\n", "line 1"),
             ("secret:\n", "line 1"),
             ("\n# none\n", "no line"),
+            ("a:0123456789abcdef\nadmin:secret-89abcde\n", "line 2"),
+            ("admin:secret-89abcde\n", "\"admin\""),
         ] {
-            let error = Passwords::parse(text, "file").unwrap_err().to_string();
+            let error = Passwords::parse(text, "file").unwrap_err();
+            assert!(error.is_in_content());
+            let error = error.to_string();
             assert!(error.contains(hint) && !error.contains("secret"), "{error}");
         }
+    }
+
+    #[test]
+    fn sixteen_characters_are_enough_in_any_script() {
+        for password in ["0123456789abcdef", "ßßßßßßßßßßßßßßßß"] {
+            assert!(Passwords::parse(&format!("a:{password}"), "file").is_ok());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn right_password_waits_with_its_name_except_on_its_own_connection() {
+        let text = "prometheus:0123456789abcdef\nother:fedcba9876543210\n";
+        let live = LivePasswords::new(Passwords::parse(text, "file").unwrap());
+        let site = "192.0.2.1".parse().unwrap();
+        let ask = |pair: &str, shown: &Mutex<Option<Credentials>>| {
+            let mut headers = HeaderMap::new();
+            let value = format!("Basic {}", base64::encode(pair.as_bytes()));
+            headers.insert(PROXY_AUTHORIZATION, value.parse().unwrap());
+            live.admit(&headers, site, shown)
+                .map(|user| user.to_string())
+        };
+        let (right, other) = ("prometheus:0123456789abcdef", "other:fedcba9876543210");
+        let (known, new) = (Mutex::default(), Mutex::default());
+        assert_eq!(ask(right, &known), Ok("prometheus".into()));
+        for _ in 0..5 {
+            let guess = ask("prometheus:guess", &new);
+            assert_eq!(guess, Err(PasswordRefusal::Wrong));
+        }
+        let second = Err(PasswordRefusal::Wait(Duration::from_secs(1)));
+        assert_eq!(ask(right, &new), second);
+        assert_eq!(ask("prometheus:guess", &known), second);
+        assert_eq!(ask(right, &known), Ok("prometheus".into()));
+        assert_eq!(ask(other, &new), Ok("other".into()));
+        assert_eq!(ask("other", &new), Err(PasswordRefusal::Wrong));
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(ask(right, &new), Ok("prometheus".into()));
+        // What is no longer in the file ends on every connection.
+        let left = Passwords::parse("other:fedcba9876543210\n", "file").unwrap();
+        live.replace(left);
+        assert_eq!(ask(right, &known), Err(PasswordRefusal::Wrong));
     }
 }

@@ -1,5 +1,8 @@
 //! Where the server may dial by itself: what the operator lists, or what a cluster tells of itself; pure, but for the
 //! cell that the cluster's side fills.
+//!
+//! Node objects are hostile input. An address that several claims contradict each other about is never dialled, and what a
+//! node behind an agent claims is never dialled past its agent, also when a name resolves to it.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -12,6 +15,9 @@ use tunnel_proto::process::networks::{Cidr, judged, never_dialled};
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use super::super::answer::{Failure, Outcome};
+use crate::routes::{RouteError, RouteTable};
+
 /// One entry of `--connect-direct`: a network, with ports where not all are meant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirectTarget {
@@ -19,15 +25,65 @@ pub struct DirectTarget {
     ports: Option<PortSet>,
 }
 
-/// What a cluster tells of addresses that the server reaches without an agent.
+/// What a cluster tells of addresses that the server reaches without an agent. Kubelets write most of it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClusterRanges {
     /// Of Services.
     pub services: Vec<Cidr>,
-    /// Of Pods on nodes in the cloud.
-    pub pods: Vec<Cidr>,
-    /// Nodes in the cloud with their addresses.
+    /// Of Pods, on all nodes.
+    pub pods: Vec<PodNetwork>,
+    /// Nodes in the cloud with their addresses; all others are reached through agents.
     pub cloud_nodes: BTreeMap<NodeName, Vec<IpAddr>>,
+    /// Addresses of the server's own Service.
+    pub own: Vec<IpAddr>,
+}
+
+/// A network of Pods, as a Node object has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PodNetwork {
+    /// The network.
+    pub network: Cidr,
+    /// The Node.
+    pub node: NodeName,
+}
+
+/// To what an address belongs, for a dial of the server's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::ingress) enum Owner {
+    /// A node that is reached through its agent alone.
+    Agent(NodeName),
+    /// A node in the cloud without an agent.
+    CloudNode,
+    /// Services, or Pods in the cloud.
+    Network,
+    /// Several; none of them is believed.
+    Contested(Contest),
+    /// Nothing that is known.
+    Unknown,
+}
+
+/// Claims on one address that contradict each other.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Contest {
+    /// Of nodes.
+    #[error(transparent)]
+    Nodes(RouteError),
+    /// Of a node, and of the Services in whose network it is.
+    #[error("{0} is in the network of Services, and the address of {1}; address the node by name")]
+    Services(IpAddr, NodeName),
+}
+
+/// What is known of nodes and of this host when an address is judged.
+#[derive(Clone, Copy)]
+pub(in crate::ingress) struct Claims<'a> {
+    /// Who has which address.
+    pub(in crate::ingress) routes: &'a RouteTable,
+    /// Whether a node has an agent that is connected.
+    pub(in crate::ingress) has_agent: &'a (dyn Fn(&NodeName) -> bool + Send + Sync),
+    /// Whether an address is one of this host.
+    pub(in crate::ingress) is_own: &'a (dyn Fn(IpAddr) -> bool + Send + Sync),
+    /// Ports of this server.
+    pub(in crate::ingress) own_ports: &'a [Port],
 }
 
 /// The ranges of this moment; clones share them.
@@ -44,7 +100,7 @@ pub enum Allowed {
 }
 
 /// Why an address is not dialled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// No setting allows it.
     #[error("{1} is {0}, and such addresses are never dialled")]
@@ -52,6 +108,30 @@ pub enum Refused {
     /// Nothing that is allowed contains it.
     #[error("{0} is not within --connect-direct")]
     NotListed(SocketAddr),
+    /// The address is a node's, and the way there is its agent.
+    #[error(
+        "{0} is the address of {1}, which is reached through its agent; address the node by name"
+    )]
+    Agent(IpAddr, NodeName),
+    /// Objects of the cluster contradict each other.
+    #[error(transparent)]
+    Contested(Contest),
+    /// An object of the cluster leads back to this server.
+    #[error("{0} is this server; where that is meant, --connect-direct has to list it")]
+    Own(SocketAddr),
+}
+
+impl Refused {
+    /// The answer for a caller who wrote `goal`.
+    pub(in crate::ingress) fn failure(&self, goal: &str) -> Failure {
+        let outcome = match self {
+            Self::Contested(_) => Outcome::AmbiguousAddress,
+            Self::Never(..) | Self::NotListed(_) | Self::Agent(..) | Self::Own(_) => {
+                Outcome::RefusedByPolicy
+            }
+        };
+        Failure::new(outcome, format!("{goal}: {self}"))
+    }
 }
 
 impl ClusterRanges {
@@ -61,23 +141,40 @@ impl ClusterRanges {
         self.cloud_nodes.get(node).map(Vec::as_slice)
     }
 
-    /// Whether an address is one of Services, of Pods in the cloud, or of a node in the cloud that has no agent.
-    #[must_use]
-    pub fn owns(&self, ip: IpAddr, has_agent: impl Fn(&NodeName) -> bool) -> bool {
+    /// To what an address belongs.
+    ///
+    /// Kubelets write the addresses and networks of their Nodes. A network takes no address from a node, and one of a node
+    /// in the cloud takes none from the network of a node behind an agent. No kubelet writes the networks of Services: a
+    /// network of Pods means nothing there, and a node that claims an address there is not believed, nor are the Services.
+    pub(in crate::ingress) fn owner(
+        &self,
+        ip: IpAddr,
+        routes: &RouteTable,
+        has_agent: &dyn Fn(&NodeName) -> bool,
+    ) -> Owner {
         let ip = ip.to_canonical();
-        let has = |(node, addresses): (&NodeName, &Vec<IpAddr>)| {
-            addresses.contains(&ip) && !has_agent(node)
-        };
-        self.is_network(ip) || self.cloud_nodes.iter().any(has)
-    }
-
-    fn is_network(&self, ip: IpAddr) -> bool {
-        let mut networks = self.services.iter().chain(&self.pods);
-        networks.any(|network| covers(network, ip))
-    }
-
-    fn contains(&self, ip: IpAddr) -> bool {
-        self.is_network(ip) || self.cloud_nodes.values().flatten().any(|node| *node == ip)
+        let is_direct = |node: &NodeName| self.cloud_nodes.contains_key(node) && !has_agent(node);
+        let is_service = self.services.iter().any(|network| network.contains(ip));
+        match routes.by_address(ip) {
+            Ok(node) if is_service => Owner::Contested(Contest::Services(ip, node)),
+            Ok(node) if is_direct(&node) => Owner::CloudNode,
+            Ok(node) => Owner::Agent(node),
+            Err(RouteError::UnknownAddress(_)) if is_service => Owner::Network,
+            Err(RouteError::UnknownAddress(_)) => {
+                let mut around = self.pods.iter().filter(|pods| pods.network.contains(ip));
+                let is_in_cloud = around.clone().any(|pods| is_direct(&pods.node));
+                if is_in_cloud && around.all(|pods| is_direct(&pods.node)) {
+                    Owner::Network
+                } else {
+                    Owner::Unknown
+                }
+            }
+            Err(
+                error @ (RouteError::Ambiguous(..)
+                | RouteError::UnknownName(_)
+                | RouteError::AmbiguousName(..)),
+            ) => Owner::Contested(Contest::Nodes(error)),
+        }
     }
 }
 
@@ -88,21 +185,9 @@ impl LiveRanges {
         self.0.load_full()
     }
 
-    /// Puts others of Services in force.
-    pub fn set_services(&self, services: Vec<Cidr>) {
-        self.0.rcu(|last| ClusterRanges {
-            services: services.clone(),
-            ..ClusterRanges::clone(last)
-        });
-    }
-
-    /// Puts other nodes in force, with the ranges of their Pods.
-    pub fn set_nodes(&self, pods: Vec<Cidr>, cloud_nodes: BTreeMap<NodeName, Vec<IpAddr>>) {
-        self.0.rcu(|last| ClusterRanges {
-            services: last.services.clone(),
-            pods: pods.clone(),
-            cloud_nodes: cloud_nodes.clone(),
-        });
+    /// Puts others in force.
+    pub fn set(&self, ranges: ClusterRanges) {
+        self.0.store(Arc::new(ranges));
     }
 }
 
@@ -119,7 +204,12 @@ impl Allowed {
     #[must_use]
     pub fn is_nothing(&self) -> bool {
         match self {
-            Self::Cluster(ranges) => *ranges.load() == ClusterRanges::default(),
+            Self::Cluster(ranges) => {
+                let ranges = ranges.load();
+                ranges.services.is_empty()
+                    && ranges.pods.is_empty()
+                    && ranges.cloud_nodes.is_empty()
+            }
             Self::Listed(targets, _) => targets.is_empty(),
         }
     }
@@ -128,7 +218,11 @@ impl Allowed {
     ///
     /// # Errors
     /// [`Refused`].
-    pub fn judge(&self, address: SocketAddr) -> Result<SocketAddr, Refused> {
+    pub(in crate::ingress) fn judge(
+        &self,
+        address: SocketAddr,
+        claims: &Claims<'_>,
+    ) -> Result<SocketAddr, Refused> {
         let ip = address.ip().to_canonical();
         let address = SocketAddr::new(ip, address.port());
         if let Some(kind) = never_dialled(judged(ip)) {
@@ -141,15 +235,47 @@ impl Allowed {
         let Some(port) = Port::new(address.port()) else {
             return Err(Refused::NotListed(address));
         };
-        let is_allowed = match self {
-            Self::Cluster(ranges) => {
-                !ETCD_PORTS.contains(&port.get()) && ranges.load().contains(ip)
-            }
-            Self::Listed(targets, _) => targets.iter().any(|target| target.contains(ip, port)),
+        let cluster = self.cluster();
+        let owner = cluster.owner(ip, claims.routes, &|node| (claims.has_agent)(node));
+        let this_port = [port];
+        // On a host of the control plane the server shares the node's address: there only its own ports are left out.
+        let own_ports = match owner {
+            Owner::Agent(node) => return Err(Refused::Agent(ip, node)),
+            Owner::Contested(contest) => return Err(Refused::Contested(contest)),
+            Owner::CloudNode => Some(claims.own_ports),
+            Owner::Network => Some(&this_port[..]),
+            Owner::Unknown => None,
         };
-        is_allowed
-            .then_some(address)
-            .ok_or(Refused::NotListed(address))
+        match (self, own_ports) {
+            (Self::Listed(targets, _), _) => {
+                let is_listed = targets.iter().any(|target| target.contains(ip, port));
+                is_listed
+                    .then_some(address)
+                    .ok_or(Refused::NotListed(address))
+            }
+            (Self::Cluster(_), None) => Err(Refused::NotListed(address)),
+            (Self::Cluster(_), Some(_)) if ip.is_loopback() || ETCD_PORTS.contains(&port.get()) => {
+                Err(Refused::NotListed(address))
+            }
+            (Self::Cluster(_), Some(own_ports)) => {
+                let is_own =
+                    cluster.own.contains(&ip) || own_ports.contains(&port) && (claims.is_own)(ip);
+                (!is_own).then_some(address).ok_or(Refused::Own(address))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+impl Claims<'_> {
+    /// No node is known, and no address is this host's.
+    pub(in crate::ingress) fn none(routes: &RouteTable) -> Claims<'_> {
+        Claims {
+            routes,
+            has_agent: &|_| false,
+            is_own: &|_| false,
+            own_ports: &[],
+        }
     }
 }
 

@@ -225,10 +225,14 @@ async fn passwords_are_asked_for_and_never_passed_on() {
     let url = "GET http://worker-1:9100/metrics?x=1 HTTP/1.1\r\nHost: elsewhere\r\n";
     let connect = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: x\r\n";
     for ask in [url, connect] {
-        for fields in [String::new(), auth("prometheus:wrong"), auth("other:right")] {
+        for fields in [
+            String::new(),
+            auth("prometheus:wrong"),
+            auth("other:right-0123456789"),
+        ] {
             let ask = format!("{ask}{fields}\r\n");
             let answer = bench
-                .ask_at(door(Some("prometheus:right"), &[]), &ask)
+                .ask_at(door(Some("prometheus:right-0123456789"), &[]), &ask)
                 .await;
             assert!(answer.starts_with("HTTP/1.1 407 "), "{answer}");
             assert!(
@@ -238,8 +242,11 @@ async fn passwords_are_asked_for_and_never_passed_on() {
         }
     }
     assert!(agent.is_left_alone().await);
-    let ask = format!("{url}{}Connection: close\r\n\r\n", auth("prometheus:right"));
-    let asks = bench.ask_at(door(Some("prometheus:right"), &[]), &ask);
+    let ask = format!(
+        "{url}{}Connection: close\r\n\r\n",
+        auth("prometheus:right-0123456789")
+    );
+    let asks = bench.ask_at(door(Some("prometheus:right-0123456789"), &[]), &ask);
     let (answer, seen) = tokio::join!(asks, agent.answers());
     assert!(answer.ends_with("hi"), "{answer}");
     assert!(seen.starts_with("GET /metrics?x=1 HTTP/1.1\r\n"), "{seen}");

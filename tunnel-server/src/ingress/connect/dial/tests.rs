@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::net::TcpListener;
 
 use super::super::ranges::LiveRanges;
+use crate::routes::RouteTable;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
@@ -49,6 +50,8 @@ async fn accepted(listener: &TcpListener) -> bool {
 /// S42: whatever a name turns into between calls, one call asks once and dials what it judged.
 #[tokio::test]
 async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialled() {
+    let routes = RouteTable::default();
+    let claims = Claims::none(&routes);
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = good.local_addr().unwrap().port();
     // The next call would meet the canary, and the one after it the metadata service.
@@ -71,7 +74,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialle
     for round in 0..3 {
         let expected = [Ok(()), Err(()), Err(()), Ok(())];
         for (number, expected) in expected.into_iter().enumerate() {
-            let dialled = direct.dial(&place, port, "flip.example").await;
+            let dialled = direct.dial(&place, port, "flip.example", &claims).await;
             let outcome = dialled.as_ref().map(drop).map_err(|failure| {
                 assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{failure}");
             });
@@ -90,6 +93,8 @@ async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialle
 /// T05: other spellings of addresses are names, and what they resolve to is judged.
 #[tokio::test]
 async fn t05_odd_spellings_of_loopback_reach_no_listener() {
+    let routes = RouteTable::default();
+    let claims = Claims::none(&routes);
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
     let direct = Direct::new(allowed(&["0.0.0.0/0", "::/0"]), LIMIT);
@@ -109,7 +114,9 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
             // Refused as no name before anything is resolved.
             continue;
         };
-        let dialled = direct.dial(&Place::Name(name), port, spelling).await;
+        let dialled = direct
+            .dial(&Place::Name(name), port, spelling, &claims)
+            .await;
         let failure = dialled
             .err()
             .unwrap_or_else(|| panic!("{spelling} was dialled"));
@@ -129,7 +136,10 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
         "169.254.169.254",
     ] {
         let place = Place::Addresses(vec![address.parse().unwrap()]);
-        let failure = direct.dial(&place, port, address).await.unwrap_err();
+        let failure = direct
+            .dial(&place, port, address, &claims)
+            .await
+            .unwrap_err();
         assert_eq!(
             failure.outcome,
             Outcome::RefusedByPolicy,
@@ -141,6 +151,8 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
 
 #[tokio::test]
 async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
+    let routes = RouteTable::default();
+    let claims = Claims::none(&routes);
     let asked = Arc::new(AtomicUsize::new(0));
     let resolver = Flipping {
         answers: vec![Vec::new()],
@@ -149,13 +161,47 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
     };
     let port = Port::new(1).unwrap();
     let nothing = Direct::resolving(allowed(&[]), LIMIT, Box::new(resolver));
-    let failure = nothing.dial(&named("a.example"), port, "a.example:1").await;
+    let failure = nothing
+        .dial(&named("a.example"), port, "a.example:1", &claims)
+        .await;
     let failure = failure.unwrap_err();
     assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
     assert!(failure.text.contains("--connect-direct"), "{failure}");
     assert_eq!(asked.load(Ordering::Relaxed), 0);
     let direct = Direct::new(allowed(&["127.0.0.0/8"]), LIMIT);
     let closed = Place::Addresses(vec!["127.0.0.1".parse().unwrap()]);
-    let failure = direct.dial(&closed, port, "127.0.0.1:1").await.unwrap_err();
+    let failure = direct
+        .dial(&closed, port, "127.0.0.1:1", &claims)
+        .await
+        .unwrap_err();
     assert_eq!(failure.outcome, Outcome::TargetRefused, "{failure}");
+}
+
+/// A name is judged by the nodes that have the address it resolves to, whatever the operator lists.
+#[tokio::test]
+async fn names_lead_past_no_agent_and_to_no_contested_address() {
+    let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
+    let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), port.get());
+    let (edge, twin) = ("edge-1".parse().unwrap(), "edge-2".parse().unwrap());
+    let address = [at("127.0.0.1").ip()];
+    let own = RouteTable::new([(&edge, &address[..])]);
+    let shared = RouteTable::new([(&edge, &address[..]), (&twin, &address[..])]);
+    for (routes, outcome, reason) in [
+        (own, Outcome::RefusedByPolicy, "edge-1"),
+        (shared, Outcome::AmbiguousAddress, "edge-1, edge-2"),
+    ] {
+        let resolver = Flipping {
+            answers: vec![vec![at("127.0.0.1")]],
+            ..Flipping::default()
+        };
+        let direct = Direct::resolving(allowed(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
+        let claims = Claims::none(&routes);
+        let place = named("a.example");
+        let dialled = direct.dial(&place, port, "a.example", &claims).await;
+        let failure = dialled.unwrap_err();
+        assert_eq!(failure.outcome, outcome, "{failure}");
+        assert!(failure.text.contains(reason), "{failure}");
+    }
+    assert!(!accepted(&canary).await);
 }

@@ -91,18 +91,21 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let (own, shared, far) = (ip("10.0.0.1"), ip("192.168.33.221"), ip("10.0.0.9"));
     // Kubelets write what addresses they like.
-    let claimed = [own, shared, far, ip("10.96.0.11")];
+    let contested = ip("10.0.0.8");
+    let claimed = [own, shared, contested, ip("10.96.0.11")];
     let routes = RouteTable::new([
         (&edge, &claimed[..]),
         (&twin, &[shared][..]),
-        (&cloud, &[far][..]),
+        (&cloud, &[far, contested][..]),
     ]);
     let policy = PortPolicy {
         http: "9100".parse().unwrap(),
         ..PortPolicy::default()
     };
     let mut cluster = ClusterRanges::default();
-    cluster.cloud_nodes.insert(cloud.clone(), vec![far]);
+    cluster
+        .cloud_nodes
+        .insert(cloud.clone(), vec![far, contested]);
     cluster.services = vec!["10.96.0.0/12".parse().unwrap()];
     let way = |target: &str, agents: &[&NodeName]| {
         let goal = goal("CONNECT", target, &[]).unwrap();
@@ -125,7 +128,7 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         way("192.168.33.221:10250", &[]),
         Err(Outcome::AmbiguousAddress)
     );
-    assert_eq!(way("cloud-1:10250", &[]), direct(&[far]));
+    assert_eq!(way("cloud-1:10250", &[]), direct(&[far, contested]));
     assert_eq!(way("10.0.0.9:10250", &[]), direct(&[far]));
     assert_eq!(
         way("cloud-1:10250", &[&cloud]),
@@ -134,8 +137,13 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     );
     assert_eq!(way("10.96.0.10:443", &[]), direct(&[ip("10.96.0.10")]));
     assert_eq!(
+        way("10.0.0.8:10250", &[]),
+        Err(Outcome::AmbiguousAddress),
+        "an edge node claims the address of a node in the cloud"
+    );
+    assert_eq!(
         way("10.96.0.11:10250", &[&edge]),
-        direct(&[ip("10.96.0.11")]),
+        Err(Outcome::AmbiguousAddress),
         "an edge node claims a Service's address"
     );
     assert_eq!(

@@ -6,10 +6,25 @@ fn listed(texts: &[&str]) -> Allowed {
 }
 
 fn judge(allowed: &Allowed, address: &str) -> &'static str {
-    match allowed.judge(address.parse().unwrap()) {
+    let routes = RouteTable::default();
+    judge_with(allowed, address, &Claims::none(&routes))
+}
+
+fn judge_with(allowed: &Allowed, address: &str, claims: &Claims<'_>) -> &'static str {
+    match allowed.judge(address.parse().unwrap(), claims) {
         Ok(_) => "dialled",
         Err(Refused::Never(..)) => "never",
         Err(Refused::NotListed(_)) => "not listed",
+        Err(Refused::Agent(..)) => "agent",
+        Err(Refused::Contested(_)) => "contested",
+        Err(Refused::Own(_)) => "own",
+    }
+}
+
+fn pods(node: &str, network: &str) -> PodNetwork {
+    PodNetwork {
+        network: network.parse().unwrap(),
+        node: node.parse().unwrap(),
     }
 }
 
@@ -74,7 +89,9 @@ fn t05_table_of_addresses_that_are_never_dialled_directly() {
 #[test]
 fn what_is_judged_is_what_is_dialled() {
     let all = listed(&["10.0.0.0/8"]);
-    let judged = all.judge("[::ffff:10.0.0.5]:443".parse().unwrap());
+    let routes = RouteTable::default();
+    let address = "[::ffff:10.0.0.5]:443".parse().unwrap();
+    let judged = all.judge(address, &Claims::none(&routes));
     assert_eq!(judged, Ok("10.0.0.5:443".parse().unwrap()));
 }
 
@@ -84,12 +101,16 @@ fn nothing_is_allowed_before_the_cluster_has_told_of_itself() {
     let allowed = Allowed::Cluster(ranges.clone());
     assert!(allowed.is_nothing());
     assert_eq!(judge(&allowed, "10.96.0.1:443"), "not listed");
-    ranges.set_services(vec!["10.96.0.0/12".parse().unwrap()]);
-    let cloud = (
-        "cloud-1".parse().unwrap(),
-        vec!["10.0.0.9".parse().unwrap()],
-    );
-    ranges.set_nodes(vec!["10.244.1.0/24".parse().unwrap()], [cloud].into());
+    let cloud: NodeName = "cloud-1".parse().unwrap();
+    let own = ["10.0.0.9".parse().unwrap()];
+    ranges.set(ClusterRanges {
+        services: vec!["10.96.0.0/12".parse().unwrap()],
+        pods: vec![pods("cloud-1", "10.244.1.0/24")],
+        cloud_nodes: [(cloud.clone(), own.to_vec())].into(),
+        own: Vec::new(),
+    });
+    let routes = RouteTable::new([(&cloud, &own[..])]);
+    let claims = Claims::none(&routes);
     for (address, expected) in [
         ("10.96.0.1:443", "dialled"),
         ("10.244.1.7:8443", "dialled"),
@@ -98,7 +119,52 @@ fn nothing_is_allowed_before_the_cluster_has_told_of_itself() {
         ("10.0.0.9:2379", "not listed"),
         ("10.0.0.10:10250", "not listed"),
     ] {
-        assert_eq!(judge(&allowed, address), expected, "{address}");
+        assert_eq!(
+            judge_with(&allowed, address, &claims),
+            expected,
+            "{address}"
+        );
     }
     assert!(listed(&[]).is_nothing() && !listed(&["10.0.0.0/8"]).is_nothing());
+}
+
+#[test]
+fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
+    let ranges = LiveRanges::default();
+    let cloud: NodeName = "cloud-1".parse().unwrap();
+    let node = ["10.0.0.9".parse().unwrap()];
+    ranges.set(ClusterRanges {
+        services: vec!["10.96.0.0/12".parse().unwrap()],
+        pods: vec![pods("cloud-1", "10.244.1.0/24")],
+        cloud_nodes: [(cloud.clone(), node.to_vec())].into(),
+        own: vec!["10.96.0.7".parse().unwrap()],
+    });
+    let routes = RouteTable::new([(&cloud, &node[..])]);
+    let own_ports = [Port::new(10264).unwrap()];
+    let own: [IpAddr; 2] = ["10.244.1.5", "10.0.0.9"].map(|ip| ip.parse().unwrap());
+    let claims = Claims {
+        is_own: &|ip| own.contains(&ip),
+        own_ports: &own_ports,
+        ..Claims::none(&routes)
+    };
+    let allowed = Allowed::Cluster(ranges.clone());
+    for (address, expected) in [
+        ("10.244.1.5:8443", "own"),
+        ("[::ffff:10.244.1.5]:8443", "own"),
+        ("10.244.1.6:8443", "dialled"),
+        ("10.96.0.7:10250", "own"),
+        ("10.96.0.8:10250", "dialled"),
+        // The server shares the address of its host.
+        ("10.0.0.9:10250", "dialled"),
+        ("10.0.0.9:10264", "own"),
+    ] {
+        assert_eq!(
+            judge_with(&allowed, address, &claims),
+            expected,
+            "{address}"
+        );
+    }
+    let listed = ["10.0.0.0/8".parse().unwrap()];
+    let listed = Allowed::Listed(listed.to_vec(), ranges);
+    assert_eq!(judge_with(&listed, "10.244.1.5:8443", &claims), "dialled");
 }

@@ -88,11 +88,17 @@ impl Agent {
 
 impl Bench {
     pub(in crate::ingress) fn new() -> Self {
+        Self::with_callers(64)
+    }
+
+    /// A bench with this many places for callers.
+    pub(in crate::ingress) fn with_callers(callers: usize) -> Self {
         let routes = Routes::default();
         let known = RouteNode {
             name: node(),
             hostname: None,
             addresses: Vec::new(),
+            kubelet_port: None,
         };
         routes.set(Source::Known, vec![known]);
         let policy = LivePolicy::default();
@@ -119,9 +125,13 @@ impl Bench {
                 idle: Duration::from_secs(180),
                 open: Duration::from_secs(10),
             },
-            strangers: Places::new(PlaceLimits {
-                per_source: 64,
-                total: 64,
+            callers: Places::new(PlaceLimits {
+                per_source: callers + 1,
+                total: callers,
+            }),
+            verified_callers: Places::new(PlaceLimits {
+                per_source: 1,
+                total: 1,
             }),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
@@ -158,14 +168,21 @@ impl Bench {
 
     /// The same at a door for https targets, behind its TLS.
     pub(in crate::ingress) async fn ask_secure(&self, request: &str) -> String {
-        let secure = Door {
-            name: "https",
-            scheme: Scheme::Https,
-            implied_port: None,
-            tls: None,
-            connect: None,
+        self.ask_at(https_listener(), request).await
+    }
+
+    /// The same for a caller with client-certificate delegation, whose TLS asked for this name.
+    pub(in crate::ingress) async fn ask_delegated(
+        &self,
+        server_name: Option<&str>,
+        request: &str,
+    ) -> String {
+        let delegated = |line: &mut Line| {
+            line.borrows = true;
+            line.server_name = server_name.map(|name| name.parse().unwrap());
         };
-        self.ask_at(Arc::new(secure), request).await
+        let caller = self.connect_with(https_listener(), delegated);
+        Self::exchange(caller, request).await
     }
 
     /// A CONNECT door with this gate, without TLS.
@@ -180,7 +197,10 @@ impl Bench {
     }
 
     pub(in crate::ingress) async fn ask_at(&self, door: Arc<Door>, request: &str) -> String {
-        let mut caller = self.connect_at(door);
+        Self::exchange(self.connect_at(door), request).await
+    }
+
+    async fn exchange(mut caller: DuplexStream, request: &str) -> String {
         let ask = async {
             caller.write_all(request.as_bytes()).await.unwrap();
             let mut answer = String::new();
@@ -196,16 +216,36 @@ impl Bench {
     }
 
     pub(in crate::ingress) fn connect_at(&self, door: Arc<Door>) -> DuplexStream {
+        self.connect_with(door, |_| {})
+    }
+
+    /// The same of a caller who comes from this address and has proved this name.
+    pub(in crate::ingress) fn connect_as(
+        &self,
+        door: Arc<Door>,
+        from: &str,
+        name: CallerName,
+    ) -> DuplexStream {
+        let peer: SocketAddr = from.parse().unwrap();
+        self.connect_with(door, |line| {
+            (line.peer, line.name) = (peer.into(), name);
+        })
+    }
+
+    fn connect_with(&self, door: Arc<Door>, change: impl FnOnce(&mut Line)) -> DuplexStream {
         let (caller, served) = tokio::io::duplex(64 << 10);
         let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
-        let line = Line {
+        let mut line = Line {
             peer: peer.into(),
             name: CallerName::Unnamed,
             fate: Arc::default(),
             hangup: Hangup::never(),
-            place: self.doors.strangers.enter(peer.ip()).unwrap(),
+            permit: Arc::new(self.doors.callers.enter(peer.ip()).unwrap()),
             borrows: false,
+            server_name: None,
+            refused: None,
         };
+        change(&mut line);
         let serve = serve(self.doors.clone(), door, served, line);
         self.doors.shutdown.spawn_work(serve);
         caller
@@ -217,10 +257,15 @@ impl Bench {
     }
 
     pub(in crate::ingress) async fn dial_at(&self, door: Arc<Door>) -> TcpStream {
+        TcpStream::connect(self.listen(door).await).await.unwrap()
+    }
+
+    /// The address of a listener on loopback.
+    pub(in crate::ingress) async fn listen(&self, door: Arc<Door>) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         self.doors.start(listener, Mode::Http(door));
-        TcpStream::connect(address).await.unwrap()
+        address
     }
 }
 
@@ -231,7 +276,17 @@ impl Drop for Bench {
     }
 }
 
-fn door() -> Arc<Door> {
+fn https_listener() -> Arc<Door> {
+    Arc::new(Door {
+        name: "https",
+        scheme: Scheme::Https,
+        implied_port: None,
+        tls: None,
+        connect: None,
+    })
+}
+
+pub(in crate::ingress) fn door() -> Arc<Door> {
     Arc::new(Door {
         name: "http",
         scheme: Scheme::Http,

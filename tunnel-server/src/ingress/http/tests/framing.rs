@@ -2,7 +2,7 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::bench::{Bench, HI, get};
+use super::bench::{Bench, HI, get, head};
 
 /// The target's view of a request, and the caller's of the answer.
 async fn passes(fields: &str, answer: &str) -> (String, String) {
@@ -65,19 +65,15 @@ async fn other_transfer_codings_are_refused() {
 #[tokio::test(start_paused = true)]
 async fn length_is_said_once_in_plain_digits() {
     let upload = |length: &str| format!("{}Connection: close\r\n{length}\r\nab", get("/"));
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let asked = upload("Content-Length: 0002\r\n");
+    let (_, seen) = tokio::join!(bench.ask(&asked), agent.answers());
+    let seen = seen.to_lowercase();
+    assert_eq!(seen.matches("content-length").count(), 1, "{seen}");
+    assert!(seen.contains("content-length: 2\r\n"), "{seen}");
     for length in [
-        "Content-Length: 2\r\nContent-Length: 2\r\n",
-        "Content-Length: 0002\r\n",
-    ] {
-        let bench = Bench::new();
-        let agent = bench.agent();
-        let asked = upload(length);
-        let (_, seen) = tokio::join!(bench.ask(&asked), agent.answers());
-        let seen = seen.to_lowercase();
-        assert_eq!(seen.matches("content-length").count(), 1, "{seen}");
-        assert!(seen.contains("content-length: 2\r\n"), "{seen}");
-    }
-    for length in [
+        "2\r\nContent-Length: 2",
         "2\r\nContent-Length: 3",
         "2, 2",
         "+2",
@@ -108,18 +104,85 @@ async fn length_is_said_once_in_plain_digits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn length_beside_chunks_is_dropped_and_the_connection_closed() {
-    for fields in [
-        "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
-        "Transfer-Encoding: chunked\r\nContent-Length: 3\r\n",
+async fn heads_with_two_readings_are_refused_and_the_connection_closed() {
+    let post = get("/").replace("GET", "POST");
+    for (asked, hint) in [
+        (
+            format!("{post}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+            "Transfer-Encoding",
+        ),
+        (
+            format!("{post}Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n"),
+            "Transfer-Encoding",
+        ),
+        (
+            format!("{post}Content-Length: 2\r\ncontent-length: 2\r\n\r\nab"),
+            "more than once",
+        ),
+        (format!("{}\r\n", get("/")).replace("\r\n", "\n"), "LF"),
+        (format!("{}\n", get("/")), "LF"),
     ] {
+        let answer = refused(format!("{asked}{}\r\n", get("/smuggled")).as_bytes()).await;
+        assert_eq!(answer.matches("HTTP/1.1 ").count(), 1, "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+        assert!(
+            answer.contains("X-Tunnel-Error: bad_request\r\n"),
+            "{answer}"
+        );
+        assert!(answer.contains(hint), "{answer}");
+    }
+}
+
+/// Each head is checked, and no body is taken for one, also where everything comes at once.
+#[tokio::test(start_paused = true)]
+async fn heads_of_later_requests_are_checked_too() {
+    let bodies = "a\nb\n\nContent-Length: 1\nContent-Length: 1\n\n";
+    let upload = |path: &str| {
+        let post = get(path).replace("GET", "POST");
+        format!("{post}Content-Length: {}\r\n\r\n{bodies}", bodies.len())
+    };
+    let bad = format!("{}\n", get("/smuggled"));
+    for at_once in [true, false] {
         let bench = Bench::new();
         let agent = bench.agent();
-        let post = get("/").replace("GET", "POST");
-        let asked = format!("{post}{fields}\r\n0\r\n\r\n{}\r\n", get("/smuggled"));
-        let (told, seen) = tokio::join!(bench.ask(&asked), agent.answers());
-        assert_eq!(told.matches("HTTP/1.1 ").count(), 1, "{told}");
-        assert!(!seen.to_lowercase().contains("content-length"), "{seen}");
+        let (mut reader, mut writer) = tokio::io::split(bench.connect());
+        let mut answer = String::new();
+        let (first, second) = (upload("/1"), format!("{}\r\n", get("/2")));
+        let asks = async {
+            if at_once {
+                let all = [&first[..], &second, &bad].concat();
+                writer.write_all(all.as_bytes()).await.unwrap();
+            } else {
+                for request in [&first, &second] {
+                    writer.write_all(request.as_bytes()).await.unwrap();
+                    let before = answer.len();
+                    while !answer[before..].ends_with("\r\n\r\nhi") {
+                        answer.push(char::from(reader.read_u8().await.unwrap()));
+                    }
+                }
+                writer.write_all(bad.as_bytes()).await.unwrap();
+            }
+            reader.read_to_string(&mut answer).await.unwrap();
+        };
+        let answers = async {
+            let mut first = agent.accepts().await;
+            assert!(head(&mut first).await.starts_with("POST /1 "));
+            let mut seen = vec![0; bodies.len()];
+            first.read_exact(&mut seen).await.unwrap();
+            assert_eq!(seen, bodies.as_bytes());
+            first.write_all(HI.as_bytes()).await.unwrap();
+            let mut second = agent.accepts().await;
+            assert!(head(&mut second).await.starts_with("GET /2 "));
+            second.write_all(HI.as_bytes()).await.unwrap();
+            (first, second)
+        };
+        let (_streams, ()) = tokio::join!(answers, asks);
+        let statuses: Vec<_> = answer
+            .split("HTTP/1.1 ")
+            .skip(1)
+            .map(|one| &one[..3])
+            .collect();
+        assert_eq!(statuses, ["200", "200", "400"], "{answer}");
         assert!(agent.is_left_alone().await);
     }
 }

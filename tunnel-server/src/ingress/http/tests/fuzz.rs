@@ -76,18 +76,55 @@ pub(in crate::ingress) fn run(
 #[test]
 fn what_is_routed_is_the_one_request() {
     run(mutate::REQUESTS, &[], |request, answer| {
-        let Exchange { seen, routed, .. } = exchange(request, answer);
+        let Exchange {
+            seen,
+            routed,
+            faults,
+            ..
+        } = exchange(request, answer);
         for sent in &routed {
             sent.check();
+            // The same question, asked of the whole head at once.
+            if sent.number == 1 {
+                assert!(!has_two_readings(request));
+            }
         }
         // What a strict reader takes for one request is never two.
         if let Parsed::Whole(_, length) = strict::request(request)
             && length == request.len()
         {
             assert!(seen <= 1, "{seen} requests were seen");
+            assert_eq!(faults, 0, "a plain head was refused");
         }
         !routed.is_empty()
     });
+}
+
+/// Whether the first head has a line that LF alone ends, or more than one framing.
+fn has_two_readings(request: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(request);
+    let first = text.find(|byte| byte != '\r' && byte != '\n').unwrap_or(0);
+    let end = ["\n\r\n", "\n\n"].into_iter();
+    let end = end
+        .filter_map(|end| Some(first + text[first..].find(end)? + end.len()))
+        .min();
+    let head = &text[..end.unwrap_or(text.len())];
+    let framings = head.lines().skip(1).filter(|line| {
+        let line = line.to_ascii_lowercase();
+        line.starts_with("content-length:") || line.starts_with("transfer-encoding:")
+    });
+    let framings: Vec<_> = framings.collect();
+    let codings = framings
+        .iter()
+        .filter(|line| line.starts_with(['t', 'T']))
+        .count();
+    let lengths = framings.len() - codings;
+    let bare = head
+        .split('\n')
+        .rev()
+        .skip(1)
+        .any(|line| !line.ends_with('\r'));
+    bare || lengths > 1 || (lengths > 0 && codings > 0)
 }
 
 #[test]

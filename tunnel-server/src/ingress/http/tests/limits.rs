@@ -1,13 +1,19 @@
 //! Entries of `limits:` that requests meet, shortly before, at and beyond them: what the caller is told, and the metric.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::AsyncWriteExt;
-use tokio::time::{Instant, sleep};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::{Instant, sleep, timeout};
+use tunnel_proto::transport::Stream;
 
-use super::bench::{Bench, HI, get};
+use super::super::RELEASE_BUFFERS_AFTER;
+use super::bench::{Agent, Bench, HI, door, get, head, hears_hi};
 use crate::config::Limit;
-use crate::testing::STREAMS;
+use crate::ingress::peer::CallerName;
+use crate::registry::CallerKey;
+use crate::testing::{PATIENCE, STREAMS, header, node, within};
 
 fn reached(bench: &Bench, limit: Limit) -> u64 {
     let name = limit.name();
@@ -22,8 +28,18 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     let agent = bench.agent();
     let request = format!("{}\r\n", get("/"));
     let mut open = Vec::new();
+    // One caller cannot take all of them.
+    let other = CallerKey::Certificate("other".into());
+    let mut others = Vec::new();
+    for _ in 0..STREAMS / 2 {
+        let registry = &bench.doors.registry;
+        let opened = registry
+            .open(&node(), &header(), &other, PATIENCE, None)
+            .await;
+        others.push((opened.unwrap(), agent.accepts().await));
+    }
     // One below, and at it.
-    for _ in 0..STREAMS {
+    for _ in 0..STREAMS / 2 {
         let mut caller = bench.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
         open.push((caller, agent.accepts().await));
@@ -35,6 +51,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     for part in [
         "X-Tunnel-Error: too_many_streams\r\n",
         "Retry-After: ",
+        "the agent has 8 streams open",
         "limits.streamsPerAgent",
     ] {
         assert!(refused.contains(part), "{refused}");
@@ -50,6 +67,55 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     let (answer, _) = tokio::join!(asked, agent.answers());
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert_eq!(reached(&bench, Limit::StreamsPerAgent), 1);
+}
+
+/// Requests of one caller that are never answered, as many as it gets, and the answer to the one beyond.
+async fn fill(
+    bench: &Bench,
+    agent: &Agent,
+    from: &str,
+    name: CallerName,
+) -> (Vec<(DuplexStream, Stream)>, String) {
+    let mut open = Vec::new();
+    loop {
+        let mut caller = bench.connect_as(door(), from, name.clone());
+        let asks = async {
+            let request = format!("{}\r\n", get("/"));
+            caller.write_all(request.as_bytes()).await.unwrap();
+            head(&mut caller).await
+        };
+        tokio::select! {
+            refused = asks => return (open, refused),
+            stream = agent.accepts() => open.push((caller, stream)),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_caller_cannot_take_all_streams_of_a_node() {
+    let bench = Bench::new();
+    let agent = bench.agent();
+    let (half, refused) = fill(&bench, &agent, "192.0.2.1:5", CallerName::Unnamed).await;
+    assert_eq!(half.len(), STREAMS / 2);
+    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
+    assert!(
+        refused.contains("X-Tunnel-Error: too_many_streams\r\n"),
+        "{refused}"
+    );
+    assert!(refused.contains("Retry-After: 1\r\n"), "{refused}");
+    // Another port of the same address is the same caller; others without a certificate get the next quarter together.
+    let (none, _) = fill(&bench, &agent, "192.0.2.1:6", CallerName::Unnamed).await;
+    assert!(none.is_empty());
+    let (quarter, _) = fill(&bench, &agent, "[2001:db8::1]:5", CallerName::Unnamed).await;
+    assert_eq!(quarter.len(), STREAMS / 4);
+    for from in ["[2001:db8::2]:5", "192.0.2.9:5"] {
+        let (none, _) = fill(&bench, &agent, from, CallerName::User("u".into())).await;
+        assert!(none.is_empty(), "{from}");
+    }
+    let verified = CallerName::Certificate("kube-apiserver".into());
+    let (reserved, _) = fill(&bench, &agent, "192.0.2.1:7", verified).await;
+    assert_eq!(reserved.len(), STREAMS / 4);
+    assert_eq!(reached(&bench, Limit::StreamsPerAgent), 6);
 }
 
 #[tokio::test(start_paused = true)]
@@ -107,10 +173,7 @@ async fn silences_of_callers_are_counted_by_their_limit() {
     silent.write_all(b"GET /").await.unwrap();
     let mut idler = bench.connect();
     let request = format!("{}\r\n", get("/"));
-    tokio::join!(
-        super::bench::hears_hi(&mut idler, &request),
-        agent.answers()
-    );
+    tokio::join!(hears_hi(&mut idler, &request), agent.answers());
     sleep(head_time - just).await;
     assert_eq!(reached(&bench, Limit::RequestHeadTimeout), 0);
     sleep(2 * just).await;
@@ -120,6 +183,122 @@ async fn silences_of_callers_are_counted_by_their_limit() {
     sleep(3 * just).await;
     assert_eq!(reached(&bench, Limit::CallerIdleTimeout), 1);
     assert_eq!(reached(&bench, Limit::RequestHeadTimeout), 1);
+}
+
+/// The wait of a connection without buffers, and that it is ended by a byte, by the drain, and by a newer connection.
+#[tokio::test]
+async fn idle_caller_without_buffers_is_served_evicted_and_drained() {
+    let bench = Bench::with_callers(2);
+    let agent = bench.agent();
+    let request = format!("{}\r\n", get("/"));
+    let address = bench.listen(door()).await;
+    let mut callers = Vec::new();
+    for _ in 0..2 {
+        let mut caller = TcpStream::connect(address).await.unwrap();
+        tokio::join!(hears_hi(&mut caller, &request), agent.answers());
+        callers.push(caller);
+    }
+    sleep(RELEASE_BUFFERS_AFTER + Duration::from_millis(100)).await;
+    // Its buffers come back for a request that arrives in pieces.
+    let (begin, end) = request.split_at(10);
+    callers[0].write_all(begin.as_bytes()).await.unwrap();
+    sleep(Duration::from_millis(20)).await;
+    tokio::join!(hears_hi(&mut callers[0], end), agent.answers());
+    // A newer caller takes the place of the one that has been idle for longer, which is closed in order.
+    let mut newer = TcpStream::connect(address).await.unwrap();
+    tokio::join!(hears_hi(&mut newer, &request), agent.answers());
+    let mut rest = Vec::new();
+    within(callers[1].read_to_end(&mut rest)).await.unwrap();
+    assert!(rest.is_empty());
+    assert_eq!(reached(&bench, Limit::CallersTotal), 1);
+    sleep(RELEASE_BUFFERS_AFTER + Duration::from_millis(100)).await;
+    bench.doors.shutdown.drain().cancel();
+    within(callers[0].read_to_end(&mut rest)).await.unwrap();
+    assert!(rest.is_empty());
+}
+
+#[tokio::test]
+async fn caller_with_a_request_under_way_is_never_evicted() {
+    let bench = Bench::with_callers(2);
+    let agent = bench.agent();
+    let address = bench.listen(door()).await;
+    let request = format!("{}\r\n", get("/"));
+    let mut slow = TcpStream::connect(address).await.unwrap();
+    slow.write_all(request.as_bytes()).await.unwrap();
+    let mut slow_target = agent.accepts().await;
+    head(&mut slow_target).await;
+    let mut upgraded = TcpStream::connect(address).await.unwrap();
+    let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    let asked = format!("{}{upgrade}", get("/exec"));
+    upgraded.write_all(asked.as_bytes()).await.unwrap();
+    let mut target = agent.accepts().await;
+    head(&mut target).await;
+    let answer = format!("HTTP/1.1 101 Switching Protocols\r\n{upgrade}");
+    target.write_all(answer.as_bytes()).await.unwrap();
+    head(&mut upgraded).await;
+    sleep(Duration::from_millis(1100)).await;
+    let mut refused = TcpStream::connect(address).await.unwrap();
+    let mut rest = Vec::new();
+    within(refused.read_to_end(&mut rest)).await.ok();
+    assert!(rest.is_empty(), "no place is left");
+    assert_eq!(reached(&bench, Limit::CallersTotal), 1);
+    for (caller, target) in [(&mut slow, &mut slow_target), (&mut upgraded, &mut target)] {
+        target.write_all(HI.as_bytes()).await.unwrap();
+        let mut answer = vec![0; HI.len() - 2];
+        within(caller.read_exact(&mut answer)).await.unwrap();
+    }
+}
+
+/// hyper is done with a connection whose request body it gave up on, and still holds what a slow caller has not taken.
+#[tokio::test]
+async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
+    const BYTES: usize = 3 << 20;
+    let bench = Bench::with_callers(1);
+    let agent = bench.agent();
+    let address = bench.listen(door()).await;
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut caller = socket.connect(address).await.unwrap();
+    let request = format!("POST {}Content-Length: 1000000\r\n\r\n", &get("/")[4..]);
+    caller.write_all(request.as_bytes()).await.unwrap();
+    caller.write_all(&[0; 1000]).await.unwrap();
+    let mut target = agent.accepts().await;
+    head(&mut target).await;
+    let answering = async move {
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {BYTES}\r\n\r\n");
+        target.write_all(head.as_bytes()).await.unwrap();
+        target.write_all(&vec![b'x'; BYTES]).await.unwrap();
+        target
+    };
+    let (_, _target) = tokio::join!(head(&mut caller), within(answering));
+    // The end of the answer is in hyper now. A newcomer does not evict the caller that it belongs to.
+    sleep(Duration::from_millis(1100)).await;
+    let mut newcomer = TcpStream::connect(address).await.unwrap();
+    let refused = within(newcomer.read(&mut [0])).await;
+    assert!(matches!(refused, Ok(0) | Err(_)), "{refused:?}");
+    let mut body = Vec::new();
+    within(caller.read_to_end(&mut body)).await.unwrap();
+    assert_eq!(body.len(), BYTES);
+}
+
+/// The last answer waits in hyper for a caller that takes nothing: it neither holds its place for ever nor ends cleanly.
+#[tokio::test]
+async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
+    let mut bench = Bench::with_callers(4);
+    let doors = Arc::get_mut(&mut bench.doors).unwrap();
+    doors.limits.idle = Duration::from_millis(500);
+    let address = bench.listen(door()).await;
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut caller = socket.connect(address).await.unwrap();
+    // Short answers of the server's own: nobody is connected.
+    let requests = format!("{}\r\n", get("/")).repeat(1000);
+    let flood = async { while caller.write_all(requests.as_bytes()).await.is_ok() {} };
+    assert!(
+        timeout(Duration::from_secs(20), flood).await.is_ok(),
+        "never cut"
+    );
+    crate::testing::eventually("its place is free", || bench.doors.callers.taken() == 0).await;
 }
 
 #[tokio::test]

@@ -1,63 +1,114 @@
-//! Requests of kubelet paths whose Host leads nowhere.
+//! Requests of kubelet paths: which of them ask for the pod, and what follows from the answer.
 
 use std::sync::Arc;
 
+use tokio::sync::mpsc::Receiver;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
 
-use super::bench::Bench;
-use crate::pods::{Kubelet, Pod, PodFinder};
+use super::bench::{Agent, Bench};
+use crate::pods::{LookupError, PodFinder, Question};
+use crate::routes::{RouteNode, Source};
 use crate::testing::node;
 
-/// An old kube-apiserver dials the kubelet by an address: the pod in the path tells the node.
-#[tokio::test(start_paused = true)]
-async fn kubelet_path_with_a_host_that_leads_nowhere_goes_to_the_node_of_its_pod() {
+const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
+                    Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
+
+/// A listener whose callers' questions the test answers.
+fn bench() -> (Bench, Agent, Receiver<Question>) {
     let mut bench = Bench::new();
-    let (pods, mut questions) = PodFinder::new();
+    let (pods, questions) = PodFinder::new();
     Arc::get_mut(&mut bench.doors).unwrap().pods = Some(pods);
-    let agent = bench.agent();
-    let exec = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.9.9.9:10250\r\n\
-                Content-Length: 0\r\nConnection: close\r\n\r\n";
-    let known = async {
-        let question = questions.recv().await.unwrap();
-        assert_eq!(
-            question.pod,
-            Pod::of_path("/exec/default/web-0/nginx").unwrap()
-        );
-        let port = Port::new(10350).unwrap();
-        let kubelet = Kubelet { node: node(), port };
-        question.answer.send(Some(kubelet)).unwrap();
-        let (header, stream) = agent.asked().await;
-        assert_eq!(header.kind, StreamKind::Target(Target::Node(port)));
-        stream.refuse(RefusalCode::TargetRefused, "").await;
+    let of_cluster = RouteNode {
+        name: node(),
+        hostname: None,
+        addresses: vec!["10.0.0.1".parse().unwrap()],
+        kubelet_port: Port::new(10350),
     };
-    let (answer, ()) = tokio::join!(bench.ask_secure(exec), known);
+    bench.doors.routes.set(Source::Cluster, vec![of_cluster]);
+    let agent = bench.agent();
+    (bench, agent, questions)
+}
+
+/// The next stream goes to the kubelet; refused, which the caller sees.
+async fn refuses_at_the_kubelet(agent: &Agent) {
+    let (header, stream) = agent.asked().await;
+    let kubelet = Target::Node(Port::new(10350).unwrap());
+    assert_eq!(header.kind, StreamKind::Target(kubelet));
+    stream.refuse(RefusalCode::TargetRefused, "").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn exec_without_a_node_in_tls_goes_to_the_node_of_its_pod() {
+    let (bench, agent, mut questions) = bench();
+    let answering = async {
+        let question = questions.recv().await.unwrap();
+        assert_eq!(question.pod.to_string(), "default/web-0");
+        question.answer.send(Ok(node())).unwrap();
+        refuses_at_the_kubelet(&agent).await;
+    };
+    let (answer, ()) = tokio::join!(bench.ask_delegated(None, EXEC), answering);
     assert!(
         answer.contains("X-Tunnel-Error: target_refused\r\n"),
         "{answer}"
     );
-    let unknown = async {
-        let question = questions.recv().await.unwrap();
-        question.answer.send(None).unwrap();
-    };
-    let (answer, ()) = tokio::join!(bench.ask_secure(exec), unknown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn exec_with_its_node_in_tls_asks_nobody() {
+    let (bench, agent, mut questions) = bench();
+    let asking = bench.ask_delegated(Some("worker-1"), EXEC);
+    let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
     assert!(
-        answer.contains("X-Tunnel-Error: unknown_node\r\n"),
-        "{answer}"
-    );
-    // Other paths, and hosts that lead somewhere, ask nobody.
-    let elsewhere = exec.replace("/exec/default/web-0/nginx?command=ls", "/metrics");
-    let answer = bench.ask_secure(&elsewhere).await;
-    assert!(
-        answer.contains("X-Tunnel-Error: unknown_node\r\n"),
-        "{answer}"
-    );
-    // Nor does the plain door.
-    let answer = bench.ask(exec).await;
-    assert!(
-        answer.contains("X-Tunnel-Error: unknown_node\r\n"),
+        answer.contains("X-Tunnel-Error: target_refused\r\n"),
         "{answer}"
     );
     assert!(questions.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_lookup_opens_no_stream() {
+    let (bench, agent, mut questions) = bench();
+    let exec = EXEC.replace("10.77.100.3:6443", "worker-1:10350");
+    let answering = async {
+        let question = questions.recv().await.unwrap();
+        let forbidden = Err(LookupError::Forbidden);
+        question.answer.send(forbidden).unwrap();
+    };
+    let (answer, ()) = tokio::join!(bench.ask_delegated(None, &exec), answering);
+    assert!(
+        answer.contains("X-Tunnel-Error: unknown_node\r\n") && answer.contains("pods get"),
+        "{answer}"
+    );
+    assert!(agent.is_left_alone().await);
+}
+
+/// Nobody else is to make the cluster work: neither callers without delegation, nor those of the plain listener.
+#[tokio::test(start_paused = true)]
+async fn other_callers_never_cause_a_question() {
+    let (bench, agent, mut questions) = bench();
+    for host in ["10.9.9.9:10250", "unknown-1:10250"] {
+        let exec = EXEC.replace("10.77.100.3:6443", host);
+        for answer in [bench.ask_secure(&exec).await, bench.ask(&exec).await] {
+            assert!(
+                answer.contains("X-Tunnel-Error: unknown_node\r\n"),
+                "{answer}"
+            );
+        }
+    }
+    assert!(questions.try_recv().is_err() && agent.is_left_alone().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn selectors_of_a_caller_with_delegation_are_not_judged() {
+    let (bench, agent, _questions) = bench();
+    let request = "GET /pods HTTP/1.1\r\nHost: 10.77.100.3:6443\r\nX-Tunnel-Proxy-Host: a b\r\n\
+                   X-Tunnel-Proxy-Dest: worker-9:22\r\nConnection: close\r\n\r\n";
+    let asking = bench.ask_delegated(Some("worker-1"), request);
+    let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
+    assert!(
+        answer.contains("X-Tunnel-Error: target_refused\r\n"),
+        "{answer}"
+    );
 }

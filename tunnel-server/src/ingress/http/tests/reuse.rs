@@ -177,7 +177,7 @@ async fn nothing_is_kept_when_the_agent_has_few_places_left() {
     let agent = bench.agent();
     let request = format!("{}\r\n", get("/"));
     let mut waiting = Vec::new();
-    for _ in 0..STREAMS / 2 {
+    for _ in 0..STREAMS / 4 {
         let mut caller = bench.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
         waiting.push((caller, agent.accepts().await));

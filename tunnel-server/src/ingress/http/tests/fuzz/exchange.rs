@@ -18,10 +18,12 @@ use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
 use crate::ingress::DoorLimits;
+use crate::ingress::answer::{Failure, Outcome};
 use crate::ingress::body::{DoorBody, RequestBody};
 use crate::ingress::fields::{
     clean_response, end_unless_switched, judge, may_share_connection, prepare, requested_upgrade,
 };
+use crate::ingress::head_check::{Fault, Following, HeadCheck};
 use crate::ingress::http::builder;
 use crate::ingress::target::{Destination, Facts, Scheme, decide};
 use crate::ingress::upstream::client;
@@ -37,6 +39,8 @@ pub(super) struct Exchange {
     pub(super) routed: Vec<Routed>,
     /// One was answered by the door itself.
     pub(super) failed: bool,
+    /// Heads that have two readings.
+    pub(super) faults: usize,
     /// What the caller was told.
     pub(super) output: Vec<u8>,
 }
@@ -123,10 +127,13 @@ pub(in crate::ingress) const LIMITS: DoorLimits = DoorLimits {
 /// Sends `input` to a door whose targets all answer with `answer`.
 pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
     let told = Rc::new(RefCell::new(Exchange::default()));
+    let check = Rc::new(RefCell::new(HeadCheck::default()));
     let wire = Wire::new(input);
+    wire.0.borrow_mut().check = Some(check.clone());
     let service = service_fn(|request| {
         let told = told.clone();
-        async move { Ok::<_, Infallible>(serve(request, answer, &told).await) }
+        let fault = check.borrow_mut().request(Following::of(&request));
+        async move { Ok::<_, Infallible>(serve(request, fault, answer, &told).await) }
     });
     let mut connection = pin!(builder(&LIMITS).serve_connection(wire.clone(), service));
     let mut cx = Context::from_waker(Waker::noop());
@@ -154,10 +161,12 @@ type Sent = Either<TargetBody, DoorBody>;
 
 async fn serve(
     mut request: Request<Incoming>,
+    fault: Option<Fault>,
     answer: &[u8],
     told: &RefCell<Exchange>,
 ) -> Response<Sent> {
     told.borrow_mut().seen += 1;
+    told.borrow_mut().faults += usize::from(fault.is_some());
     let facts = Facts {
         method: request.method(),
         uri: request.uri(),
@@ -166,11 +175,15 @@ async fn serve(
         implied_port: None,
     };
     let wanted = requested_upgrade(request.version(), request.headers());
-    let fail = |failure: crate::ingress::answer::Failure| {
+    let fail = |failure: Failure| {
         told.borrow_mut().failed = true;
         failure.response().map(Either::Right)
     };
-    let mut response = match decide(&facts, &ROUTES, &POLICY) {
+    let decided = match fault {
+        Some(fault) => Err(Failure::new(Outcome::BadRequest, fault.to_string())),
+        None => decide(&facts, &ROUTES, &POLICY),
+    };
+    let mut response = match decided {
         Err(failure) => fail(failure),
         Ok(destination) => {
             let text = |name: &str| {
@@ -207,10 +220,7 @@ async fn serve(
                     clean_response(&mut response, switched);
                     response.map(Either::Left)
                 }
-                Err(text) => {
-                    let outcome = crate::ingress::answer::Outcome::TargetBadResponse;
-                    fail(crate::ingress::answer::Failure::new(outcome, text))
-                }
+                Err(text) => fail(Failure::new(Outcome::TargetBadResponse, text)),
             }
         }
     };
@@ -290,6 +300,8 @@ struct Ends {
     input: Vec<u8>,
     at: usize,
     output: Vec<u8>,
+    /// Sees what is read.
+    check: Option<Rc<RefCell<HeadCheck>>>,
 }
 
 impl Wire {
@@ -298,6 +310,7 @@ impl Wire {
             input: input.to_vec(),
             at: 0,
             output: Vec::new(),
+            check: None,
         })))
     }
 
@@ -336,6 +349,9 @@ impl Read for Wire {
         }
         let count = rest.len().min(out.remaining());
         out.put_slice(&rest[..count]);
+        if let Some(check) = &ends.check {
+            check.borrow_mut().read(&rest[..count]);
+        }
         ends.at += count;
         Poll::Ready(Ok(()))
     }

@@ -1,0 +1,182 @@
+//! How many connections the process carries: what its memory limit and its limit of open files allow, shared out so that callers
+//! leave descriptors for agents, and both leave some for the meta port and the admin socket.
+
+use tokio::sync::Semaphore;
+use tunnel_proto::process::host::Resources;
+use tunnel_proto::process::places::PlaceLimits;
+
+use super::Limits;
+use crate::dns::DnsLimits;
+
+/// What an idle caller costs at most, with TLS. One that sends a head costs as much as that head more.
+const CALLER_BYTES: u64 = 20 << 10;
+/// The share of the memory limit that callers may take: requests cost several times as much while they are under way.
+const MEMORY_SHARE: u64 = 4;
+/// More callers have to be asked for.
+const CALLERS_MOST: u64 = 1 << 16;
+/// Open files for the process itself: 64 connections of the meta port, 16 of the admin socket, listeners, files, the API server.
+const RESERVED: u64 = 160;
+/// Open files of one caller: its connection, and one that the CONNECT listener dials for it.
+const PER_CALLER: u64 = 2;
+/// Callers' share of the open files that are not reserved; a quarter of agents' may be half-open.
+const CALLERS_SHARE: u64 = 4;
+/// The embedded DNS's share, where it listens.
+const DNS_SHARE: u64 = 8;
+/// The part of callers' places that is left to those that verify with a client certificate.
+const VERIFIED_SHARE: usize = 4;
+/// No limit is shared out below this, however few open files there are.
+const LEAST: u64 = 8;
+
+/// Connections that the process carries at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capacity {
+    /// Connections of callers.
+    pub callers: PlaceLimits,
+    /// Further connections of callers, for those that verify with a client certificate or come over a Unix socket.
+    pub verified_callers: PlaceLimits,
+    /// Connections to the agents' port without a verified credential.
+    pub half_open: PlaceLimits,
+    /// TCP connections to the agents' port; sessions over QUIC take no descriptor.
+    pub agents_over_tcp: usize,
+    /// Of the embedded DNS: TCP connections and forwarded queries, where it listens.
+    pub dns: Option<DnsLimits>,
+}
+
+impl Capacity {
+    /// Shares out what the process has. A limit that the operator wrote is taken as it is, except that half-open connections and
+    /// the DNS never take all descriptors.
+    #[must_use]
+    pub fn new(limits: &Limits, has_dns: bool, resources: Resources) -> Self {
+        let descriptors = resources.descriptors.unwrap_or(u64::MAX);
+        let dns_most = count((descriptors / DNS_SHARE / 2).max(1));
+        let dns = has_dns.then(|| DnsLimits {
+            connections: limits.dns.connections.min(dns_most),
+            forwards: limits.dns.forwards.min(dns_most),
+            ..limits.dns
+        });
+        let for_dns = dns.map_or(0, |dns| number(dns.connections) + number(dns.forwards));
+        let free = descriptors.saturating_sub(RESERVED + for_dns);
+        let by_descriptors = free / CALLERS_SHARE;
+        let bytes = CALLER_BYTES + number(limits.request_head_bytes);
+        let by_memory = resources.memory.unwrap_or(u64::MAX) / MEMORY_SHARE / bytes;
+        let auto = by_descriptors.min(by_memory).clamp(LEAST, CALLERS_MOST);
+        let callers = limits.callers_total.unwrap_or_else(|| count(auto));
+        let of_agents = free.saturating_sub(number(callers).saturating_mul(PER_CALLER));
+        let agents_over_tcp = count(of_agents.max(LEAST)).min(Semaphore::MAX_PERMITS);
+        let half_open = limits.pre_auth();
+        let per_source = limits
+            .callers_per_source
+            .unwrap_or_else(|| callers.div_ceil(2));
+        let verified = callers / VERIFIED_SHARE;
+        Self {
+            callers: PlaceLimits {
+                per_source,
+                total: callers - verified,
+            },
+            verified_callers: PlaceLimits {
+                per_source,
+                total: verified,
+            },
+            half_open: PlaceLimits {
+                per_source: half_open.per_source,
+                total: half_open.total.min((agents_over_tcp / 4).max(1)),
+            },
+            agents_over_tcp,
+            dns,
+        }
+    }
+
+    /// What an operator should know before the limit is reached.
+    #[must_use]
+    pub fn warning(&self, limits: &Limits, resources: Resources) -> Option<String> {
+        let descriptors = resources.descriptors?;
+        (self.half_open.total < limits.pre_auth_total).then(|| {
+            format!(
+                "the limit of {descriptors} open files allows {} callers, and {} agents over TCP of which {} may be in their \
+                 handshake; raise it (LimitNOFILE= of systemd, ulimit -n) for more",
+                self.callers.total + self.verified_callers.total,
+                self.agents_over_tcp,
+                self.half_open.total
+            )
+        })
+    }
+}
+
+fn count(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+fn number(count: usize) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn capacity(limits: &Limits, has_dns: bool, descriptors: u64, memory: u64) -> Capacity {
+        let resources = Resources {
+            descriptors: Some(descriptors),
+            memory: Some(memory),
+        };
+        Capacity::new(limits, has_dns, resources)
+    }
+
+    fn callers(capacity: &Capacity) -> usize {
+        capacity.callers.total + capacity.verified_callers.total
+    }
+
+    #[test]
+    fn defaults_follow_memory_and_descriptors_and_leave_some_for_everybody() {
+        let limits = Limits::check(&mut Default::default(), None);
+        for (descriptors, memory, expected, agents) in [
+            (1024, 128 << 20, 216, 432),
+            (1024, u64::MAX, 216, 432),
+            (1 << 20, 128 << 20, 390, 1_048_576 - 160 - 2 * 390),
+            (1 << 20, u64::MAX, 65_536, 1_048_576 - 160 - 2 * 65_536),
+            (64, 1 << 20, 8, 8),
+            (u64::MAX, u64::MAX, 65_536, Semaphore::MAX_PERMITS),
+        ] {
+            let capacity = capacity(&limits, false, descriptors, memory);
+            let got = (callers(&capacity), capacity.agents_over_tcp);
+            assert_eq!(
+                got,
+                (expected, agents),
+                "{descriptors} files, {memory} bytes"
+            );
+            assert!(capacity.half_open.total <= capacity.agents_over_tcp);
+            assert_eq!(capacity.verified_callers.total, expected / 4);
+            assert_eq!(capacity.callers.per_source, expected.div_ceil(2));
+        }
+    }
+
+    #[test]
+    fn what_the_operator_wrote_counts_and_leaves_the_rest_to_agents() {
+        let mut limits = Limits::check(&mut Default::default(), None);
+        (limits.callers_total, limits.callers_per_source) = (Some(400), Some(400));
+        let few = capacity(&limits, false, 1024, u64::MAX);
+        assert_eq!((callers(&few), few.callers.per_source), (400, 400));
+        assert_eq!((few.agents_over_tcp, few.half_open.total), (64, 16));
+        let resources = Resources {
+            descriptors: Some(1024),
+            memory: None,
+        };
+        let warning = few.warning(&limits, resources).unwrap();
+        assert!(warning.contains("LimitNOFILE"), "{warning}");
+        let many = capacity(&limits, false, 1 << 20, u64::MAX);
+        assert_eq!(many.half_open.total, limits.pre_auth_total);
+    }
+
+    #[test]
+    fn dns_has_its_own_share_of_few_descriptors() {
+        let limits = Limits::check(&mut Default::default(), None);
+        let few = capacity(&limits, true, 1024, u64::MAX);
+        let dns = few.dns.unwrap();
+        assert_eq!((dns.connections, dns.forwards), (64, 64));
+        let all = 160 + 128 + 2 * callers(&few) + few.agents_over_tcp;
+        assert!(all <= 1024, "{all}");
+        let many = capacity(&limits, true, 1 << 20, u64::MAX).dns.unwrap();
+        assert_eq!(many.connections, limits.dns.connections);
+        assert_eq!(many.forwards, limits.dns.forwards);
+    }
+}
