@@ -26,6 +26,7 @@ soak: ## what takes longer than `make test` allows, with full clocks; HOURS=8 fo
 	cargo build --workspace --bins
 	cargo test -p tunnel-tests --test scenarios -- --ignored --nocapture
 	CULVERT_TEST_BULK_GIB=10 cargo test -p tunnel-tests --test scenarios -- bulk::
+	CULVERT_TEST_CROWD=10000 cargo test -p tunnel-tests --test scenarios -- crowds:: --test-threads=1
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-tests --test scenarios -- fuzz_
 	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
 	$(MAKE) faults

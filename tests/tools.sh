@@ -7,6 +7,7 @@
 #   kubectl                   Debian's is always unpacked there too, beside what is installed: the oldest that has to work
 #   sshd, sftp-server         unpacked as well: a test starts its own
 #   ansible                   of ansible-core: Debian's when run as root, else PyPI's in a venv under target/tools
+#   aioquic                   PyPI's, of one version, in that venv; `aioquic-python` there is the Python that has it
 set -u
 cd "$(dirname "$0")/.." || exit 1
 target=${CARGO_TARGET_DIR:-target}
@@ -63,6 +64,8 @@ want() {
   missing="$missing $program"
 }
 
+# Tests use parts of it that it promises nobody.
+aioquic=1.7.2
 missing=
 if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg-deb >/dev/null 2>&1; then
   say "no apt-get here: only what is installed already is used"
@@ -85,6 +88,12 @@ if ! have ansible && ! [ -x "$tools/venv/bin/ansible" ]; then
   { [ "$(id -u)" -eq 0 ] && say "installing ansible-core" && apt install -y --no-install-recommends ansible-core; } ||
     { python3 -m venv "$tools/venv" && "$tools/venv/bin/pip" install --quiet ansible-core; } >>"$tools/apt.log" 2>&1 ||
     missing="$missing ansible"
+fi
+if ! "$tools/venv/bin/aioquic-python" -c "import aioquic, sys; sys.exit(aioquic.__version__ != '$aioquic')" 2>/dev/null; then
+  say "fetching aioquic $aioquic"
+  { { [ -x "$tools/venv/bin/pip" ] || python3 -m venv "$tools/venv"; } &&
+    "$tools/venv/bin/pip" install --quiet "aioquic==$aioquic" && ln -sf python3 "$tools/venv/bin/aioquic-python"; } >>"$tools/apt.log" 2>&1 ||
+    missing="$missing aioquic"
 fi
 [ -x "$tools/root/usr/bin/kubectl" ] || unpack kubernetes-client || have kubectl || missing="$missing kubectl"
 [ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"

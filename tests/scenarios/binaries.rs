@@ -1,10 +1,13 @@
 //! The two binaries as processes: verbs and exit codes, kills and restarts, and ends that lose nothing.
 
 mod bulk;
+mod crowds;
 mod drain;
 mod exhaustion;
+mod logs;
 mod many;
 mod memory;
+mod raw_quic;
 mod restart;
 mod verbs;
 

@@ -25,6 +25,7 @@ macro_rules! on_both {
     };
 }
 
+mod absent;
 mod agents;
 mod authority;
 mod hosts_file;
@@ -35,8 +36,10 @@ mod names;
 mod outage;
 mod ports;
 mod quiet;
+mod ranges;
 mod records;
 mod rights;
+mod rollout;
 mod signing;
 
 use std::time::Duration;

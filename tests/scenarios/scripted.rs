@@ -23,7 +23,7 @@ use tunnel_tests::world::World;
 /// A session that is held by the test.
 pub(crate) struct ScriptedAgent {
     session: Arc<dyn Session>,
-    _control: (ControlReader, ControlWriter),
+    control: (ControlReader, ControlWriter),
     _dialer: QuicDialer,
 }
 
@@ -75,6 +75,35 @@ pub(crate) async fn dial(
     Ok((session, dialer))
 }
 
+/// A Hello of `name`.
+pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
+    let node_name: NodeName = name.parse()?;
+    Ok(Hello {
+        versions: (1, 1),
+        capabilities: vec!["from-the-future".into()],
+        node_name,
+        instance: InstanceId::new(instance),
+        software: "scripted".into(),
+        node_ip: String::new(),
+    })
+}
+
+/// Says Hello on a session: its control stream, and the server's answer.
+pub(crate) async fn introduce(
+    session: &dyn Session,
+    hello: Hello,
+) -> Result<((ControlReader, ControlWriter), ControlMessage)> {
+    let incoming = session.accept().await?;
+    let (_, mut stream) = incoming
+        .header(Instant::now() + Duration::from_secs(30))
+        .await?;
+    stream.accept("").await?;
+    let (mut reader, mut writer) = control::split(stream);
+    writer.send(&ControlMessage::Hello(hello)).await?;
+    let answer = reader.receive().await?.context("control stream ended")?;
+    Ok(((reader, writer), answer))
+}
+
 impl ScriptedAgent {
     /// An admitted agent.
     pub(crate) async fn connect(world: &World, node: &str) -> Result<Self> {
@@ -91,16 +120,7 @@ impl ScriptedAgent {
         name: &str,
         instance: [u8; 16],
     ) -> Result<Admission> {
-        let node_name: NodeName = name.parse()?;
-        let hello = Hello {
-            versions: (1, 1),
-            capabilities: vec!["from-the-future".into()],
-            node_name,
-            instance: InstanceId::new(instance),
-            software: "scripted".into(),
-            node_ip: String::new(),
-        };
-        Self::say(world, key, hello).await
+        Self::say(world, key, hello(name, instance)?).await
     }
 
     /// Says a Hello of the test's making.
@@ -110,19 +130,13 @@ impl ScriptedAgent {
         hello: Hello,
     ) -> Result<Admission> {
         let (session, dialer) = dial(world, key).await?;
-        let incoming = session.accept().await?;
-        let (_, mut stream) = incoming
-            .header(Instant::now() + Duration::from_secs(30))
-            .await?;
-        stream.accept("").await?;
-        let (mut reader, mut writer) = control::split(stream);
-        writer.send(&ControlMessage::Hello(hello)).await?;
-        match reader.receive().await?.context("control stream ended")? {
+        let (control, answer) = introduce(&*session, hello).await?;
+        match answer {
             ControlMessage::Welcome(welcome) => {
                 session.allow_streams(welcome.streams_per_agent + 1);
                 let agent = Self {
                     session,
-                    _control: (reader, writer),
+                    control,
                     _dialer: dialer,
                 };
                 Ok(Admission::Admitted(agent))
@@ -130,6 +144,11 @@ impl ScriptedAgent {
             ControlMessage::NotAdmitted(code, detail) => Ok(Admission::Refused(code, detail)),
             other => bail!("unexpected {other:?}"),
         }
+    }
+
+    /// Sends a control message.
+    pub(crate) async fn send(&mut self, message: &ControlMessage) -> std::io::Result<()> {
+        self.control.1.send(message).await
     }
 
     /// The next stream of the server, its header read.

@@ -17,6 +17,7 @@ mod http;
 mod kinds;
 mod patch;
 mod pki;
+mod protobuf;
 mod record;
 mod request;
 mod selector;

@@ -17,7 +17,7 @@ use crate::apiserver::{Setup, StandIn};
 pub use api::{Api, is_status};
 pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
-    server_roles, server_roles_of,
+    server_roles, server_roles_of, shipped,
 };
 pub use real::Real;
 
@@ -96,9 +96,9 @@ impl Cluster {
         };
         let admin = Api::new(&kubeconfig, "culvert-tests").await?;
         let cluster = Self { server, admin };
-        cluster.wait_for_namespace().await;
+        cluster.wait_for_namespaces().await;
         cluster.grant().await?;
-        cluster.objects().create_secrets().await?;
+        cluster.objects().create_shipped().await?;
         Ok(cluster)
     }
 
@@ -148,14 +148,22 @@ impl Cluster {
         format!("system:serviceaccount:{namespace}:{name}")
     }
 
-    async fn wait_for_namespace(&self) {
-        crate::eventually::eventually("the namespace kube-system", real::START, async || {
-            self.admin
-                .get("/api/v1/namespaces/kube-system")
-                .await?
-                .context("not yet there")
-        })
-        .await;
+    /// Waits for the namespaces that scenarios use, which a real one makes some time after its port is open.
+    async fn wait_for_namespaces(&self) {
+        for namespace in [SERVICE_ACCOUNT.0, "default"] {
+            let path = format!("/api/v1/namespaces/{namespace}");
+            crate::eventually::eventually(&path, real::START, async || {
+                let found = self.admin.get(&path).await;
+                let found = found.and_then(|found| found.context("not yet there"));
+                found.map_err(|error| match &self.server {
+                    ApiServer::Real(real) => {
+                        format!("{error:#}; log of kube-apiserver:{}", real.log())
+                    }
+                    ApiServer::StandIn(_) => format!("{error:#}"),
+                })
+            })
+            .await;
+        }
     }
 
     /// Binds the roles that the server's own table names, as its manifests do.
@@ -202,6 +210,26 @@ impl Cluster {
             self.admin.merge(&path, &json!({ "rules": rules })).await?;
         }
         Ok(())
+    }
+
+    /// Lets the server create ConfigMaps and Leases, as the roles of earlier manifests did.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn allow_creation(&self) -> Result<()> {
+        let [_, role] = server_roles();
+        let mut rules = role["rules"].as_array().cloned().unwrap_or_default();
+        for (group, resource) in [("", "configmaps"), ("coordination.k8s.io", "leases")] {
+            rules.push(
+                json!({ "apiGroups": [group], "resources": [resource], "verbs": ["create"] }),
+            );
+        }
+        let (namespace, name) = SERVICE_ACCOUNT;
+        let path = format!("{RBAC}/namespaces/{namespace}/roles/{name}");
+        self.admin
+            .merge(&path, &json!({ "rules": rules }))
+            .await
+            .map(drop)
     }
 }
 

@@ -123,6 +123,13 @@ impl Link {
         self.halves.act(Action::MoveTo(source));
     }
 
+    /// Leads what comes new to another server of the same family, or nowhere; flows and connections that are there stay with
+    /// theirs, as behind a Service of a cluster.
+    pub fn lead_to(&self, server: Option<SocketAddr>) {
+        self.halves.udp.lead_to(server);
+        self.halves.tcp.lead_to(server);
+    }
+
     /// Resets all TCP connections towards both sides, also frozen ones.
     pub fn reset_tcp(&self) {
         self.halves.act(Action::ResetTcp);

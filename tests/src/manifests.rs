@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,7 +15,14 @@ mod pod;
 pub use pod::pod_program;
 
 /// The overlays, each a folder of `deploy/manifests/overlays`.
-pub const OVERLAYS: [&str; 3] = ["plain", "openyurt", "kubelet-cert"];
+pub const OVERLAYS: [&str; 6] = [
+    "plain",
+    "openyurt",
+    "kubelet-cert",
+    "egress-selector",
+    "egress-selector-tcp",
+    "require-certificate",
+];
 /// The overlay that `install.yaml` is.
 pub const INSTALLED: &str = "plain";
 
@@ -199,7 +207,7 @@ impl Container {
 /// Writes what one source of a volume has.
 fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result<()> {
     if let Some(path) = source["serviceAccountToken"]["path"].as_str() {
-        fs::write(folder.join(path), token)?;
+        mount(&folder.join(path), token)?;
     }
     if let Some(name) = source["configMap"]["name"].as_str()
         && let Ok(map) = find(objects, "ConfigMap", name)
@@ -208,7 +216,7 @@ fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result
             let (key, path) = (item["key"].as_str(), item["path"].as_str());
             let (key, path) = key.zip(path).context("an item has key and path")?;
             if let Some(text) = map["data"][key].as_str() {
-                fs::write(folder.join(path), text)?;
+                mount(&folder.join(path), text)?;
             }
         }
     }
@@ -218,7 +226,7 @@ fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result
             Ok(secret) => {
                 for (key, value) in secret["data"].as_object().into_iter().flatten() {
                     let bytes: ByteString = serde_json::from_value(value.clone())?;
-                    fs::write(folder.join(key), bytes.0)?;
+                    mount(&folder.join(key), bytes.0)?;
                 }
             }
             Err(absent) => ensure!(is_optional, "{absent}"),
@@ -226,8 +234,15 @@ fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result
     }
     for item in items(&source["downwardAPI"]["items"]) {
         let path = item["path"].as_str().context("an item has a path")?;
-        fs::write(folder.join(path), "kube-system")?;
+        mount(&folder.join(path), "kube-system")?;
     }
+    Ok(())
+}
+
+/// Writes a file as a kubelet does, whatever the umask is.
+fn mount(file: &Path, content: impl AsRef<[u8]>) -> Result<()> {
+    fs::write(file, content)?;
+    fs::set_permissions(file, fs::Permissions::from_mode(0o644))?;
     Ok(())
 }
 

@@ -44,6 +44,8 @@ pub enum Tool {
     Sshd,
     /// `ansible` of ansible-core.
     Ansible,
+    /// A Python that has aioquic.
+    Aioquic,
 }
 
 impl Tool {
@@ -67,6 +69,7 @@ impl Tool {
             Self::SshKeygen => "ssh-keygen",
             Self::Sshd => "sshd",
             Self::Ansible => "ansible",
+            Self::Aioquic => "aioquic-python",
         }
     }
 

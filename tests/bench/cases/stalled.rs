@@ -34,7 +34,7 @@ pub(super) const TARGETS: &[Target] = &[
 
 const RATE: u32 = 200;
 /// For this many readers each may hold less: the budget is for all of them.
-const LIMITS: [&str; 2] = ["streamWindow: 256KiB", "streamsPerAgent: 1024"];
+const LIMITS: [&str; 2] = ["streamWindow: 256KiB", "streamsPerAgent: 2048"];
 /// Without a byte more from the agent for this long, all readers are stalled and hold what they may. Until then each group
 /// of eight that uses up the connection's window is waited for some 100 ms.
 const STILL: Duration = Duration::from_millis(400);

@@ -1,18 +1,21 @@
-//! T15: text of callers, agents and targets never ends, colours or begins a line of the log.
+//! T15: text of callers, agents and targets never ends, colours or begins a line of the log. T23: they do not fill the log either.
 //!
-//! Logs go to the standard error of a process, so the test runs itself once more as the one that is attacked.
+//! Logs go to the standard error of a process, so a test runs itself once more as the one that is attacked.
 
-use std::process::Command;
+use std::process::{Command, Output};
 
 use anyhow::{Context, Result, bail, ensure};
 use tunnel_proto::process::telemetry::{self, LogFormat};
-use tunnel_proto::wire::control::Hello;
+use tunnel_proto::tls;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{ByteStream, RawRequest, request};
 use tunnel_tests::targets::{HostileTarget, Step};
 use tunnel_tests::world::World;
 
-use super::super::scripted::{Admission, ScriptedAgent, agent_key};
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::tell;
 
 /// What begins a line that was never logged.
 const FORGED: &str = "FORGED";
@@ -113,12 +116,8 @@ async fn t15_no_text_of_others_ends_or_colours_a_line_of_the_log() -> Result<()>
             LogFormat::Text => "text",
             LogFormat::Json => "json",
         };
-        let test = "abuse::logs::t15_no_text_of_others_ends_or_colours_a_line_of_the_log";
-        let mut victim = Command::new(std::env::current_exe()?);
-        victim
-            .args(["--exact", test, "--nocapture"])
-            .env(VICTIM, name);
-        let output = tokio::task::spawn_blocking(move || victim.output()).await??;
+        let test = "t15_no_text_of_others_ends_or_colours_a_line_of_the_log";
+        let output = run_as_victim(test, name).await?;
         let log = String::from_utf8(output.stderr).context("the log is no text")?;
         ensure!(output.status.success(), "{}", tail(&log));
         ensure!(
@@ -128,6 +127,85 @@ async fn t15_no_text_of_others_ends_or_colours_a_line_of_the_log() -> Result<()>
         );
         check(&log, format)?;
     }
+    Ok(())
+}
+
+async fn run_as_victim(test: &str, format: &str) -> Result<Output> {
+    let mut victim = Command::new(std::env::current_exe()?);
+    victim
+        .args(["--exact", &format!("abuse::logs::{test}"), "--nocapture"])
+        .env(VICTIM, format);
+    Ok(tokio::task::spawn_blocking(move || victim.output()).await??)
+}
+
+/// What each flood consists of.
+const FLOOD: usize = 2000;
+
+/// An agent that repeats itself, callers whose requests cannot be parsed, and handshakes with a certificate of no known CA.
+async fn flood() -> Result<()> {
+    let world = World::start().await?;
+    let mut agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    for _ in 0..FLOOD {
+        if agent.send(&ControlMessage::Withdraw).await.is_err() {
+            break;
+        }
+    }
+    let reason = agent.closed().await;
+    ensure!(reason.code == CloseCode::Protocol, "{reason}");
+    for _ in 0..FLOOD {
+        let caller = ByteStream::connect(world.http()).await?;
+        let _refused = caller.talk(b"\x01\x02\x03 / HTTP/1.1\r\n\r\n").await;
+    }
+    let foreign = rcgen::generate_simple_self_signed(vec!["worker-1".to_owned()])?;
+    let key = foreign.signing_key.serialize_der().try_into();
+    let key = key.map_err(anyhow::Error::msg)?;
+    let key = tls::certified_key(vec![foreign.cert.der().clone()], key)?;
+    for _ in 0..FLOOD / 20 {
+        // The client may believe in it for a moment.
+        if let Ok((session, _dialer)) = dial(&world, key.clone()).await {
+            session.closed().await;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
+    if std::env::var_os(VICTIM).is_some() {
+        let _logs = telemetry::start("info".parse()?, LogFormat::Json)?;
+        return flood().await;
+    }
+    let test = "t23_floods_of_peers_and_callers_do_not_fill_the_log";
+    let output = run_as_victim(test, "json").await?;
+    let log = String::from_utf8(output.stderr).context("the log is no text")?;
+    ensure!(output.status.success(), "{}", tail(&log));
+    tell(&format!("T23: {} bytes of log", log.len()));
+    ensure!(log.len() < 32 * 1024, "{} bytes: {}", log.len(), tail(&log));
+    let count = |text: &str| log.lines().filter(|line| line.contains(text)).count();
+    assert_eq!(count("agent withdrew"), 1, "{}", tail(&log));
+    assert_eq!(count("unparsable request"), 10, "{}", tail(&log));
+    assert_eq!(
+        count("handshake with an agent failed"),
+        10,
+        "{}",
+        tail(&log)
+    );
+    let rest = log
+        .lines()
+        .find(|line| line.contains("cannot be parsed: and "));
+    let rest: serde_json::Value = serde_json::from_str(rest.context("no line about the rest")?)?;
+    let left_out = rest["left_out"].as_u64().context("no number")?;
+    // The last ones may have ended behind the log.
+    ensure!(
+        (FLOOD - 50..=FLOOD - 10).contains(&usize::try_from(left_out)?),
+        "{rest}"
+    );
+    assert_eq!(
+        count("handshakes with agents failed: and "),
+        1,
+        "{}",
+        tail(&log)
+    );
     Ok(())
 }
 

@@ -32,7 +32,7 @@ async fn begins_each_reply(agent: ScriptedAgent) {
 #[tokio::test(flavor = "multi_thread")]
 async fn s22_replies_of_one_byte_are_given_up_at_the_open_timeout() -> Result<()> {
     let world = World::start_with(|settings| {
-        settings.limits = World::limits("{ openTimeout: 1s, streamsPerAgent: 64 }");
+        settings.limits = World::limits("{ openTimeout: 1s, streamsPerAgent: 128 }");
     })
     .await?;
     let exporter = Exporter::start("good").await?;

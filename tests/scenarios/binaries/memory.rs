@@ -18,10 +18,10 @@ use tunnel_tests::tools::{Skip, or_skip};
 use super::CONNECT;
 
 /// A memory cgroup (v1) of the test's own, gone with it. What a process had before it came, some 20 MiB, is not charged.
-struct MemoryCgroup(PathBuf);
+pub(super) struct MemoryCgroup(PathBuf);
 
 impl MemoryCgroup {
-    fn new(limit: u64) -> Result<Self, Skip> {
+    pub(super) fn new(limit: u64) -> Result<Self, Skip> {
         let made = || -> Result<Self> {
             let own = fs::read_to_string("/proc/self/cgroup")?;
             let line = own.lines().find(|line| line.contains(":memory:"));
@@ -41,7 +41,19 @@ impl MemoryCgroup {
         fs::write(self.0.join(name), value.to_string()).with_context(|| name.to_owned())
     }
 
-    fn most(&self) -> Result<u64> {
+    /// A process that writes its id there belongs to the cgroup.
+    pub(super) fn procs(&self) -> PathBuf {
+        self.0.join("cgroup.procs")
+    }
+
+    /// How many processes the kernel has killed for want of memory.
+    pub(super) fn killed(&self) -> Result<u64> {
+        let text = fs::read_to_string(self.0.join("memory.oom_control"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        Ok(line.context("no oom_kill")?.trim().parse()?)
+    }
+
+    pub(super) fn most(&self) -> Result<u64> {
         let text = fs::read_to_string(self.0.join("memory.max_usage_in_bytes"))?;
         Ok(text.trim().parse()?)
     }
@@ -55,10 +67,10 @@ impl Drop for MemoryCgroup {
 }
 
 /// The binaries, with targets behind several agents.
-struct Site {
+pub(super) struct Site {
     agents: Vec<Process>,
-    server: Server,
-    exporter: Exporter,
+    pub(super) server: Server,
+    pub(super) exporter: Exporter,
     /// Sends for as long as somebody takes it.
     flood: HostileTarget,
     /// Takes nothing.
@@ -66,10 +78,19 @@ struct Site {
     _scratch: ScratchDir,
 }
 
-const NODES: [&str; 4] = ["worker-1", "worker-2", "worker-3", "worker-4"];
+pub(super) const NODES: [&str; 4] = ["worker-1", "worker-2", "worker-3", "worker-4"];
 
 impl Site {
     async fn start(nodes: &[&str], limits: &str) -> Result<Self> {
+        Self::start_through(&[], nodes, limits).await
+    }
+
+    /// The same with a server that is started by another program, see [`ServerSetup::through`].
+    pub(super) async fn start_through(
+        through: &[&str],
+        nodes: &[&str],
+        limits: &str,
+    ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let exporter = Exporter::start("worker").await?;
         let head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n".to_vec();
@@ -89,7 +110,7 @@ impl Site {
             "--proxy-port-listen",
             "off",
         ]);
-        let server = setup.start().await?;
+        let server = setup.through(through).start().await?;
         let mut agents = Vec::new();
         for node in nodes {
             let token = server.token(node, None).await?;
@@ -111,7 +132,7 @@ impl Site {
         Ok(site)
     }
 
-    async fn scrape(&self, node: &str) -> Result<()> {
+    pub(super) async fn scrape(&self, node: &str) -> Result<()> {
         let host = format!("{node}:{}", self.exporter.addr().port());
         let door = self.server.address(Listener::Http);
         let reply = request(door, &RawRequest::get(&host, "/metrics")).await?;
@@ -135,14 +156,14 @@ impl Site {
 }
 
 /// Resident memory of a process, bytes.
-fn resident(process: u32) -> Result<u64> {
+pub(super) fn resident(process: u32) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{process}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let number = line.and_then(|line| line.split_whitespace().next());
     Ok(number.context("VmRSS")?.parse::<u64>()? * 1024)
 }
 
-const CAP: u64 = 128 << 20;
+pub(super) const CAP: u64 = 128 << 20;
 const POOL: usize = 16;
 /// Four times the pool in windows of a mebibyte, in waves: stalls are noticed after 100 ms.
 const OFFERED: usize = 4 * POOL;

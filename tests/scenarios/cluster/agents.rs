@@ -14,6 +14,7 @@ use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::world::{Agent, World};
 
 mod accounts;
+mod apiserver;
 mod kubelets;
 mod streams;
 

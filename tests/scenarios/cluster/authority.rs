@@ -12,12 +12,15 @@ use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::world::World;
 
 /// A stand-in with the Secrets as manifests ship them.
-async fn cluster() -> Result<Cluster> {
+pub(super) async fn cluster() -> Result<Cluster> {
     Cluster::start(Kind::StandIn).await?.context("a stand-in")
 }
 
 /// A server in this process that follows the cluster with the rights of its ServiceAccount, and an empty disk.
-async fn server(cluster: &Cluster, change: impl FnOnce(&mut RawConfig)) -> Result<World> {
+pub(super) async fn server(
+    cluster: &Cluster,
+    change: impl FnOnce(&mut RawConfig),
+) -> Result<World> {
     let kubeconfig = cluster.server_kubeconfig()?;
     World::start_with(|settings| {
         settings.kubernetes = Some("on".into());

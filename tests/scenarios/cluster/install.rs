@@ -1,16 +1,19 @@
 //! `install.yaml` applied by kubectl: what a server with the rights in it makes of the objects, and applying it again.
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
-use tunnel_tests::cluster::{cloud, edge};
+use serde_json::{Value, json};
+use tunnel_tests::cluster::{cloud, edge, shipped};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{folder, installed};
 use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls};
-use super::{FIRST, Lab};
+use super::{FIRST, GUIDE_RECORDS, Lab};
 
-on_both!(kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote);
+on_both!(
+    kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote,
+    manifests_that_ship_objects_empty_keep_those_that_the_server_made_before,
+);
 
 async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote(
     lab: Lab,
@@ -23,6 +26,9 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     let apply = ["apply", "-f", &manifest];
     // The rights are to come from the manifests, not from the harness.
     lab.cluster.allow_server(false).await?;
+    for kind in ["ConfigMap", "Secret", "Lease"] {
+        lab.objects().delete_shipped(kind).await?;
+    }
     let first = Kubectl::new(files[0].clone(), lab.cluster.admin_kubeconfig()?)?;
     let told = first.ok(&apply).await?;
     ensure!(told.lines().count() == installed()?.len(), "{told}");
@@ -31,9 +37,7 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     lab.objects()
         .add(&cloud("master-1", "192.168.33.220"))
         .await?;
-    // As the manifest has it, whose rights have no Leases of replicas.
-    let server = lab.setup("a")?.args(&["--single-replica"]);
-    let _server = server.start().await?;
+    let _server = lab.server("a").await?;
     let service = lab.objects().service().await?;
     let address = service["spec"]["clusterIP"]
         .as_str()
@@ -46,6 +50,18 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     })
     .await;
 
+    eventually("the CA's certificates", FIRST, async || {
+        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        Ok(())
+    })
+    .await;
+    let before = lab.objects().filled().await?;
+    let is_filled = |filled: &Value| *filled != json!([null, null]);
+    // Two ConfigMaps, two Secrets, the Lease of the writer and the one of the QUIC keys.
+    ensure!(
+        before.values().filter(|filled| is_filled(filled)).count() == 6,
+        "{before:#?}"
+    );
     for file in files {
         let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
         let again = kubectl.ok(&apply).await?;
@@ -55,9 +71,91 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
         );
         ensure!(extra_port(&lab).await?, "the server's port is gone");
         ensure!(lab.objects().records().await? == records, "records");
+        ensure!(
+            lab.objects().filled().await? == before,
+            "something was emptied"
+        );
+        let shipped = shipped_by_manifests(&lab)?;
+        let forced = [
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "-f",
+            &shipped,
+        ];
+        kubectl.ok(&forced).await?;
+        ensure!(
+            lab.objects().filled().await? == before,
+            "emptied on the server's side"
+        );
     }
     Ok(())
 }
+
+/// The upgrade of an installation whose manifests left it to the server to create ConfigMaps and Leases.
+async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_before(
+    lab: Lab,
+) -> Result<()> {
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    lab.objects().delete_shipped("ConfigMap").await?;
+    lab.objects().delete_shipped("Lease").await?;
+    lab.cluster.allow_creation().await?;
+    lab.guide().await?;
+    let server = lab.setup("a")?.args(&["--single-replica"]).start().await?;
+    lab.wait_for_records("the records", FIRST, GUIDE_RECORDS)
+        .await;
+    eventually("the CA's certificates", FIRST, async || {
+        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        Ok(())
+    })
+    .await;
+    let before = lab.objects().filled().await?;
+    let shipped = shipped_by_manifests(&lab)?;
+    for file in files {
+        let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
+        for _ in 0..2 {
+            kubectl.ok(&["apply", "-f", &shipped]).await?;
+            let after = lab.objects().filled().await?;
+            ensure!(
+                before
+                    .iter()
+                    .all(|(path, filled)| after.get(path) == Some(filled)),
+                "something was emptied: {before:#?}, then {after:#?}"
+            );
+        }
+    }
+    // The server goes on, with the rights of the manifests alone.
+    lab.cluster.allow_server(true).await?;
+    lab.objects().add(&edge("worker-2")).await?;
+    let more = format!("10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n{MASTER}");
+    lab.wait_for_records("the next write", FIRST, &more).await;
+    let conditions = super::told(&server, "/readyz?verbose").await?;
+    ensure!(!conditions.contains("does not exist"), "{conditions}");
+    Ok(())
+}
+
+/// A file with the objects of `install.yaml` that the server fills.
+fn shipped_by_manifests(lab: &Lab) -> Result<String> {
+    let names: Vec<Value> = shipped()
+        .into_iter()
+        .map(|(_, object)| object["metadata"]["name"].clone())
+        .collect();
+    let objects = installed()?;
+    let is_filled = |object: &Value| {
+        let kind = object["kind"].as_str().unwrap_or_default();
+        ["ConfigMap", "Secret", "Lease"].contains(&kind)
+            && names.contains(&object["metadata"]["name"])
+    };
+    let items: Vec<Value> = objects.into_iter().filter(is_filled).collect();
+    ensure!(items.len() >= 5, "{items:?}");
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
+    let file = lab.scratch.file("shipped.json", list.to_string())?;
+    Ok(file.to_string_lossy().into_owned())
+}
+
+const MASTER: &str = "192.168.33.220\tmaster-1";
 
 /// Whether the Service has the port that `yurt-tunnel-server-cfg` of the manifests asks for.
 async fn extra_port(lab: &Lab) -> Result<bool> {

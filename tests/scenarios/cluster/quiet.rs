@@ -72,14 +72,16 @@ async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() -> Result<()> {
     let (lab, server) = filled().await?;
-    // Made empty for those who mount it, then filled once.
+    // Shipped empty for those who mount it, then filled once.
     let filled =
         lab.cluster
             .stand_in()?
             .history("configmaps", Some("kube-system"), "yurt-tunnel-nodes");
     let filled = filled.iter().filter(|(_, map)| {
-        map.as_ref()
-            .is_some_and(|map| map["data"]["tunnel-nodes"] != "")
+        let text = map
+            .as_ref()
+            .and_then(|map| map["data"]["tunnel-nodes"].as_str());
+        text.is_some_and(|text| !text.is_empty())
     });
     ensure!(
         // One more is the CA's certificates for agents.

@@ -108,11 +108,10 @@ async fn dns_6_deleting_a_node_leaves_those_whose_names_end_alike(lab: Lab) -> R
 async fn dns_7_the_controller_recovers_from_objects_that_are_missing_or_empty(
     lab: Lab,
 ) -> Result<()> {
-    let empty = json!({ "metadata": { "name": "yurt-tunnel-nodes", "labels": { "mine": "x" } } });
-    lab.cluster
-        .admin()
-        .create("/api/v1/namespaces/kube-system/configmaps", &empty)
-        .await?;
+    let labels = json!({ "metadata": { "labels": { "mine": "x" } } });
+    let admin = lab.cluster.admin();
+    let empty = admin.merge(&Objects::records_path(), &labels).await?;
+    ensure!(empty["data"].is_null(), "{empty}");
     lab.guide().await?;
     let server = lab.server("a").await?;
     lab.wait_for_records("records in a map without data", FIRST, GUIDE_RECORDS)
@@ -165,6 +164,7 @@ pub(super) const BASE: [(&str, u16, &str, u16); 2] = [
 async fn f22_a_deleted_map_is_made_again_and_foreign_edits_are_repaired_or_kept(
     lab: Lab,
 ) -> Result<()> {
+    lab.cluster.allow_creation().await?;
     lab.guide().await?;
     let _server = lab.server("a").await?;
     lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
@@ -320,6 +320,9 @@ async fn t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on(
 }
 
 async fn no_record_is_written_without_the_address_of_the_service(lab: Lab) -> Result<()> {
+    // The server creates the map when it has looked at everything.
+    lab.cluster.allow_creation().await?;
+    lab.cluster.admin().delete(&Objects::records_path()).await?;
     lab.objects().add(&edge("worker-1")).await?;
     lab.objects()
         .add(&cloud("master-1", "192.168.33.220"))

@@ -6,9 +6,9 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
 use tunnel_tests::apiserver::Reviewing;
-use tunnel_tests::ca::TestCa;
+use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
-use tunnel_tests::cluster::{Cluster, Kind, Objects};
+use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener};
 
@@ -61,9 +61,8 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
     lab.guide().await?;
     let socket = lab.scratch.path().join("connect.sock");
-    let callers = lab
-        .scratch
-        .file("callers.pem", TestCa::new("callers")?.pem())?;
+    let callers_ca = TestCa::new("callers")?;
+    let callers = lab.scratch.file("callers.pem", callers_ca.pem())?;
     let setup = lab
         .setup("a")?
         .args(&["--connect-uds", &socket.to_string_lossy()])
@@ -88,16 +87,14 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
         ],
     )
     .await;
-    lab.cluster.admin().delete(&Objects::records_path()).await?;
-    lab.wait_for_records("the map again", FIRST, GUIDE_RECORDS)
-        .await;
     lab.objects().remove("worker-1").await?;
     lab.wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
         .await;
-    // Pods are looked up for callers of the TLS door.
+    // Pods are looked up for callers with delegation that say no node in TLS.
+    let apiserver = callers_ca.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let door = Door::tls(
         server.address(Listener::Https),
-        ClientTls::insecure("worker-1", None)?,
+        ClientTls::insecure("127.0.0.1", Some(apiserver.presented()?))?,
     );
     let _answer = request(
         door,

@@ -5,20 +5,27 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_proto::process::base64;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, ScratchDir, ServerSetup};
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::targets::{
     EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
 };
 use tunnel_tests::world::PATIENCE;
 
 use super::{Lab, NODE};
+use crate::credentials::metric_reaches;
 
-/// `aladdin:opensesame` and `aladdin:changed`.
-const OLD: &str = "Basic YWxhZGRpbjpvcGVuc2VzYW1l";
-const NEW: &str = "Basic YWxhZGRpbjpjaGFuZ2Vk";
+/// As the file has it, before and after.
+const OLD: &str = "aladdin:open-sesame-4711\n";
+const NEW: &str = "aladdin:shut-sesame-4711\n";
+
+/// What a caller sends for a line of the file.
+fn basic(line: &str) -> String {
+    format!("Basic {}", base64::encode(line.trim_end().as_bytes()))
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn connect_verb_passes_bytes_and_says_why_not() -> Result<()> {
@@ -113,7 +120,7 @@ async fn connect_verb_passes_bytes_and_says_why_not() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn p11_passwords_are_followed_and_a_wrong_one_is_told() -> Result<()> {
     let scratch = ScratchDir::new()?;
-    let file = scratch.file("passwords", "aladdin:opensesame\n")?;
+    let file = scratch.file("passwords", OLD)?;
     let lab = Lab::start_with(|settings| {
         settings.connect_listen = Some("127.0.0.1:0".to_owned());
         settings.connect_auth = Some(file.to_string_lossy().into_owned());
@@ -131,33 +138,104 @@ async fn p11_passwords_are_followed_and_a_wrong_one_is_told() -> Result<()> {
         };
         request(door, &ask).await
     };
-    ensure!(ask(Some(OLD)).await?.status == 200);
-    for wrong in [None, Some(NEW), Some("Basic !"), Some("Bearer x")] {
+    let (old, new) = (basic(OLD), basic(NEW));
+    ensure!(ask(Some(&old)).await?.status == 200);
+    for wrong in [None, Some(&*new), Some("Basic !"), Some("Bearer x")] {
         let reply = ask(wrong).await?;
         ensure!(reply.status == 407, "{wrong:?}: {}", reply.status);
         ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
     }
     // What cannot be used changes nothing.
-    for bad in ["", "aladdin\n"] {
+    for bad in ["", "aladdin\n", "aladdin:short\n"] {
         replace(&file, bad.as_bytes())?;
         lab.world.reload();
-        ensure!(ask(Some(OLD)).await?.status == 200);
+        ensure!(ask(Some(&old)).await?.status == 200);
     }
-    replace(&file, b"aladdin:changed\n")?;
+    replace(&file, NEW.as_bytes())?;
     lab.world.reload();
-    eventually("the new password", PATIENCE, async || {
-        let (old, new) = (ask(Some(OLD)).await?.status, ask(Some(NEW)).await?.status);
-        ensure!((old, new) == (407, 200), "{old} {new}");
-        Ok(())
-    })
-    .await;
+    // To ask again and again would be to guess.
+    let changed =
+        "tunnel_server_credential_reloads_total{files=\"connect_auth\",result=\"changed\"}";
+    metric_reaches(&lab.world, changed, 1.0, PATIENCE).await;
+    ensure!(ask(Some(&new)).await?.status == 200);
+    ensure!(ask(Some(&old)).await?.status == 407);
+    Ok(())
+}
+
+/// A.9: wrong passwords cost the pair of address and name a wait, and no other caller of that address anything.
+#[tokio::test(flavor = "multi_thread")]
+async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", format!("{OLD}prometheus:0123456789abcdef\n"))?;
+    let lab = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let lab = lab.await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let exporter = Exporter::start(NODE).await?;
+    let door = lab.world.bound().connect.context("a door")?;
+    let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
+    let ask = async |line: &str| {
+        let ask = RawRequest::get("whatever", &url);
+        request(door, &ask.header("Proxy-Authorization", &basic(line))).await
+    };
+    let mut waited = false;
+    for guess in 0..100 {
+        let reply = ask(&format!("aladdin:guess-{guess}")).await?;
+        ensure!(reply.status == 407, "{}", reply.status);
+        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+        waited |= reply.text().contains("too many wrong");
+        // A right one in between is no help to the guesser, and none is needed for others.
+        let other = ask("prometheus:0123456789abcdef").await?;
+        ensure!(other.status == 200, "{}: {}", other.status, other.text());
+    }
+    let text = request(lab.world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    let text = text.text();
+    let count = |result: &str| -> u32 {
+        let series = format!("tunnel_server_connect_passwords_total{{result=\"{result}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series));
+        line.and_then(|count| count.parse().ok())
+            .unwrap_or_default()
+    };
+    let (right, wrong, waiting) = (count("right"), count("wrong"), count("waiting"));
+    // Five at once, then at most one a second and fewer; the whole takes seconds.
+    ensure!((5..12).contains(&wrong), "{wrong} guesses were judged");
+    ensure!(
+        (right, wrong + waiting) == (100, 100),
+        "{right} {wrong} {waiting}"
+    );
+    ensure!(waited, "no answer names the wait");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn short_passwords_end_the_start_with_64_and_are_not_repeated() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", format!("{OLD}prometheus:hunter2\n"))?;
+    let file = file.to_string_lossy();
+    let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let setup = setup.args(&["--connect-listen", "127.0.0.1:0", "--connect-auth", &file]);
+    let server = Program::ours("tunnel-server")?.arg("run");
+    let server = server.args(setup.arguments().iter().cloned());
+    let ended = server.run().await?;
+    ensure!(
+        ended.code() == Some(64),
+        "{:?}: {}",
+        ended.code(),
+        ended.err
+    );
+    for hint in ["--connect-auth", "line 2", "prometheus", "16"] {
+        ensure!(ended.err.contains(hint), "{hint}: {}", ended.err);
+    }
+    ensure!(!ended.err.contains("hunter2"), "{}", ended.err);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
     let scratch = ScratchDir::new()?;
-    let file = scratch.file("passwords", "aladdin:opensesame\n")?;
+    let file = scratch.file("passwords", OLD)?;
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o666))?;
     let started = Lab::start_with(|settings| {
         settings.connect_listen = Some("127.0.0.1:0".to_owned());

@@ -47,7 +47,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     let _plain = exporter(9100)?.start()?;
     let secure = exporter(9101)?.arg(format!("--web.config.file={}", web.display()));
     let _secure = secure.start()?;
-    let passwords = scratch.file("passwords", "prometheus:right\n")?;
+    let passwords = scratch.file("passwords", "prometheus:right-0123456789\n")?;
     let (door, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
     let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
     let setup = setup.args(&[
@@ -117,24 +117,24 @@ const SCRAPES: &str = r#"
 global: { scrape_interval: 1s, scrape_timeout: 1s }
 scrape_configs:
   - job_name: http
-    proxy_url: http://prometheus:right@10.77.0.1:8131
+    proxy_url: http://prometheus:right-0123456789@10.77.0.1:8131
     static_configs: [{ targets: ["192.168.33.221:9100"] }]
   - job_name: https
-    proxy_url: http://prometheus:right@10.77.0.1:8131
+    proxy_url: http://prometheus:right-0123456789@10.77.0.1:8131
     scheme: https
     tls_config: { ca_file: CA, server_name: worker-1 }
     static_configs: [{ targets: ["192.168.33.221:9101"] }]
   - job_name: by-name
-    proxy_url: http://prometheus:right@10.77.0.1:8131
+    proxy_url: http://prometheus:right-0123456789@10.77.0.1:8131
     static_configs: [{ targets: ["worker-1:9100"] }]
   - job_name: no-such-node
-    proxy_url: http://prometheus:right@10.77.0.1:8131
+    proxy_url: http://prometheus:right-0123456789@10.77.0.1:8131
     static_configs: [{ targets: ["nowhere:9100"] }]
   - job_name: wrong-http
-    proxy_url: http://prometheus:wrong@10.77.0.1:8131
+    proxy_url: http://stale:wrong@10.77.0.1:8131
     static_configs: [{ targets: ["192.168.33.221:9100"] }]
   - job_name: wrong-https
-    proxy_url: http://prometheus:wrong@10.77.0.1:8131
+    proxy_url: http://stale:wrong@10.77.0.1:8131
     scheme: https
     tls_config: { ca_file: CA, server_name: worker-1 }
     static_configs: [{ targets: ["192.168.33.221:9101"] }]

@@ -5,23 +5,30 @@ use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
+use tunnel_tests::client::EgressDialer;
 use tunnel_tests::cluster::{Cluster, Kind, cloud, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::EchoTarget;
 use tunnel_tests::tools::{Skip, or_skip};
-use tunnel_tests::world::PATIENCE;
+use tunnel_tests::world::{PATIENCE, World};
 
 use super::Lab;
 use super::egress::talk;
 
-const SERVICES: &str = "127.1.0.0/16";
-const CLOUD_PODS: &str = "127.2.0.0/16";
-const EDGE_PODS: &str = "127.3.0.0/16";
-/// Within each of them, and outside.
-const SERVICE: &str = "127.1.0.10";
-const CLOUD_POD: &str = "127.2.0.10";
-const EDGE_POD: &str = "127.3.0.10";
-const ELSEWHERE: &str = "127.4.0.10";
+/// Of RFC 2544, so that nothing is there: what is dialed fails, and otherwise than what is refused.
+const SERVICES: &str = "198.18.1.0/24";
+const CLOUD_PODS: &str = "198.18.2.0/24";
+const EDGE_PODS: &str = "198.18.3.0/24";
+/// Within each of them.
+const SERVICE: &str = "198.18.1.10:443";
+const CLOUD_POD: &str = "198.18.2.10:443";
+const EDGE_POD: &str = "198.18.3.10:443";
+/// Networks of this host's loopback, which no object of a cluster opens.
+const LOOPBACK_SERVICES: &str = "127.1.0.0/16";
+const LOOPBACK_PODS: &str = "127.2.0.0/16";
+const LOOPBACK: [&str; 4] = ["127.1.0.10", "127.2.0.10", "127.4.0.10", "127.0.0.1"];
+/// The address of an edge node.
+const EDGE_NODE: &str = "192.168.33.221:10250";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> {
@@ -31,7 +38,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let cluster = Cluster::start(Kind::StandIn).await?.context("a stand-in")?;
     let services = json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR",
-        "metadata": { "name": "of-the-test" }, "spec": { "cidrs": [SERVICES] },
+        "metadata": { "name": "of-the-test" }, "spec": { "cidrs": [SERVICES, LOOPBACK_SERVICES] },
     });
     let path = "/apis/networking.k8s.io/v1/servicecidrs";
     cluster.admin().create(path, &services).await?;
@@ -39,9 +46,12 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let master = cloud("master-1", &own.to_string()).with_pods(CLOUD_PODS);
     objects.add(&master).await?;
     objects.add(&edge("worker-1").with_pods(EDGE_PODS)).await?;
+    let hostile = cloud("hostile", "198.51.100.9").with_pods(LOOPBACK_PODS);
+    objects.add(&hostile).await?;
     let kubeconfig = cluster.server_kubeconfig()?;
     let lab = Lab::start_with(|settings| {
         settings.connect_direct = Vec::new();
+        settings.limits = World::limits("targetDialTimeout: 300ms");
         settings.kubernetes = Some("on".into());
         settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
         settings.namespace = Some("kube-system".into());
@@ -49,32 +59,26 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let lab = lab.await?;
     let dialer = lab.dialer();
 
-    // Something listens wherever something could be dialled, so that a refusal is the server's.
+    // Something listens on the loopback, so that a refusal is the server's.
     let on_node = EchoTarget::start_on(SocketAddr::new(own, 0)).await?;
-    let of_service = EchoTarget::start_on(at(SERVICE)?).await?;
-    let in_pod = EchoTarget::start_on(at(CLOUD_POD)?).await?;
-    let (node, service, pod) = (on_node.addr(), of_service.addr(), in_pod.addr());
+    let node = on_node.addr();
     let named = format!("master-1:{}", node.port());
-    let allowed = [
-        service.to_string(),
-        pod.to_string(),
-        node.to_string(),
-        named,
-    ];
-    for target in &allowed {
+    for target in [&node.to_string(), &named] {
         eventually(target, PATIENCE, async || {
             talk(dialer.dial(target).await?).await
         })
         .await;
     }
-    let untouched = [EDGE_POD, ELSEWHERE, "127.0.0.1"];
+    for target in [SERVICE, CLOUD_POD] {
+        eventually(target, PATIENCE, async || is_dialed(&dialer, target).await).await;
+    }
     let mut listeners = Vec::new();
-    for address in untouched {
+    for address in LOOPBACK {
         let listener = TcpListener::bind(at(address)?)?;
         listener.set_nonblocking(true)?;
         listeners.push(listener);
     }
-    let mut refused: Vec<String> = Vec::new();
+    let mut refused = vec![EDGE_POD.to_owned()];
     for listener in &listeners {
         refused.push(listener.local_addr()?.to_string());
     }
@@ -96,7 +100,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     // A node that moves to the edge takes its address and its Pods with it.
     objects.set_edge("master-1", true).await?;
     eventually("the node to be an edge node", PATIENCE, async || {
-        let told = dialer.dial(&pod.to_string()).await.err();
+        let told = dialer.dial(CLOUD_POD).await.err();
         let told = told.context("still dialled")?.to_string();
         ensure!(told.contains("code 403"), "{told}");
         anyhow::Ok(())
@@ -104,13 +108,50 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     .await;
     let told = dialer.dial(&node.to_string()).await.err();
     told.context("an edge node was dialled")?;
-    talk(dialer.dial(&service.to_string()).await?).await?;
+    is_dialed(&dialer, SERVICE).await?;
+
+    // An address that two Nodes claim is dialed for neither, and the operator sees who claims what.
+    let thief = cloud("thief", "192.168.33.221");
+    objects.add(&thief).await?;
+    for target in [EDGE_NODE, "thief:10250"] {
+        eventually(target, PATIENCE, async || {
+            let error = dialer.dial(target).await.err().context("was dialed")?;
+            ensure!(error.to_string().contains("code 400"), "{target}: {error}");
+            anyhow::Ok(())
+        })
+        .await;
+    }
+    let meta = lab.world.bound().meta;
+    eventually("the conditions", PATIENCE, async || {
+        let (_, shown) = tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
+        for line in [
+            "[!] service networks: ServiceCIDR of-the-test: 127.1.0.0/16 is not used",
+            "[!] node claims: node hostile: 127.2.0.0/16 of its podCIDRs is not used",
+            "thief, worker-1: 192.168.33.221 is claimed by all of them",
+        ] {
+            ensure!(shown.contains(line), "{line} is not in {shown}");
+        }
+        anyhow::Ok(())
+    })
+    .await;
     for listener in listeners {
         let taken = listener.accept().err().map(|error| error.kind());
         ensure!(
             taken == Some(ErrorKind::WouldBlock),
             "{listener:?} was dialled"
         );
+    }
+    Ok(())
+}
+
+/// Fails when the server refuses to dial the target.
+async fn is_dialed(dialer: &EgressDialer, target: &str) -> Result<()> {
+    if let Err(error) = dialer.dial(target).await {
+        let error = error.to_string();
+        let is_dialed = ["code 502", "code 504"]
+            .iter()
+            .any(|code| error.contains(code));
+        ensure!(is_dialed, "{target}: {error}");
     }
     Ok(())
 }

@@ -4,10 +4,10 @@
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, EgressDialer, over_tls};
+use tunnel_tests::ca::{Issued, Leaf, Subject, TestCa};
+use tunnel_tests::client::{ClientTls, Door, EgressDialer, RawRequest, over_tls};
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{Access, StandInKubelet};
+use tunnel_tests::targets::{Access, Exporter, StandInKubelet};
 
 use super::{Lab, NODE};
 
@@ -66,6 +66,72 @@ async fn p09_kubelets_give_each_caller_of_the_connect_doors_its_own_rights() -> 
             let got = tried(&dialer, &target, (&tls, token)).await;
             let got = got.with_context(|| format!("{who} over {door}"))?;
             ensure!(got == expected, "{who} over {door}: {got:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A.10: the CA of a cluster signs for its kubelets too, and none of them is a caller, at any listener and in any form.
+#[tokio::test(flavor = "multi_thread")]
+async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<()> {
+    const KUBELET: (Subject, &str) = (Subject::Name, "system:node:edge-1");
+    const NODES: (Subject, &str) = (Subject::Organization, "system:nodes");
+    const NAME: (Subject, &str) = (Subject::Name, "prometheus");
+    const GROUP: (Subject, &str) = (Subject::Organization, "monitoring");
+    let scratch = ScratchDir::new()?;
+    let clients = TestCa::new("cluster")?;
+    let callers = scratch.file("callers.crt", clients.pem())?;
+    let lab = Lab::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.client_ca = Some(callers.to_string_lossy().into_owned());
+    });
+    let lab = lab.await?;
+    let _agent = lab.world.agent(NODE).await?;
+    let exporter = Exporter::start(NODE).await?;
+    let bound = lab.world.bound();
+    let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
+    // Nothing listens at the kubelet's port: who is let in meets that.
+    let host = format!("{NODE}:10250");
+    let asked = [
+        (
+            "10263",
+            bound.https.context("https")?,
+            RawRequest::get(&host, "/metrics"),
+        ),
+        (
+            "CONNECT",
+            bound.connect.context("connect")?,
+            RawRequest::get("x", &url),
+        ),
+    ];
+    for (subject, is_caller) in [
+        (&[NAME][..], true),
+        (&[GROUP, NAME], true),
+        (&[NODES, KUBELET], false),
+        (&[KUBELET], false),
+        (&[NODES, NAME], false),
+        (&[NODES], false),
+        (&[GROUP, NODES, NAME], false),
+        (&[GROUP], false),
+        (&[NAME, NAME], false),
+        (&[NAME, KUBELET], false),
+        (&[GROUP, (Subject::Name, "System:Node:edge-1")], false),
+        (&[(Subject::Organization, "System:Nodes"), NAME], false),
+    ] {
+        let certificate = clients.issue(&Leaf::subject(subject))?;
+        for (listener, address, request) in &asked {
+            let roots = RootCertStore::clone(&*lab.world.roots()?);
+            let tls = ClientTls::verifying(NODE, roots, Some(certificate.presented()?))?;
+            let reply = tunnel_tests::client::request(Door::tls(*address, tls), request).await?;
+            let is_refused = reply.text().contains("the client certificate");
+            ensure!(
+                is_refused != is_caller,
+                "{listener}: {subject:?}: {} {}",
+                reply.status,
+                reply.text()
+            );
+            let code = reply.header("X-Tunnel-Error");
+            ensure!(is_caller || (reply.status, code) == (403, Some("refused_by_policy")));
         }
     }
     Ok(())

@@ -232,7 +232,7 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
 /// R09: a session that ends late takes only itself away.
 #[tokio::test(flavor = "multi_thread")]
 async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result<()> {
-    let world = World::start().await?;
+    let world = World::start_with(many_admissions).await?;
     let key = agent_key(&world, "worker-1")?;
     let node = "worker-1".parse()?;
     let mut old: Option<ScriptedAgent> = None;
@@ -259,10 +259,14 @@ async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result
     Ok(())
 }
 
+fn many_admissions(settings: &mut tunnel_server::config::RawConfig) {
+    settings.limits = World::limits("admissionsPerNode: 1000");
+}
+
 /// T01: processes that fight for one name; at no moment do two of them get requests.
 #[tokio::test(flavor = "multi_thread")]
 async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
-    let world = Arc::new(World::start().await?);
+    let world = Arc::new(World::start_with(many_admissions).await?);
     let key = agent_key(&world, "worker-1")?;
     let node: tunnel_proto::wire::name::NodeName = "worker-1".parse()?;
     let rounds = Arc::new(AtomicUsize::new(0));

@@ -45,6 +45,7 @@ impl Site {
             kubelet: &self.kubelet,
             node: "worker-1",
             host: self.host.clone(),
+            listener: None,
         }
     }
 }
@@ -56,11 +57,16 @@ pub(crate) struct Caller<'a> {
     /// The node that the certificate of the door is to be for.
     pub(crate) node: &'a str,
     pub(crate) host: String,
+    /// How it connects, if not without a certificate and with the node's name in TLS.
+    pub(crate) listener: Option<Door>,
 }
 
 impl Caller<'_> {
     fn door(&self) -> Result<Door> {
-        self.world.https(self.node)
+        match &self.listener {
+            Some(listener) => Ok(listener.clone()),
+            None => self.world.https(self.node),
+        }
     }
 
     async fn spdy(&self, head: RawRequest, protocol: &str) -> Result<Spdy<ByteStream>> {

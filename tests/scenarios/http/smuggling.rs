@@ -82,6 +82,10 @@ impl Site {
                 ensure!(statuses == [*status], "answered {statuses:?}");
                 ensure!(own.seen().len() == 1, "own target got {:?}", own.seen());
             }
+            Expect::RoutedThenRefused(want) => {
+                ensure!(statuses == [200, 400], "answered {statuses:?}");
+                check("own", &own.seen(), [want.filled(ports)].iter())?;
+            }
             Expect::Cut | Expect::Gone => {
                 ensure!(
                     statuses.iter().all(|status| *status >= 400),

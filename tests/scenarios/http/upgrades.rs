@@ -100,7 +100,9 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let world = World::start_with(|settings| {
-        settings.limits = World::limits("{streamsPerAgent: 12000, bufferPool: 64GiB}");
+        settings.limits = World::limits(
+            "{streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}",
+        );
     })
     .await?;
     let kubelet = StandInKubelet::plain("worker-1").await?;

@@ -2,6 +2,7 @@
 //! the applied objects, in networks where Services lead where their ports say; the agent has its pod's token and nothing else.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,11 +10,12 @@ use anyhow::{Context, Result, ensure};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::client::{EgressDialer, ask_through};
 use tunnel_tests::demo::{ApiServer, api_server, site};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::manifests::{Container, Facts, find, folder, items, pod_program};
+use tunnel_tests::manifests::{Container, Facts, find, folder, items, overlay, pod_program};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
-use tunnel_tests::process::{Process, Program, ScratchDir};
+use tunnel_tests::process::{Finished, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 use crate::cluster::kubectls;
@@ -55,6 +57,14 @@ impl Lab {
         let file = self.scratch.file("object.json", object.to_string())?;
         let file = file.to_string_lossy().into_owned();
         self.kubectl(&["create", "-f", &file]).await.map(drop)
+    }
+
+    /// What a controller of every cluster writes.
+    async fn create_root_ca(&self) -> Result<()> {
+        let cluster = kubeconfig(&self.api.admin)?["clusters"][0]["cluster"].clone();
+        let ca = cluster["certificate-authority"].as_str().context("a CA")?;
+        let ca = std::fs::read_to_string(ca)?;
+        self.create(&config_map("kube-root-ca.crt", &ca)).await
     }
 
     /// The objects that matter, as the API server has them.
@@ -172,12 +182,16 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
 
     /// A verb of the server for the data directory of its pod.
     async fn verb(&self, words: &[&str]) -> Result<String> {
+        self.ask(words).await?.ok()
+    }
+
+    async fn ask(&self, words: &[&str]) -> Result<Finished> {
         let data = self
             .scratch
             .path()
             .join("tunnel-server/var/lib/tunnel-server");
         let verb = Program::ours("tunnel-server")?.args(words.iter().copied());
-        verb.arg("--data-dir").arg(data).run().await?.ok()
+        verb.arg("--data-dir").arg(data).run().await
     }
 }
 
@@ -198,10 +212,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let manifest = lab.scratch.file("install.yaml", text)?;
     lab.kubectl(&["apply", "-f", &manifest.to_string_lossy()])
         .await?;
-    // What a controller of every cluster writes.
-    let ca = kubeconfig(&lab.api.admin)?["clusters"][0]["cluster"]["certificate-authority"].clone();
-    let ca = std::fs::read_to_string(ca.as_str().context("a CA")?)?;
-    lab.create(&config_map("kube-root-ca.crt", &ca)).await?;
+    lab.create_root_ca().await?;
     for (name, edge, address) in [
         ("worker-1", "true", EDGE_ADDRESS),
         ("master-1", "false", CLOUD_ADDRESS),
@@ -333,6 +344,9 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let tokens = lab.verb(&["token", "list", "-o", "json"]).await?;
     let tokens: Value = serde_json::from_str(&tokens)?;
     ensure!(items(&tokens).count() == 0, "join tokens: {tokens}");
+    let created = lab.ask(&["token", "create", "--node", "worker-2"]).await?;
+    let dialed = format!("--server {CLOUD_ADDRESS}:31008 ");
+    ensure!(created.err.contains(&dialed), "{created}");
     let metrics = curl
         .arg("http://worker-1:9100/metrics")
         .inside(Some(&caller));
@@ -348,6 +362,72 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let said = exec.inside(Some(&caller)).run().await?.ok()?;
     ensure!(said.starts_with("101 Switching Protocols\n"), "{said}");
     ensure!(said.contains("through the tunnel"), "{said}");
+    Ok(())
+}
+
+/// As a kubelet runs it: root without capabilities, with a folder of the host that belongs to root. A webhook's Service is
+/// dialed by its address, for which the overlay has the right to read the ranges of Services.
+#[tokio::test(flavor = "multi_thread")]
+async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() -> Result<()> {
+    let Some(lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    let overlay = overlay("egress-selector");
+    lab.kubectl(&["apply", "-k", &overlay.to_string_lossy()])
+        .await?;
+    lab.create_root_ca().await?;
+    let webhook = json!({
+        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "webhook", "namespace": "kube-system" },
+        "spec": { "ports": [{ "port": 8080, "targetPort": 10264 }] },
+    });
+    let ranges = json!({
+        "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": { "name": "kubernetes" },
+        "spec": { "cidrs": ["10.96.0.0/12"] },
+    });
+    lab.create(&webhook).await?;
+    lab.create(&ranges).await?;
+    lab.proxy().await?;
+    let token = kubeconfig(&lab.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    let token = token.as_str().context("a token")?;
+    let facts = Facts {
+        node: "master-1".into(),
+        address: CLOUD_ADDRESS.to_string(),
+    };
+    let server = ("Deployment", "tunnel-server");
+    let server = lab
+        .start_pod(server, lab.sites.cloud(), &facts, token)
+        .await?;
+    let Some(server) = or_skip(server) else {
+        return Ok(());
+    };
+    let socket = lab
+        .scratch
+        .path()
+        .join("tunnel-server/run/culvert/connect.sock");
+    eventually("the socket", START, async || {
+        ensure!(socket.exists(), "{server}");
+        Ok(())
+    })
+    .await;
+    let metadata = std::fs::metadata(&socket)?;
+    let (owner, mode) = (metadata.uid(), metadata.mode() & 0o777);
+    ensure!((owner, mode) == (0, 0o600), "{owner} {mode:o}");
+
+    let objects = lab.objects().await?;
+    let address = find(&objects, "Service", "webhook")?["spec"]["clusterIP"].as_str();
+    let target = format!("{}:8080", address.context("clusterIP")?);
+    let dialer = EgressDialer::uds(&socket);
+    let request = "GET / HTTP/1.1\r\nHost: nobody:9100\r\nConnection: close\r\n\r\n";
+    let answer = eventually("the Service", START, async || {
+        let tunnel = dialer
+            .dial(&target)
+            .await
+            .with_context(|| server.to_string())?;
+        anyhow::Ok(ask_through(tunnel, request).await?)
+    })
+    .await;
+    // The webhook of this test is the server's own plain listener.
+    ensure!(answer.contains("unknown_node"), "{answer}");
     Ok(())
 }
 

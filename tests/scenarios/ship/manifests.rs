@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
-use tunnel_server::controllers::objects::{Right, Scope};
+use tunnel_server::controllers::objects::{REPLICAS_MAX, Right, Scope, replica_lease};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{
@@ -85,6 +85,7 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
         "kind": "ConfigMap", "metadata": { "name": "tunnel-ca" }, "data": { "ca.crt": ca.pem() },
     });
     for (overlay, mut objects) in overlays {
+        objects.retain(|object| object["metadata"]["name"] != "tunnel-ca");
         objects.push(bundle.clone());
         for (name, _, container) in workloads(&objects)? {
             let scratch = ScratchDir::new()?;
@@ -190,6 +191,44 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
     Ok(())
 }
 
+/// The server may not create what it fills, so each is shipped; a key in a manifest would empty the others, or itself, when the
+/// manifest is applied again.
+#[test]
+fn objects_that_the_server_fills_are_shipped_without_content() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    for (overlay, objects) in overlays {
+        let [(_, _, server), _] = workloads(&objects)?;
+        let mut checked = 0;
+        for role in server_roles_of(|right| is_needed(right, &server.args)) {
+            for rule in items(&role["rules"]) {
+                let creates = items(&rule["verbs"]).any(|verb| verb == "create");
+                let kind = match rule["resources"][0].as_str() {
+                    Some("configmaps") => "ConfigMap",
+                    Some("secrets") => "Secret",
+                    Some("leases") => "Lease",
+                    _ => continue,
+                };
+                ensure!(!creates, "{overlay}: {rule}");
+                if !items(&rule["verbs"]).any(|verb| verb == "update") {
+                    continue;
+                }
+                for name in items(&rule["resourceNames"]) {
+                    let name = name.as_str().context("a name")?;
+                    let object = find(&objects, kind, name).context(overlay)?;
+                    for content in ["data", "binaryData", "stringData", "spec"] {
+                        ensure!(object.get(content).is_none(), "{overlay}: {object}");
+                    }
+                    checked += 1;
+                }
+            }
+        }
+        ensure!(checked >= 5, "{overlay}: {checked}");
+    }
+    Ok(())
+}
+
 /// Whether a server with these arguments asks for it: some rights are those of a flag.
 fn is_needed(right: &Right, args: &[String]) -> bool {
     let has = |flag: &str| args.iter().any(|word| word.split('=').next() == Some(flag));
@@ -263,6 +302,45 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
     Ok(())
 }
 
+/// Servers overlap in a rollout where they share nothing of the host and each has QUIC keys of its own; else the drain is short.
+fn rolls_without_an_outage_or_ends_soon(
+    overlay: &str,
+    objects: &[Value],
+    deployment: &Value,
+    container: &Container,
+) -> Result<()> {
+    let strategy = &deployment["spec"]["strategy"];
+    let pod = &deployment["spec"]["template"]["spec"];
+    let has = |flag: &str| container.args.iter().any(|arg| arg == flag);
+    let shares_host = pod.get("hostNetwork").is_some()
+        || items(&container.spec["ports"]).any(|port| port.get("hostPort").is_some())
+        || items(&pod["volumes"]).any(|volume| {
+            let shared = ["hostPath", "persistentVolumeClaim"];
+            shared.iter().any(|kind| volume.get(kind).is_some())
+        });
+    if shares_host {
+        ensure!(
+            *strategy == json!({ "type": "Recreate" }),
+            "{overlay}: {strategy}"
+        );
+        ensure!(
+            has("--single-replica") && has("--drain-timeout=5s"),
+            "{overlay}"
+        );
+        return Ok(());
+    }
+    let surge = json!({ "maxSurge": 1, "maxUnavailable": 0 });
+    let rolling = json!({ "type": "RollingUpdate", "rollingUpdate": surge });
+    ensure!(*strategy == rolling, "{overlay}: {strategy}");
+    ensure!(!has("--single-replica"), "{overlay}");
+    for entry in 0..REPLICAS_MAX {
+        let lease = replica_lease(&ObjectNames::default().replica_lease, entry);
+        let lease = find(objects, "Lease", &lease)?;
+        ensure!(lease.get("spec").is_none(), "{overlay}: {lease}");
+    }
+    Ok(())
+}
+
 #[test]
 fn pods_have_no_more_than_they_need() -> Result<()> {
     let Some(overlays) = overlays()? else {
@@ -271,14 +349,14 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
     for (overlay, objects) in overlays {
         let [server, agent] = workloads(&objects)?;
         ensure!(server.1["spec"]["replicas"] == 1, "{overlay}");
-        ensure!(
-            server.1["spec"]["strategy"] == json!({ "type": "Recreate" }),
-            "{overlay}"
-        );
+        rolls_without_an_outage_or_ends_soon(overlay, &objects, &server.1, &server.2)?;
         for (name, workload, container) in [server, agent] {
             let place = format!("{overlay}: {name}");
             let (pod, spec) = (&container.pod, &container.spec);
-            let root = overlay == "kubelet-cert" && name == "tunnel-agent";
+            let root = match name {
+                "tunnel-agent" => overlay == "kubelet-cert",
+                _ => overlay == "egress-selector",
+            };
             ensure!(container.uid == if root { 0 } else { 65532 }, "{place}");
             let non_root = pod["securityContext"]["runAsNonRoot"].as_bool();
             ensure!(non_root == (!root).then_some(true), "{place}");
@@ -315,7 +393,8 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
                 "{place}: {grace:?} is not above the drain"
             );
             for mount in items(&spec["volumeMounts"]) {
-                let writable = mount["name"] == "data";
+                let socket = overlay == "egress-selector" && mount["name"] == "connect";
+                let writable = mount["name"] == "data" || socket;
                 ensure!(writable || mount["readOnly"] == true, "{place}: {mount}");
             }
             for object in [&workload, &workload["spec"]["template"]] {
@@ -325,6 +404,108 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
                     ensure!(labels[&label].is_string(), "{place}: no {label}");
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Also before anybody has labelled an edge node, which is why the tutorial labels first.
+#[test]
+fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    for (overlay, objects) in overlays {
+        let [(_, _, server), _] = workloads(&objects)?;
+        let affinity = &server.pod["affinity"]["nodeAffinity"];
+        let preferred = &affinity["preferredDuringSchedulingIgnoredDuringExecution"];
+        let roles: Vec<_> = items(preferred)
+            .flat_map(|term| items(&term["preference"]["matchExpressions"]))
+            .map(|role| (&role["key"], &role["operator"]))
+            .collect();
+        ensure!(
+            roles
+                .iter()
+                .any(|(key, operator)| *key == ROLE && *operator == "Exists"),
+            "{overlay}: {preferred}"
+        );
+        let required = &affinity["requiredDuringSchedulingIgnoredDuringExecution"];
+        let required = &required["nodeSelectorTerms"][0]["matchExpressions"][0];
+        let no_edge = json!({ "key": EDGE_LABEL, "operator": "NotIn", "values": ["true"] });
+        let selector = &server.pod["nodeSelector"];
+        ensure!(
+            *required == no_edge || selector[EDGE_LABEL] == "false",
+            "{overlay}: {affinity} {selector}"
+        );
+        let pinned = selector.get(ROLE).is_some();
+        ensure!(
+            pinned == (overlay == "egress-selector"),
+            "{overlay}: {selector}"
+        );
+    }
+    Ok(())
+}
+
+/// Agents outside of pods dial what the agents of the DaemonSet dial.
+#[test]
+fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    for (overlay, objects) in overlays {
+        let [(_, _, server), (_, _, agent)] = workloads(&objects)?;
+        let advertised = server.env.get("TUNNEL_SERVER_ADVERTISE");
+        ensure!(advertised.is_some(), "{overlay}: {:?}", server.env);
+        ensure!(
+            advertised == agent.env.get("TUNNEL_AGENT_SERVER"),
+            "{overlay}"
+        );
+    }
+    Ok(())
+}
+
+/// The kube-apiserver of the how-to opens the socket that the server makes, in a folder that the server may write to.
+#[test]
+fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
+    let Some(overlays) = overlays()? else {
+        return Ok(());
+    };
+    let page = std::fs::read_to_string(repository().join("docs/how-to/egress-selector.md"))?;
+    for (overlay, objects) in overlays {
+        let [(_, deployment, server), _] = workloads(&objects)?;
+        let flag = |name: &str| server.args.iter().find_map(|word| word.strip_prefix(name));
+        match (flag("--connect-uds="), flag("--connect-listen=")) {
+            (Some(socket), None) => {
+                ensure!(page.contains(&format!("udsName: {socket}")), "{socket}");
+                let folder = std::path::Path::new(socket).parent().context("a folder")?;
+                let mounted = server.mounts.iter().find(|(path, _)| path == folder);
+                let (_, volume) = mounted.context("not mounted")?;
+                let host = &volume["hostPath"];
+                ensure!(host["path"].as_str().map(std::path::Path::new) == Some(folder));
+                ensure!(host["type"] == "DirectoryOrCreate", "{host}");
+                let shown = folder.display();
+                let its = format!("hostPath: {{ path: {shown}, type: DirectoryOrCreate }}");
+                ensure!(page.contains(&its), "{its}");
+                // A kubelet makes it for root, and two pods cannot have one socket.
+                ensure!(server.uid == 0, "{overlay}: {}", server.uid);
+                ensure!(deployment["spec"]["strategy"]["type"] == "Recreate");
+            }
+            (None, Some(listen)) => {
+                let (_, port) = listen.rsplit_once(':').context("a port")?;
+                let port: u64 = port.parse()?;
+                let service = find(
+                    &objects,
+                    "Service",
+                    &ObjectNames::default().internal_service,
+                )?;
+                let has = |list: &Value| items(list).any(|found| found["port"] == port);
+                ensure!(has(&service["spec"]["ports"]), "{overlay}: {service}");
+                let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
+                let mut rules = items(&policy["spec"]["ingress"]);
+                ensure!(rules.any(|rule| has(&rule["ports"])), "{overlay}: {policy}");
+            }
+            (None, None) => ensure!(!overlay.starts_with("egress-selector"), "{overlay}"),
+            (Some(_), Some(_)) => anyhow::bail!("{overlay}: two listeners"),
         }
     }
     Ok(())
@@ -366,5 +547,7 @@ fn promtool_takes_the_scrape_example() -> Result<()> {
     Ok(())
 }
 
+/// By which kubeadm marks the control plane.
+const ROLE: &str = "node-role.kubernetes.io/control-plane";
 /// Of the form of a join token.
 const TOKEN: &str = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63";

@@ -201,6 +201,7 @@ pub(super) fn complete(
         "Lease" => lease(object),
         "Node" => node(object),
         "Deployment" | "DaemonSet" => workload(kind, object),
+        "Endpoints" => endpoints(object),
         _ => Ok(()),
     };
     problem.map_err(|problem| Status::invalid(kind, &name, &problem))
@@ -268,6 +269,19 @@ fn config_map(map: &mut Value) -> Result<(), String> {
 fn secret(secret: &mut Value) -> Result<(), String> {
     if secret["type"].is_null() {
         secret["type"] = "Opaque".into();
+    }
+    Ok(())
+}
+
+/// As `SetDefaults_Endpoints` has it. kubectl sees a change in each apply of a file without the protocol, since subsets are
+/// replaced as a whole.
+fn endpoints(endpoints: &mut Value) -> Result<(), String> {
+    for subset in endpoints["subsets"].as_array_mut().into_iter().flatten() {
+        for port in subset["ports"].as_array_mut().into_iter().flatten() {
+            if port["protocol"].is_null() {
+                port["protocol"] = "TCP".into();
+            }
+        }
     }
     Ok(())
 }
@@ -512,3 +526,25 @@ fn uid() -> String {
 
 /// As in the real one: `MaxSecretSize` and its like for ConfigMaps.
 const LARGEST_MAP: usize = 1024 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::super::store::Store;
+    use super::*;
+
+    #[test]
+    fn ports_of_endpoints_are_tcp_unless_they_say_otherwise() {
+        let ports = json!([{ "port": 80 }, { "port": 53, "protocol": "UDP" }]);
+        let mut object = json!({
+            "metadata": { "name": "x" },
+            "subsets": [{ "addresses": [{ "ip": "192.168.33.220" }], "ports": ports }],
+        });
+        let kind = Kind::find("", "endpoints").unwrap();
+        Store::new()
+            .read(|content| complete(kind, &mut object, None, content, &[]))
+            .unwrap();
+        let expected =
+            json!([{ "port": 80, "protocol": "TCP" }, { "port": 53, "protocol": "UDP" }]);
+        assert_eq!(object["subsets"][0]["ports"], expected);
+    }
+}

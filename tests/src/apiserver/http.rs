@@ -187,8 +187,7 @@ impl Service {
         if request.verb != "create" {
             return Err(Status::method_not_allowed());
         }
-        let asked: Value = serde_json::from_slice(&request.body)
-            .map_err(|error| Status::bad_request(error.to_string()))?;
+        let asked = request.sent()?;
         let address = &request.address;
         let account = (address.namespace.as_deref()).zip(address.name.as_deref());
         let account = account.ok_or_else(Status::no_such_path)?;
@@ -207,8 +206,7 @@ impl Service {
         if request.verb != "create" {
             return Err(Status::method_not_allowed());
         }
-        let asked: Value = serde_json::from_slice(&request.body)
-            .map_err(|error| Status::bad_request(error.to_string()))?;
+        let asked = request.sent()?;
         if request.address.kind.kind == "TokenReview" {
             let mut answer = asked.clone();
             let token = asked["spec"]["token"].as_str().unwrap_or_default();

@@ -11,6 +11,7 @@ use super::admission::{born, check_frame, complete, kept, key, name_of, now};
 use super::apply::{Writer, apply, note};
 use super::kinds::Address;
 use super::patch;
+use super::protobuf;
 use super::selector::Selector;
 use super::status::Status;
 use super::store::{Content, Key, Store};
@@ -245,7 +246,11 @@ impl Request {
         })
     }
 
-    fn sent(&self) -> Result<Value, Status> {
+    /// The object in the body.
+    pub(super) fn sent(&self) -> Result<Value, Status> {
+        if self.content_type.starts_with(protobuf::MEDIA_TYPE) {
+            return protobuf::read(&self.body);
+        }
         serde_json::from_slice(&self.body).map_err(|error| {
             Status::bad_request(format!("the body of the request is no JSON: {error}"))
         })
@@ -441,7 +446,7 @@ impl Request {
                 .is_none_or(Vec::is_empty);
         let kept = self.keep(content, self.name(), new)?;
         if gone && self.query.get("dryRun").is_none() {
-            content.remove(&self.key(self.name()));
+            self.remove(content, &self.key(self.name()));
         }
         Ok(kept)
     }
@@ -477,8 +482,20 @@ impl Request {
                 content.put(self.key(self.name()), leaving),
             ));
         }
-        content.remove(&self.key(self.name()));
+        self.remove(content, &self.key(self.name()));
         Ok(Answer::Object(200, Arc::new(done)))
+    }
+
+    /// Removes an object; a Service takes the Endpoints of its name with it, as in the real one
+    /// (`pkg/registry/core/service/storage`, `afterDelete`).
+    fn remove(&self, content: &mut Content, key: &Key) {
+        content.remove(key);
+        if self.address.kind.kind == "Service" {
+            content.remove(&Key {
+                storage: "endpoints",
+                ..key.clone()
+            });
+        }
     }
 
     fn delete_collection(&self, store: &Store) -> Result<Answer, Status> {
@@ -493,7 +510,7 @@ impl Request {
                 .map(|(key, object)| (key.clone(), Arc::clone(object)))
                 .collect();
             let objects = gone.into_iter().map(|(key, object)| {
-                content.remove(&key);
+                self.remove(content, &key);
                 object
             });
             let objects = objects.collect();

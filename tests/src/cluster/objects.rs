@@ -104,16 +104,49 @@ impl Objects<'_> {
         format!("/api/v1/namespaces/{}/{plural}", SERVICE_ACCOUNT.0)
     }
 
-    /// Creates the Secrets as manifests ship them: empty.
+    /// Creates the objects that the server fills as manifests ship them: empty.
     ///
     /// # Errors
     /// The API refuses.
-    pub async fn create_secrets(self) -> Result<()> {
-        for secret in empty_secrets() {
-            let collection = Self::collection("secrets");
-            self.0.admin().create(&collection, &secret).await?;
+    pub async fn create_shipped(self) -> Result<()> {
+        for (collection, object) in shipped() {
+            self.0.admin().create(&collection, &object).await?;
         }
         Ok(())
+    }
+
+    /// Deletes those of a kind, as a cluster is before the manifests are applied.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn delete_shipped(self, kind: &str) -> Result<()> {
+        for (collection, object) in shipped() {
+            if object["kind"] == kind {
+                let name = object["metadata"]["name"].as_str().context("a name")?;
+                self.0
+                    .admin()
+                    .delete(&format!("{collection}/{name}"))
+                    .await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the server wrote into each of those that are there: the data, or who holds a Lease.
+    ///
+    /// # Errors
+    /// The API refuses.
+    pub async fn filled(self) -> Result<BTreeMap<String, Value>> {
+        let mut filled = BTreeMap::new();
+        for (collection, object) in shipped() {
+            let name = object["metadata"]["name"].as_str().context("a name")?;
+            let path = format!("{collection}/{name}");
+            if let Some(found) = self.0.admin().get(&path).await? {
+                let holder = &found["spec"]["holderIdentity"];
+                filled.insert(path, json!([found["data"], holder]));
+            }
+        }
+        Ok(filled)
     }
 
     /// The data of the Secret of the CA or of the shared state, decoded; only text is in them.
@@ -316,6 +349,29 @@ pub fn empty_secrets() -> [Value; 2] {
             "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 },
         })
     })
+}
+
+/// All objects that the server fills, each with the collection that it belongs to, as manifests ship them.
+#[must_use]
+pub fn shipped() -> Vec<(String, Value)> {
+    let names = ObjectNames::default();
+    let object = |api: &str, kind: &str, name: String| json!({ "apiVersion": api, "kind": kind, "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 } });
+    let secrets = empty_secrets().map(|secret| (Objects::collection("secrets"), secret));
+    let maps = [names.nodes_config_map, names.ca_config_map];
+    let maps = maps.map(|name| {
+        let map = object("v1", "ConfigMap", name);
+        (Objects::collection("configmaps"), map)
+    });
+    let replicas = (0..REPLICAS_MAX).map(|entry| replica_lease(&names.replica_lease, entry));
+    let api = "coordination.k8s.io/v1";
+    let leases = [names.leader_lease]
+        .into_iter()
+        .chain(replicas)
+        .map(|name| {
+            let collection = format!("/apis/{api}/namespaces/{}/leases", SERVICE_ACCOUNT.0);
+            (collection, object(api, "Lease", name))
+        });
+    secrets.into_iter().chain(maps).chain(leases).collect()
 }
 
 /// The Service of the doors with the ports of the guide.

@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Families, SERVICE_ACCOUNT};
-use crate::eventually::eventually;
-use crate::process::{Process, Program, ScratchDir};
+use crate::process::{Log, Process, Program, ScratchDir};
 use crate::tools::Skip;
 
 /// A running kube-apiserver; nothing else of a control plane.
@@ -17,7 +16,7 @@ use crate::tools::Skip;
 pub struct Real {
     scratch: ScratchDir,
     _etcd: Process,
-    _apiserver: Process,
+    apiserver: Process,
 }
 
 impl Real {
@@ -42,10 +41,7 @@ impl Real {
     /// Starts both, with a token for an administrator and one for the server's ServiceAccount.
     ///
     /// # Errors
-    /// One of them cannot be run.
-    ///
-    /// # Panics
-    /// When the API server does not become ready.
+    /// One of them cannot be run, or kube-apiserver does not serve; with the end of its log.
     pub async fn start(binaries: &Path, families: Families) -> Result<Self> {
         Self::start_with(binaries, families, &[]).await
     }
@@ -53,9 +49,6 @@ impl Real {
     /// The same with further flags of kube-apiserver.
     ///
     /// # Errors
-    /// As [`Real::start`].
-    ///
-    /// # Panics
     /// As [`Real::start`].
     pub async fn start_with(binaries: &Path, families: Families, flags: &[String]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
@@ -83,9 +76,12 @@ impl Real {
             "{ADMIN_TOKEN},admin,1,\"system:masters\"\n{SERVER_TOKEN},system:serviceaccount:{namespace}:{name},2,\"system:serviceaccounts,system:serviceaccounts:{namespace}\"\n"
         );
         let tokens = scratch.file("tokens.csv", tokens)?;
-        let key = scratch.file("accounts.key", rcgen::KeyPair::generate()?.serialize_pem())?;
+        // Tokens are signed with the one and checked with the other: kube-apiserver takes no private key for the latter.
+        let accounts = rcgen::KeyPair::generate()?;
+        let private = scratch.file("accounts.key", accounts.serialize_pem())?;
+        let public = scratch.file("accounts.pub", accounts.public_key_pem())?;
         let certificates = scratch.path().join("certificates");
-        let apiserver = Program::at(&binaries.join("kube-apiserver"))
+        let mut apiserver = Program::at(&binaries.join("kube-apiserver"))
             .args([
                 format!("--etcd-servers=http://{clients}"),
                 format!("--secure-port={}", api.port()),
@@ -107,40 +103,55 @@ impl Real {
                 "--disable-admission-plugins=ServiceAccount",
             ])
             .args([
-                format!("--service-account-key-file={}", key.display()),
-                format!("--service-account-signing-key-file={}", key.display()),
+                format!("--service-account-key-file={}", public.display()),
+                format!("--service-account-signing-key-file={}", private.display()),
             ])
             .args(flags)
             .start()?;
+        let serving = |line: &str| line.contains(SERVING).then_some(());
+        apiserver.wait_for_line(SERVING, START, serving).await?;
         let real = Self {
             scratch,
             _etcd: etcd,
-            _apiserver: apiserver,
+            apiserver,
         };
+        // Self-signed for the address that it advertises, and written before it serves.
         let ca = certificates.join("apiserver.crt");
-        eventually("kube-apiserver's certificate", START, async || {
-            ca.is_file().then_some(())
-        })
-        .await;
-        for (file, token) in [(ADMIN_FILE, ADMIN_TOKEN), (SERVER_FILE, SERVER_TOKEN)] {
-            real.write_kubeconfig(file, token, api, &ca)?;
+        // The same namespaces as in the stand-in's.
+        for (file, token, namespace) in [
+            (ADMIN_FILE, ADMIN_TOKEN, "default"),
+            (SERVER_FILE, SERVER_TOKEN, SERVICE_ACCOUNT.0),
+        ] {
+            let user = json!({ "token": token });
+            let cluster =
+                json!({ "server": format!("https://{api}"), "certificate-authority": ca });
+            real.write_kubeconfig(file, &cluster, &user, namespace)?;
         }
         Ok(real)
     }
 
-    fn write_kubeconfig(&self, file: &str, token: &str, api: SocketAddr, ca: &Path) -> Result<()> {
-        // Its own certificate is self-signed, for the address that it advertises.
-        let cluster = json!({ "server": format!("https://{api}"), "certificate-authority": ca });
+    fn write_kubeconfig(
+        &self,
+        file: &str,
+        cluster: &Value,
+        user: &Value,
+        namespace: &str,
+    ) -> Result<()> {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
             "clusters": [{ "name": "test", "cluster": cluster }],
-            "users": [{ "name": "test", "user": { "token": token } }],
-            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test", "namespace": SERVICE_ACCOUNT.0 } }],
+            "users": [{ "name": "test", "user": user }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test", "namespace": namespace } }],
         });
         self.scratch
             .file(file, config.to_string())
             .context("kubeconfig")
             .map(drop)
+    }
+
+    /// The log of kube-apiserver.
+    pub(super) fn log(&self) -> &Log {
+        self.apiserver.log()
     }
 
     pub(super) fn admin_kubeconfig(&self) -> PathBuf {
@@ -167,8 +178,48 @@ fn free_ports<const N: usize>() -> Result<[SocketAddr; N]> {
 /// A cold start of both.
 pub(super) const START: Duration = Duration::from_secs(30);
 
+/// What kube-apiserver logs when its port is open (`k8s.io/apiserver/pkg/server/secure_serving.go`).
+const SERVING: &str = "Serving securely";
+
 const VARIABLE: &str = "KUBEBUILDER_ASSETS";
 const ADMIN_TOKEN: &str = "token-of-the-administrator";
 const SERVER_TOKEN: &str = "token-of-the-server";
 const ADMIN_FILE: &str = "admin.kubeconfig";
 const SERVER_FILE: &str = "server.kubeconfig";
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// A folder with programs of these names that are shell scripts.
+    fn scripts(programs: &[(&str, &str)]) -> ScratchDir {
+        let folder = ScratchDir::new().unwrap();
+        for (name, script) in programs {
+            let file = folder.file(name, format!("#!/bin/sh\n{script}\n")).unwrap();
+            std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        folder
+    }
+
+    #[tokio::test]
+    async fn failed_start_shows_the_last_lines_of_kube_apiserver() {
+        let apiserver = "echo 'Error: invalid argument' >&2; exit 1";
+        let folder = scripts(&[("etcd", "exec sleep 60"), ("kube-apiserver", apiserver)]);
+        let error = Real::start(folder.path(), Families::V4).await.unwrap_err();
+        let error = format!("{error:#}");
+        assert!(error.contains("Error: invalid argument"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn kube_apiserver_checks_tokens_with_a_public_key() {
+        let apiserver = r#"for flag; do case "$flag" in
+            --service-account-key-file=*) head -n 1 "${flag#*=}";;
+        esac; done; exit 1"#;
+        let folder = scripts(&[("etcd", "exec sleep 60"), ("kube-apiserver", apiserver)]);
+        let error = Real::start(folder.path(), Families::V4).await.unwrap_err();
+        let error = format!("{error:#}");
+        assert!(error.contains("-----BEGIN PUBLIC KEY-----"), "{error}");
+    }
+}

@@ -19,7 +19,7 @@ use super::pump::{End, Ended, Lane, carry};
 pub(super) struct Tcp {
     pub(super) up: Lane,
     pub(super) down: Lane,
-    server: SocketAddr,
+    server: Mutex<Option<SocketAddr>>,
     source: Mutex<IpAddr>,
     resets: watch::Sender<()>,
     live: AtomicU64,
@@ -38,7 +38,7 @@ impl Tcp {
         let tcp = Arc::new(Self {
             up: Lane::new(courses.0),
             down: Lane::new(courses.1),
-            server,
+            server: Mutex::new(Some(server)),
             source: Mutex::new(source),
             resets: watch::Sender::new(()),
             live: AtomicU64::new(0),
@@ -51,6 +51,11 @@ impl Tcp {
     /// For connections to come.
     pub(super) fn move_to(&self, source: IpAddr) {
         *lock(&self.source) = source;
+    }
+
+    /// Leads new connections to another server, or resets them.
+    pub(super) fn lead_to(&self, server: Option<SocketAddr>) {
+        *lock(&self.server) = server;
     }
 
     pub(super) fn reset(&self) {
@@ -88,11 +93,13 @@ impl Tcp {
     }
 
     async fn connect(&self) -> io::Result<End> {
+        let server = *lock(&self.server);
+        let server = server.ok_or(io::ErrorKind::HostUnreachable)?;
         let source = *lock(&self.source);
         let socket = socket(source)?;
         socket.set_zero_linger()?;
         socket.bind(SocketAddr::new(source, 0))?;
-        End::new(socket.connect(self.server).await?)
+        End::new(socket.connect(server).await?)
     }
 }
 

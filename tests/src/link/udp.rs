@@ -55,17 +55,19 @@ enum Exit {
 
 /// The table of the NAT.
 struct Flows {
-    server: SocketAddr,
     down: Arc<Lane>,
     table: Mutex<Table>,
 }
 
 struct Table {
+    /// Where new flows lead, if anywhere.
+    server: Option<SocketAddr>,
     source: IpAddr,
     flows: HashMap<SocketAddr, Flow>,
 }
 
 struct Flow {
+    server: SocketAddr,
     socket: Arc<UdpSocket>,
     used: Instant,
     _answers: AbortOnDropHandle<()>,
@@ -83,9 +85,9 @@ impl Udp {
         let front = Arc::new(front);
         let down = Arc::new(Lane::new(courses.1, Exit::Agents(front.clone())));
         let flows = Arc::new(Flows {
-            server,
             down: down.clone(),
             table: Mutex::new(Table {
+                server: Some(server),
                 source,
                 flows: HashMap::new(),
             }),
@@ -106,6 +108,11 @@ impl Udp {
         let mut table = lock(&self.flows.table);
         table.source = source;
         table.flows.clear();
+    }
+
+    /// Leads new flows to another server, or drops them.
+    pub(super) fn lead_to(&self, server: Option<SocketAddr>) {
+        lock(&self.flows.table).server = server;
     }
 
     pub(super) fn flows(&self) -> usize {
@@ -219,17 +226,18 @@ impl State {
 
 impl Flows {
     async fn send(&self, agent: SocketAddr, payload: &[u8]) -> io::Result<usize> {
-        let socket = self.socket(agent)?;
-        socket.send_to(payload, self.server).await
+        let (socket, server) = self.socket(agent)?;
+        socket.send_to(payload, server).await
     }
 
-    fn socket(&self, agent: SocketAddr) -> io::Result<Arc<UdpSocket>> {
+    fn socket(&self, agent: SocketAddr) -> io::Result<(Arc<UdpSocket>, SocketAddr)> {
         let now = Instant::now();
         let mut table = lock(&self.table);
         if let Some(flow) = table.flows.get_mut(&agent) {
             flow.used = now;
-            return Ok(flow.socket.clone());
+            return Ok((flow.socket.clone(), flow.server));
         }
+        let server = table.server.ok_or(io::ErrorKind::HostUnreachable)?;
         if table.flows.len() >= MOST_FLOWS {
             let oldest = table.flows.iter().min_by_key(|(_, flow)| flow.used);
             if let Some(oldest) = oldest.map(|(agent, _)| *agent) {
@@ -237,17 +245,15 @@ impl Flows {
             }
         }
         let socket = Arc::new(bind(SocketAddr::new(table.source, 0))?);
-        let origin = Origin::Server {
-            agent,
-            server: self.server,
-        };
+        let origin = Origin::Server { agent, server };
         let flow = Flow {
+            server,
             socket: socket.clone(),
             used: now,
             _answers: spawn(receive(socket.clone(), self.down.clone(), origin)),
         };
         table.flows.insert(agent, flow);
-        Ok(socket)
+        Ok((socket, server))
     }
 }
 

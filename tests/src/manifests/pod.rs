@@ -50,6 +50,11 @@ pub fn pod_program(
             chown(&inside, Some(0), Some(group))?;
             fs::set_permissions(&inside, fs::Permissions::from_mode(0o2777))?;
             writable.push(inside.display().to_string());
+        } else if volume["hostPath"]["type"] == "DirectoryOrCreate" {
+            // As the kubelet makes it on the host.
+            chown(&inside, Some(0), Some(0))?;
+            fs::set_permissions(&inside, fs::Permissions::from_mode(0o755))?;
+            writable.push(inside.display().to_string());
         } else {
             own(&inside, group)?;
         }

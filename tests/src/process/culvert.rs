@@ -18,6 +18,7 @@ pub struct ServerSetup {
     namespace: Option<Namespace>,
     data_dir: String,
     arguments: Vec<String>,
+    through: Vec<String>,
     own_group: bool,
 }
 
@@ -39,6 +40,7 @@ impl ServerSetup {
         Self {
             namespace: namespace.cloned(),
             arguments: Vec::new(),
+            through: Vec::new(),
             data_dir: data_dir.clone(),
             own_group: false,
         }
@@ -74,6 +76,13 @@ impl ServerSetup {
         self
     }
 
+    /// See [`Program::through`]; it has to become the server, as `exec` of a shell does.
+    #[must_use]
+    pub fn through(mut self, words: &[&str]) -> Self {
+        self.through = words.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
     /// See [`Program::in_own_group`].
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
@@ -90,7 +99,8 @@ impl ServerSetup {
     /// When its admin socket does not appear.
     pub async fn start(&self) -> Result<Server> {
         let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
-        let program = run.args(&self.arguments).inside(self.namespace.as_ref());
+        let run = run.args(&self.arguments).through(&self.through);
+        let program = run.inside(self.namespace.as_ref());
         let program = if self.own_group {
             program.in_own_group()
         } else {

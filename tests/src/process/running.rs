@@ -103,6 +103,13 @@ impl Program {
         self
     }
 
+    /// Runs it by another program, to which its own words are given as the last arguments.
+    #[must_use]
+    pub fn through<W: Into<OsString>>(mut self, words: impl IntoIterator<Item = W>) -> Self {
+        self.words.splice(0..0, words.into_iter().map(Into::into));
+        self
+    }
+
     /// Keeps it from signals that a terminal sends to the whole group of this program.
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
@@ -115,11 +122,19 @@ impl Program {
     /// # Errors
     /// It cannot be run.
     pub fn start(self) -> Result<Process> {
+        self.start_logging_to(Stdio::piped())
+    }
+
+    /// The same with its standard error where the test says; unless that is [`Stdio::piped`], its log stays empty.
+    ///
+    /// # Errors
+    /// As [`Program::start`].
+    pub fn start_logging_to(self, stderr: Stdio) -> Result<Process> {
         let mut command = self.command()?;
         command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(stderr)
             .kill_on_drop(true);
         let mut child = command
             .spawn()

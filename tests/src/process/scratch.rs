@@ -1,7 +1,9 @@
 //! What belongs to one test alone: a folder for its files, and an address.
 
+use std::fs::Permissions;
 use std::io;
 use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -57,6 +59,8 @@ impl ScratchDir {
     pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> io::Result<PathBuf> {
         let file = self.path.join(name);
         std::fs::write(&file, content)?;
+        // Whatever the umask is: our programs refuse files that others may write.
+        std::fs::set_permissions(&file, Permissions::from_mode(0o644))?;
         Ok(file)
     }
 }

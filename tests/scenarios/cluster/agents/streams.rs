@@ -1,27 +1,29 @@
 //! DNS-12, DNS-13: by node name through the doors, with agents of both kinds, as kube-apiserver asks.
 
 use anyhow::{Result, ensure};
-use serde_json::json;
 use tunnel_tests::client::{BodyEnd, Door, RawRequest, request};
 use tunnel_tests::cluster::edge;
-use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{Exporter, StandInKubelet};
-use tunnel_tests::world::{Agent, PATIENCE};
+use tunnel_tests::world::Agent;
 
 use super::Site;
 use super::accounts::claims;
-use crate::http::kubelet::{self as asked, Caller, heads};
+use crate::http::kubelet::{self as asked, Caller};
 
 /// A Node of the cluster with an agent, behind which are a kubelet and an exporter.
-struct Edge {
-    node: &'static str,
-    kubelet: StandInKubelet,
+pub(super) struct Edge {
+    pub(super) node: &'static str,
+    pub(super) kubelet: StandInKubelet,
     exporter: Exporter,
     _agent: Agent,
 }
 
 impl Edge {
-    async fn of_kubelet(site: &Site, node: &'static str, transport: &str) -> Result<Self> {
+    pub(super) async fn of_kubelet(
+        site: &Site,
+        node: &'static str,
+        transport: &str,
+    ) -> Result<Self> {
         let pki = site.kubelet(node)?;
         let transport = |settings: &mut tunnel_agent::config::Settings| {
             settings.transport = Some(transport.into());
@@ -30,7 +32,11 @@ impl Edge {
         Self::with(site, node, agent).await
     }
 
-    async fn of_account(site: &Site, node: &'static str, transport: &str) -> Result<Self> {
+    pub(super) async fn of_account(
+        site: &Site,
+        node: &'static str,
+        transport: &str,
+    ) -> Result<Self> {
         let uid = site.pod(&format!("agent-{node}"), node)?;
         let token = site.api()?.sign(&claims(&format!("agent-{node}"), &uid));
         let mut config = site.agent_with_token(node, &token)?;
@@ -54,12 +60,13 @@ impl Edge {
         })
     }
 
-    fn caller<'a>(&'a self, site: &'a Site) -> Caller<'a> {
+    pub(super) fn caller<'a>(&'a self, site: &'a Site) -> Caller<'a> {
         Caller {
             world: &site.world,
             kubelet: &self.kubelet,
             node: self.node,
             host: format!("{}:{}", self.node, self.kubelet.addr().port()),
+            listener: None,
         }
     }
 
@@ -114,56 +121,4 @@ async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_quic() -> Resu
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_h2() -> Result<()> {
     both_kinds("h2").await
-}
-
-/// Two Nodes with the same address, and an API server that dials addresses: the Pod in the path decides, and the port is the
-/// kubelet's in the Node's status, whatever the Host says.
-#[tokio::test(flavor = "multi_thread")]
-async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status() -> Result<()> {
-    let site = Site::start().await?;
-    let edges = [
-        Edge::of_kubelet(&site, "worker-1", "auto").await?,
-        Edge::of_account(&site, "worker-2", "auto").await?,
-    ];
-    for (name, node) in [("web-0", "worker-1"), ("web-1", "worker-2")] {
-        let pod =
-            json!({ "metadata": { "name": name }, "spec": { "nodeName": node, "containers": [] } });
-        site.api()?.put("pods", Some("default"), pod)?;
-    }
-    let nobody = "192.0.2.9:10250";
-    // Shared by both, and known to nobody.
-    for host in ["192.168.33.221:10250", nobody, "stranger:10250"] {
-        for (edge, pod) in edges.iter().zip(["web-0", "web-1"]) {
-            let path = format!("/containerLogs/default/{pod}/app");
-            let expected = format!("{}: log of {pod}/app\n", edge.node);
-            eventually(&format!("{pod} by {host}"), PATIENCE, async || {
-                let door = site.world.https(edge.node)?;
-                let reply = request(door, &RawRequest::get(host, &path)).await?;
-                ensure!(
-                    (reply.status, reply.text()) == (200, expected.clone()),
-                    "{} {}",
-                    reply.status,
-                    reply.text()
-                );
-                anyhow::Ok(())
-            })
-            .await;
-        }
-    }
-    // An exec finds its way as well.
-    let caller = Caller {
-        host: nobody.into(),
-        ..edges[0].caller(&site)
-    };
-    asked::commands_over_spdy(&caller).await?;
-    // Other paths, and Pods that nobody knows, get the answer of their Host.
-    for head in [
-        RawRequest::get(nobody, "/metrics"),
-        heads::scrape(nobody, "/metrics/cadvisor"),
-        RawRequest::get(nobody, "/containerLogs/default/nobody/app"),
-    ] {
-        let reply = request(site.world.https("worker-1")?, &head).await?;
-        ensure!(reply.status == 400, "{head:?}: {}", reply.text());
-    }
-    Ok(())
 }

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tunnel_tests::client::{Exchange, RawRequest};
 use tunnel_tests::cluster::Kind;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Server, Signal};
 
-use super::super::{FIRST, Lab};
+use super::super::{FIRST, Lab, Site};
 use super::state_secret;
 
 /// Of the agent; a restart is noticed within 1.2 of it and a second.
@@ -95,6 +96,40 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
         "{replicas}"
     );
     drop((other, third, replacement));
+    Ok(())
+}
+
+/// In a rollout the next server comes while the one before still serves its last streams.
+#[tokio::test(flavor = "multi_thread")]
+async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() -> Result<()> {
+    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+    let mut one = lab.server("a").await?;
+    let site = Site::start(&lab, &one, "worker-1", &[]).await?;
+    let port = site.port().to_string();
+    lab.objects()
+        .set_ports(&[("http-proxy-ports", &port)])
+        .await?;
+    eventually("the port", FIRST, async || site.serves(&one).await).await;
+    let follow = RawRequest::get(&site.host(), "/follow?interval_ms=50");
+    let mut following = Exchange::start(one.address(Listener::Http), &follow).await?;
+    one.process().signal(Signal::Term)?;
+    let lease =
+        "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-server-replica-0";
+    eventually("the Lease of the keys to be free", FIRST, async || {
+        let lease = lab.cluster.admin().get(lease).await?.context("no Lease")?;
+        let holder = &lease["spec"]["holderIdentity"];
+        ensure!(holder.as_str().unwrap_or_default().is_empty(), "{holder}");
+        anyhow::Ok(())
+    })
+    .await;
+    let _next = lab.server("b").await?;
+    let keys = |name: &str| -> Result<Value> {
+        let file = lab.scratch.path().join(name).join("replica.json");
+        let replica: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+        Ok(replica["keys"].clone())
+    };
+    ensure!(keys("a")? == keys("b")?, "other keys");
+    ensure!(following.line().await.is_some(), "the stream was cut");
     Ok(())
 }
 

@@ -6,7 +6,10 @@
 
 use tunnel_tests::client::{RawRequest, WEBSOCKET_KEY};
 
-/// A head by its lines; `HOST` in them stands for the node and its port.
+/// A head by its lines. `HOST` in them is the node and its port for logs and scrapes. For commands, port-forward and the node
+/// proxy kube-apiserver passes on what its user wrote (`upgradeaware.go`: `UseLocationHost` is false), as in
+/// `10.77.100.3:6443`; only where it translates a WebSocket to SPDY by itself (`staging/src/k8s.io/apiserver/pkg/util/proxy/streamtranslator.go`)
+/// it writes the node's.
 fn head(host: &str, lines: &[&str]) -> RawRequest {
     let lines: String = lines
         .iter()

@@ -21,6 +21,8 @@ pub(super) enum Expect {
     Bad(u16),
     /// These requests reach their targets, and nothing else does.
     Routed(Vec<Want>),
+    /// This request reaches its target; the one behind it is answered with 400, and nothing else arrives.
+    RoutedThenRefused(Want),
 }
 
 /// A request as its target must get it.

@@ -64,6 +64,41 @@ pub(super) fn cases() -> Vec<Case> {
             format!("{}xyz {HIDDEN}", ""),
         ),
     ];
+    // The heads of later requests are checked as the first one is, wherever bodies end.
+    for (name, first) in [
+        ("a request", get.to_owned()),
+        ("a body", post(body, "abc")),
+        (
+            "a body with line ends",
+            post("Content-Length: 4\r\n", "\n\na\n"),
+        ),
+    ] {
+        for (what, second) in [
+            ("bare LF", HIDDEN.replace("\r\n", "\n")),
+            (
+                "two lengths",
+                HIDDEN.replace(
+                    "\r\nConn",
+                    "\r\nContent-Length: 0\r\nContent-Length: 0\r\nConn",
+                ),
+            ),
+        ] {
+            cases.push(Case::new(
+                &format!("{what} behind {name}"),
+                format!("{first}{second}"),
+                Expect::RoutedThenRefused(Want {
+                    own: true,
+                    method: first[..4].trim().to_owned(),
+                    target: first.split(' ').nth(1).unwrap_or_default().to_owned(),
+                    body: first
+                        .split_once("\r\n\r\n")
+                        .unwrap_or_default()
+                        .1
+                        .to_owned(),
+                }),
+            ));
+        }
+    }
     // Bytes behind a request for an upgrade that is not granted belong to nobody (S40).
     for protocol in ["SPDY/3.1", "websocket", "h2c", "TLS/1.0"] {
         let bytes = format!(

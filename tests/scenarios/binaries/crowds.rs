@@ -1,0 +1,426 @@
+//! C1, C2: crowds of callers and of one agent's sessions, at a server with 128 MiB and at one with 1,024 open files: others are
+//! served throughout.
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, bail, ensure};
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tunnel_proto::process::host::raise_descriptor_limit;
+use tunnel_proto::tcp::{Direct, Remote};
+use tunnel_proto::tls::{self, Trust, files};
+use tunnel_proto::transport::Dialer;
+use tunnel_proto::transport::h2::H2Dialer;
+use tunnel_proto::transport::quic::QuicDialer;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
+use tunnel_tests::client::{ClientTls, Door, KeepAliveClient, RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{AgentSetup, Listener, ScratchDir};
+use tunnel_tests::tools::or_skip;
+
+use super::CONNECT;
+use super::memory::{CAP, MemoryCgroup, NODES, Site, resident};
+use crate::abuse::tell;
+use crate::scripted::{hello, introduce, remote, settings};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
+    let Some(cgroup) = or_skip(MemoryCgroup::new(CAP)) else {
+        return Ok(());
+    };
+    // The limit has to be there when the server starts: its own limits follow from it.
+    let enter = "echo $$ > \"$1\" && shift && exec \"$@\"";
+    let procs = cgroup.procs().to_string_lossy().into_owned();
+    // A quarter of the memory at 20 KiB and a head each.
+    crowds("128 MiB", &["sh", "-c", enter, "sh", &procs], 390).await?;
+    let (most, killed) = (cgroup.most()?, cgroup.killed()?);
+    tell(&format!("C1, C2: {} MiB at most in the cgroup", most >> 20));
+    ensure!(killed == 0, "{killed} processes were killed");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_1024_descriptors() -> Result<()> {
+    let limited = "ulimit -n 1024 && exec \"$@\"";
+    // A quarter of what is left of the 1,024 without those for the process itself.
+    crowds("1,024 descriptors", &["sh", "-c", limited, "sh"], 216).await
+}
+
+/// The crowds come one after the other, and the callers stay as long as they may. Meanwhile each node and the meta port answer
+/// within a second. `callers_total` is what the server should take for callers.
+async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()> {
+    raise_descriptor_limit()?;
+    let count = crowd_size();
+    let mut site = Site::start_through(through, &NODES[..2], "{}").await?;
+    let id = site.server.process().id().context("server's id")?;
+    let dialers = stolen_credential(&site).await?;
+    let (callers, sessions) = (Arc::<Tally>::default(), Arc::<Tally>::default());
+    let mut answers = Answers::default();
+    let attack = async {
+        let _open = call(&site, count, &callers).await?;
+        // What is closed is seen at both ends soon.
+        eventually("callers above the limit are gone", CONNECT, async || {
+            let open = callers.open();
+            ensure!(open <= callers_total, "{open} of {callers_total}");
+            anyhow::Ok(())
+        })
+        .await;
+        let _open_sessions = connect(&site, dialers, count, &sessions).await?;
+        eventually("few sessions are left", CONNECT, async || {
+            let open = sessions.open();
+            ensure!((1..=SESSIONS_PER_NODE).contains(&open), "{open} are open");
+            // The other two are those of the nodes that are served.
+            let all = agents(&site).await?;
+            ensure!(all <= SESSIONS_PER_NODE + 2, "{all} at the server");
+            anyhow::Ok(())
+        })
+        .await;
+        check_figures(&site, count, (&callers, &sessions), callers_total).await
+    };
+    let limit = scaled(AT_MOST + PER_ATTEMPT * u32::try_from(2 * count)?);
+    tokio::select! {
+        failed = answers.watch(&site) => return Err(failed),
+        done = timeout(limit, attack) => done.context("the crowds are not done in time")??,
+    }
+    tell(&format!(
+        "C1, C2: {host}: {count} callers: {callers}; {count} sessions: {sessions}; {} answers for others after {:?} at most; \
+         {} MiB resident",
+        answers.count,
+        answers.slowest,
+        resident(id)? >> 20
+    ));
+    // The first process still, and of use without the crowd.
+    for node in &NODES[..2] {
+        site.scrape(node).await?;
+    }
+    ensure!(site.server.process().id() == Some(id), "the server ended");
+    Ok(())
+}
+
+/// What the server says of the crowds agrees with what they saw.
+async fn check_figures(
+    site: &Site,
+    count: usize,
+    (callers, sessions): (&Tally, &Tally),
+    callers_total: usize,
+) -> Result<()> {
+    let shown = metrics(site).await?;
+    let limit = |name| format!("tunnel_server_limits_reached_total{{limit=\"{name}\"}}");
+    let evicted = value(&shown, "tunnel_server_callers_evicted_total")?
+        + value(&shown, "tunnel_server_callers_refused_total")?;
+    let total = value(&shown, &limit("callersTotal"))?;
+    let per_source = value(&shown, &limit("callersPerSource"))?;
+    let too_many = "tunnel_server_handshakes_total{result=\"too_many_sessions\"}";
+    let too_many = value(&shown, too_many)?;
+    tell(&format!(
+        "C1: {evicted} evicted or refused, callersTotal {total} times, callersPerSource {per_source} times; C2: {too_many} \
+         times too_many_sessions"
+    ));
+    ensure!(
+        callers.admitted() >= callers_total,
+        "few were served: {callers}"
+    );
+    ensure!(
+        total > 0 && per_source > 0,
+        "both limits, by the sources of the crowd"
+    );
+    // A connection that is evicted with a request under way ends after it, and is not counted.
+    let gone = count - callers.open();
+    ensure!(
+        evicted >= gone * 9 / 10,
+        "{evicted} were evicted, {gone} are gone"
+    );
+    // The others met a listener without room.
+    let refused = count - sessions.admitted();
+    ensure!(too_many >= refused / 2, "{too_many} refusals, {sessions}");
+    Ok(())
+}
+
+/// How the others are served meanwhile.
+#[derive(Debug, Default)]
+struct Answers {
+    count: usize,
+    slowest: Duration,
+}
+
+impl Answers {
+    /// Asks each node, over a connection of its own, and the meta port once a second, until one does not answer in time.
+    async fn watch(&mut self, site: &Site) -> Error {
+        let mut second = interval(Duration::from_secs(1));
+        second.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            second.tick().await;
+            if let Err(error) = self.round(site).await {
+                return error.context(site.server.log().to_string());
+            }
+        }
+    }
+
+    async fn round(&mut self, site: &Site) -> Result<()> {
+        for node in &NODES[..2] {
+            self.measure(node, site.scrape(node)).await?;
+        }
+        let livez = async {
+            let meta = site.server.address(Listener::Meta);
+            let reply = request(meta, &RawRequest::get("meta", "/livez")).await?;
+            ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+            anyhow::Ok(())
+        };
+        self.measure("/livez", livez).await
+    }
+
+    async fn measure(
+        &mut self,
+        what: &str,
+        answer: impl Future<Output = Result<()>>,
+    ) -> Result<()> {
+        let (began, limit) = (Instant::now(), scaled(ANSWER));
+        let answered = timeout(limit, answer).await;
+        let answered = answered.with_context(|| format!("{what}: no answer in {limit:?}"))?;
+        answered.with_context(|| what.to_owned())?;
+        self.slowest = self.slowest.max(began.elapsed());
+        self.count += 1;
+        Ok(())
+    }
+}
+
+/// What became of a crowd.
+#[derive(Debug, Default)]
+struct Tally {
+    admitted: AtomicUsize,
+    refused: AtomicUsize,
+    /// Admitted and not closed by the server.
+    open: AtomicUsize,
+}
+
+impl Tally {
+    fn admitted(&self) -> usize {
+        self.admitted.load(Ordering::Relaxed)
+    }
+
+    fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+}
+
+impl std::fmt::Display for Tally {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let refused = self.refused.load(Ordering::Relaxed);
+        let (admitted, open) = (self.admitted(), self.open());
+        write!(
+            f,
+            "{admitted} served, {refused} refused, {open} open at the end"
+        )
+    }
+}
+
+/// Resolves when the server closes what was admitted, which lives as long as this.
+type UntilClosed = BoxFuture<'static, ()>;
+
+/// Makes `count` attempts, [`AT_ONCE`] at a time; `None` is a refusal. What was admitted ends with what is returned.
+async fn crowd<A>(
+    count: usize,
+    tally: &Arc<Tally>,
+    attempt: impl Fn(usize) -> A + Clone + Send + 'static,
+) -> Result<Vec<JoinSet<()>>>
+where
+    A: Future<Output = Result<Option<UntilClosed>>> + Send + 'static,
+{
+    let mut workers = JoinSet::new();
+    for worker in 0..AT_ONCE {
+        let (attempt, tally) = (attempt.clone(), tally.clone());
+        workers.spawn(async move {
+            let mut open = JoinSet::new();
+            for number in (worker..count).step_by(AT_ONCE) {
+                let Some(until_closed) = attempt(number).await? else {
+                    tally.refused.fetch_add(1, Ordering::Relaxed);
+                    continue;
+                };
+                tally.admitted.fetch_add(1, Ordering::Relaxed);
+                tally.open.fetch_add(1, Ordering::Relaxed);
+                let tally = tally.clone();
+                open.spawn(async move {
+                    until_closed.await;
+                    tally.open.fetch_sub(1, Ordering::Relaxed);
+                });
+            }
+            anyhow::Ok(open)
+        });
+    }
+    let mut open = Vec::new();
+    while let Some(worker) = workers.join_next().await {
+        open.push(worker??);
+    }
+    Ok(open)
+}
+
+/// Callers that ask once and then keep their connection idle: of one address and of many, plain and with TLS.
+async fn call(site: &Site, count: usize, tally: &Arc<Tally>) -> Result<Vec<JoinSet<()>>> {
+    let (http, https) = (Listener::Http, Listener::Https);
+    let host = format!("{}:{}", NODES[0], site.exporter.addr().port());
+    let plain = Caller {
+        listener: Door::plain(site.server.address(http)),
+        ask: RawRequest::new("GET", "/metrics", &host),
+        status: 200,
+    };
+    let tls = ClientTls::insecure(NODES[0], None)?;
+    let secure = Caller {
+        listener: Door::tls(site.server.address(https), tls),
+        // A port that the server refuses by itself; the connection stays.
+        ask: RawRequest::new("GET", "/metrics", &format!("{}:81", NODES[0])),
+        status: 403,
+    };
+    let mut open = Vec::new();
+    for caller in [plain, secure] {
+        // 127.0.0.1 is of those who must not notice.
+        for sources in [2..=2, 3..=17] {
+            let sources = sources.map(|last| Ipv4Addr::new(127, 0, 0, last));
+            let (caller, sources) = (caller.clone(), sources.collect::<Vec<_>>());
+            let attempt =
+                move |number: usize| caller.clone().ask_once(sources[number % sources.len()]);
+            open.extend(crowd(count / 4, tally, attempt).await?);
+        }
+    }
+    Ok(open)
+}
+
+#[derive(Debug, Clone)]
+struct Caller {
+    listener: Door,
+    ask: RawRequest,
+    status: u16,
+}
+
+impl Caller {
+    async fn ask_once(self, source: Ipv4Addr) -> Result<Option<UntilClosed>> {
+        let asked = async {
+            let mut client = KeepAliveClient::connect(self.listener.from_source(source)).await?;
+            let reply = client.request(&self.ask).await?;
+            anyhow::Ok((client, reply))
+        };
+        let asked = timeout(scaled(ATTEMPT), asked).await;
+        let Ok((mut client, reply)) = asked.context("a caller was neither served nor refused")?
+        else {
+            return Ok(None);
+        };
+        if reply.status != self.status {
+            bail!("{}: {}", reply.status, reply.text());
+        }
+        let until_closed = async move {
+            client.closed().await;
+        };
+        Ok(Some(until_closed.boxed()))
+    }
+}
+
+/// Sessions with the one credential, half of them over each transport.
+async fn connect(
+    site: &Site,
+    dialers: [Arc<dyn Dialer>; 2],
+    count: usize,
+    tally: &Arc<Tally>,
+) -> Result<Vec<JoinSet<()>>> {
+    let to = remote(site.server.address(Listener::Agents));
+    let mut open = Vec::new();
+    for dialer in dialers {
+        let to = to.clone();
+        let attempt = move |_: usize| open_session(dialer.clone(), to.clone());
+        open.extend(crowd(count / 2, tally, attempt).await?);
+    }
+    Ok(open)
+}
+
+async fn open_session(dialer: Arc<dyn Dialer>, to: Remote) -> Result<Option<UntilClosed>> {
+    let attempt = async {
+        let Ok(session) = dialer.dial(&to).await else {
+            return Ok(None);
+        };
+        let introduced = introduce(&*session, hello(HOSTILE, [7; 16])?).await;
+        let (control, answer) = match introduced {
+            Ok(introduced) => introduced,
+            // Closed before its Hello: more than 20 at once.
+            Err(_closed) => return Ok(None),
+        };
+        match answer {
+            ControlMessage::Welcome(_) => {
+                let until_closed = async move {
+                    session.closed().await;
+                    drop(control);
+                };
+                Ok(Some(until_closed.boxed()))
+            }
+            ControlMessage::NotAdmitted(CloseCode::TooManySessions, _) => Ok(None),
+            other => bail!("unexpected {other:?}"),
+        }
+    };
+    let attempt = timeout(scaled(ATTEMPT), attempt).await;
+    attempt.context("a session was neither admitted nor refused")?
+}
+
+/// Enrolls an agent, stops it, and dials with what it leaves on its disk: over h2 and over QUIC.
+async fn stolen_credential(site: &Site) -> Result<[Arc<dyn Dialer>; 2]> {
+    let scratch = ScratchDir::new()?;
+    let folder = scratch.path().join("hostile");
+    let token = site.server.token(HOSTILE, None).await?;
+    let setup = AgentSetup::on_loopback(HOSTILE, site.server.address(Listener::Agents), &folder);
+    let agent = setup.args(&["--token", &token]).start()?;
+    let nodes = [NODES[0], NODES[1], HOSTILE];
+    site.server.wait_until_connected(&nodes).await;
+    agent.stop(CONNECT).await?;
+    site.server.wait_until_connected(&nodes[..2]).await;
+    let read = |name: &str| fs::read(folder.join(name)).context(name.to_owned());
+    let chain = files::chain(&read("agent.crt")?)?;
+    let own = tls::certified_key(chain, files::private_key(&read("agent.key")?)?)?;
+    let trust = Trust::Roots(tls::roots(files::chain(&read("ca.crt")?)?)?);
+    let tls = |alpn| tls::session_client(own.clone(), trust.clone(), alpn);
+    let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings(), Arc::new(Direct));
+    let quic = QuicDialer::new(tls(ALPN_SESSION)?, settings())?;
+    Ok([Arc::new(h2), Arc::new(quic)])
+}
+
+async fn metrics(site: &Site) -> Result<String> {
+    let meta = site.server.address(Listener::Meta);
+    let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
+    Ok(shown.text())
+}
+
+fn value(metrics: &str, series: &str) -> Result<usize> {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(series));
+    Ok(line.context(series.to_owned())?.trim().parse()?)
+}
+
+/// Sessions of all agents at the server.
+async fn agents(site: &Site) -> Result<usize> {
+    let shown = metrics(site).await?;
+    let of = |transport| format!("tunnel_server_agents{{transport=\"{transport}\"}}");
+    Ok(value(&shown, &of("quic"))? + value(&shown, &of("h2"))?)
+}
+
+/// Callers, and sessions: 5,000 unless `CULVERT_TEST_CROWD` says more. Fewer do not reach every limit.
+fn crowd_size() -> usize {
+    let wish = std::env::var("CULVERT_TEST_CROWD").ok();
+    let wish = wish.and_then(|wish| wish.parse::<usize>().ok());
+    wish.map_or(CROWD, |wish| wish.max(CROWD))
+}
+
+const CROWD: usize = 5000;
+const AT_ONCE: usize = 16;
+/// The node of the sessions.
+const HOSTILE: &str = "worker-9";
+/// As `registry.rs` has it.
+const SESSIONS_PER_NODE: usize = 4;
+/// Others are answered in this time throughout.
+const ANSWER: Duration = Duration::from_secs(1);
+/// For one caller or session to be served or refused.
+const ATTEMPT: Duration = Duration::from_secs(10);
+/// All is done in this time, and so much more for each attempt.
+const AT_MOST: Duration = Duration::from_secs(30);
+const PER_ATTEMPT: Duration = Duration::from_millis(25);

@@ -1,0 +1,274 @@
+//! S20, S23: peers that send QUIC frames which no library would send, by `tests/raw_quic/peer.py`: what each attack costs, and
+//! how it ends. The server is a process, so that its memory is its own.
+
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir};
+use tunnel_tests::tools::{Tool, or_skip, require};
+
+use super::memory::resident;
+use super::{CONNECT, NODE, Stack};
+use crate::abuse::tell;
+
+/// The hostile agent's node.
+const HOSTILE: &str = "worker-2";
+/// A flood lasts as long.
+const SECONDS: u64 = 2;
+/// Longer than the server takes between two looks at a session.
+const UNTIL_LOOKED_AT: u64 = 15;
+/// What an attack may cost: 4 MiB that wait for the connection and 4 MiB of unknown addresses (`quic/backlog.rs`), 100 streams
+/// with the pieces that quinn admits (140 KiB each), and what the allocator makes of it.
+const GROWTH: u64 = 32 << 20;
+/// The same for retired ids: quinn queues an event of some 64 bytes for its endpoint for each frame, 575 a datagram, and the
+/// 2,048 datagrams that may wait hold 75 MiB of them. The session is closed within 2 s.
+const RETIRED_IDS_GROWTH: u64 = GROWTH + (75 << 20);
+/// Requests through another agent are answered in this time throughout.
+const OTHERS: Duration = Duration::from_secs(1);
+const STREAMS: usize = 100;
+
+/// An attack, and the code that the server ends it with (RFC 9000, section 20.1). Without one it is to do no harm; the server
+/// may find that it is a flood (`quic/floods.rs`).
+type Attack = (&'static str, Option<u64>);
+
+const IDS_AND_PATHS: [Attack; 7] = [
+    ("new_ids_that_retire_all", Some(CONNECTION_ID_LIMIT_ERROR)),
+    ("new_ids_above_the_limit", Some(CONNECTION_ID_LIMIT_ERROR)),
+    ("retires_ids_never_issued", Some(PROTOCOL_VIOLATION)),
+    ("retires_ids_as_they_are_issued", None),
+    ("retires_one_id_again", None),
+    ("path_challenges", None),
+    ("path_challenges_from_many_paths", None),
+];
+
+const PIECES: [Attack; 7] = [
+    ("gaps_without_end", Some(INTERNAL_ERROR)),
+    ("crypto_gaps_without_end", Some(INTERNAL_ERROR)),
+    ("crypto_beyond_its_buffer", Some(CRYPTO_BUFFER_EXCEEDED)),
+    ("beyond_the_window", Some(FLOW_CONTROL_ERROR)),
+    ("same_pieces_again", None),
+    ("same_crypto_again", None),
+    ("empty_pieces", None),
+];
+
+const OTHER_FRAMES: [Attack; 12] = [
+    ("streams_of_its_own", Some(STREAM_LIMIT_ERROR)),
+    ("unidirectional_streams", Some(STREAM_LIMIT_ERROR)),
+    ("resets_of_unopened_streams", Some(STREAM_STATE_ERROR)),
+    ("stops_of_unopened_streams", Some(STREAM_STATE_ERROR)),
+    ("acks_of_what_was_never_sent", Some(PROTOCOL_VIOLATION)),
+    ("ack_ranges_below_zero", Some(FRAME_ENCODING_ERROR)),
+    ("reserved_frames", Some(FRAME_ENCODING_ERROR)),
+    ("frames_of_servers", Some(PROTOCOL_VIOLATION)),
+    ("datagrams_too_large", Some(PROTOCOL_VIOLATION)),
+    ("datagrams", None),
+    ("pings", None),
+    ("limits_and_blocked", None),
+];
+
+/// Without a certificate.
+const STRANGERS: [Attack; 4] = [
+    ("no_certificate", Some(CERTIFICATE_REQUIRED)),
+    ("hello_flood", None),
+    ("versions_unknown", None),
+    ("initial_gaps", None),
+];
+
+const INTERNAL_ERROR: u64 = 0x1;
+const FLOW_CONTROL_ERROR: u64 = 0x3;
+const STREAM_LIMIT_ERROR: u64 = 0x4;
+const STREAM_STATE_ERROR: u64 = 0x5;
+const FRAME_ENCODING_ERROR: u64 = 0x7;
+const CONNECTION_ID_LIMIT_ERROR: u64 = 0x9;
+const PROTOCOL_VIOLATION: u64 = 0xa;
+const CRYPTO_BUFFER_EXCEEDED: u64 = 0xd;
+/// The TLS alert certificate_required.
+const CERTIFICATE_REQUIRED: u64 = 0x174;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s23_floods_of_connection_ids_and_path_challenges_cost_others_nothing() -> Result<()> {
+    all(&IDS_AND_PATHS).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s20_pieces_with_gaps_end_the_session_or_cost_a_bounded_amount() -> Result<()> {
+    all(&PIECES).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
+    let Some(mut lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    let port = lab.stack.exporter.addr().port();
+    let http = lab.stack.server.address(Listener::Http);
+    let callers = async move {
+        // Each caller is a stream; those that come before the peer is admitted get 503 and come again.
+        let mut callers = JoinSet::new();
+        for _ in 0..STREAMS {
+            callers.spawn(async move {
+                let get = RawRequest::get(&format!("{HOSTILE}:{port}"), "/metrics");
+                loop {
+                    drop(request(http, &get).await);
+                    sleep(Duration::from_millis(300)).await;
+                }
+            });
+        }
+        callers.join_next().await
+    };
+    tokio::select! {
+        done = lab.attack(("gaps_on_many_streams", None)) => done,
+        ended = callers => bail!("a caller ended: {ended:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn raw_frames_of_no_use_end_the_session_or_cost_others_nothing() -> Result<()> {
+    all(&OTHER_FRAMES).await
+}
+
+/// An attack that goes on is ended as soon as the server looks at the session.
+#[tokio::test(flavor = "multi_thread")]
+async fn raw_floods_of_small_frames_end_the_session() -> Result<()> {
+    let Some(mut lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    lab.seconds = UNTIL_LOOKED_AT;
+    lab.attack(("pings", None)).await?;
+    let reason = "a flood of frames that move nothing";
+    let log = lab.stack.server.log();
+    let line = log.find(|line| line.contains(reason).then_some(()));
+    let logged = timeout(scaled(CONNECT), line).await;
+    logged.with_context(|| format!("no line of {reason}: {log}"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn raw_packets_of_strangers_cost_a_bounded_amount_and_are_not_amplified() -> Result<()> {
+    all(&STRANGERS).await
+}
+
+async fn all(attacks: &[Attack]) -> Result<()> {
+    let Some(mut lab) = Lab::start().await? else {
+        return Ok(());
+    };
+    for attack in attacks {
+        lab.attack(*attack).await.context(attack.0)?;
+    }
+    Ok(())
+}
+
+/// A server, an agent that others are served by, and the certificate of another one in hostile hands.
+struct Lab {
+    stack: Stack,
+    server: u32,
+    hostile: PathBuf,
+    seconds: u64,
+    _scratch: ScratchDir,
+}
+
+impl Lab {
+    async fn start() -> Result<Option<Self>> {
+        if or_skip(require(&[Tool::Aioquic])).is_none() {
+            return Ok(None);
+        }
+        let mut stack = Stack::start(&[], &[]).await?;
+        let scratch = ScratchDir::new()?;
+        let hostile = scratch.path().join("hostile");
+        let token = stack.server.token(HOSTILE, None).await?;
+        let agents = stack.server.address(Listener::Agents);
+        let enrolled =
+            AgentSetup::on_loopback(HOSTILE, agents, &hostile).args(&["--token", &token]);
+        let agent = enrolled.start()?;
+        stack.server.wait_until_connected(&[NODE, HOSTILE]).await;
+        agent.stop(CONNECT).await?;
+        stack.server.wait_until_connected(&[NODE]).await;
+        let server = stack.server.process().id().context("server's id")?;
+        Ok(Some(Self {
+            stack,
+            server,
+            hostile,
+            seconds: SECONDS,
+            _scratch: scratch,
+        }))
+    }
+
+    fn peer(&self, attack: &str) -> Result<Program> {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("raw_quic/peer.py");
+        let server = self.stack.server.address(Listener::Agents).to_string();
+        let peer = Program::tool(Tool::Aioquic)?.arg(script).arg(attack);
+        let peer = peer.args(["--server", &server, "--seconds", &self.seconds.to_string()]);
+        let peer = peer.args(["--streams", &STREAMS.to_string()]);
+        if STRANGERS.iter().any(|stranger| stranger.0 == attack) {
+            return Ok(peer);
+        }
+        let (certificate, key) = (
+            self.hostile.join("agent.crt"),
+            self.hostile.join("agent.key"),
+        );
+        let peer = peer
+            .args(["--node", HOSTILE])
+            .arg("--certificate")
+            .arg(certificate);
+        Ok(peer.arg("--key").arg(key))
+    }
+
+    /// One attack from its beginning to its end, while others are served.
+    async fn attack(&mut self, (attack, code): Attack) -> Result<()> {
+        let before = resident(self.server)?;
+        let (mut most, mut slowest) = (before, Duration::ZERO);
+        let finished = {
+            let mut peer = pin!(self.peer(attack)?.run());
+            loop {
+                tokio::select! {
+                    finished = &mut peer => break finished?.ok()?,
+                    asked = self.others_are_served() => slowest = slowest.max(asked?),
+                }
+                most = most.max(resident(self.server)?);
+            }
+        };
+        let outcome: Value = serde_json::from_str(finished.trim()).context(finished.clone())?;
+        tell(&format!(
+            "{attack}: {outcome}; {} MiB, then {} MiB at most; others after {slowest:?} at most",
+            before >> 20,
+            most >> 20
+        ));
+        let ended = outcome["closed"].as_u64();
+        let flood = code.is_none() && ended == Some(CloseCode::Protocol.number().into());
+        ensure!(ended == code || flood, "{outcome}, not {code:?}");
+        let allowed = match attack {
+            "retires_one_id_again" => RETIRED_IDS_GROWTH,
+            _ => GROWTH,
+        };
+        ensure!(most - before <= allowed, "{before} bytes, then {most}");
+        if code.is_none() {
+            let amount = |name: &str| outcome[name].as_u64().context(finished.clone());
+            ensure!(amount("packets")? > 50, "hardly a flood: {outcome}");
+            ensure!(
+                amount("answered")? <= 3 * amount("sent")?,
+                "amplified: {outcome}"
+            );
+        }
+        self.stack.server.wait_until_connected(&[NODE]).await;
+        Ok(())
+    }
+
+    /// How long another agent's caller waits.
+    async fn others_are_served(&self) -> Result<Duration> {
+        let (http, began) = (self.stack.server.address(Listener::Http), Instant::now());
+        let reply = timeout(scaled(OTHERS), request(http, &self.stack.get("/metrics"))).await;
+        let reply = reply.context("others are not served in time")??;
+        ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+        let waited = began.elapsed();
+        // What is asked without a pause takes the processor from the attack.
+        sleep(Duration::from_millis(20)).await;
+        Ok(waited)
+    }
+}

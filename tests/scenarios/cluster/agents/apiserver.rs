@@ -1,0 +1,566 @@
+//! What kube-apiserver 1.36 asks kubelets for through 10263, as it was measured: with its users' Host and fields, and with the
+//! node's name in TLS or without, which depends on its `--kubelet-certificate-authority`.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use rustls::RootCertStore;
+use serde_json::{Value, json};
+use tunnel_server::controllers::objects::Scope;
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Door, HttpReply, RawRequest, UpgradeClient, request};
+use tunnel_tests::cluster::{Cluster, cloud, edge, server_roles_of};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::targets::{Exporter, TargetTls};
+use tunnel_tests::world::PATIENCE;
+
+use super::Site;
+use super::streams::Edge;
+use crate::http::kubelet::{self as asked, Caller};
+
+const APISERVER: &str = "kube-apiserver-kubelet-client";
+/// Where kubectl finds the API server: kubeadm's admin.conf names the Node's address.
+const OF_ADMIN_CONF: &str = "10.77.100.3:6443";
+/// Hosts that users write into kube-apiserver's requests; `PORT` is that of the second edge's kubelet.
+const HOSTS: [&str; 8] = [
+    OF_ADMIN_CONF,
+    "master-1:6443",
+    "10.0.0.2:6443",
+    "10.0.0.2:PORT",
+    "worker-2:PORT",
+    "192.168.33.221:PORT",
+    "localhost:16443",
+    "kubernetes.default.svc",
+];
+
+/// Two edges of a cluster, and callers with delegation.
+struct ApiServerSite {
+    site: Site,
+    edges: [Edge; 2],
+    apiserver: Issued,
+    prometheus: Issued,
+    _files: ScratchDir,
+}
+
+/// Whether kube-apiserver verifies kubelets, on which its SNI depends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verification {
+    On,
+    Off,
+}
+
+/// What a user's kubectl starts.
+#[derive(Debug, Clone, Copy)]
+enum Stream {
+    Exec,
+    Attach,
+    PortForward,
+}
+
+impl Stream {
+    fn path(self, pod: &str) -> String {
+        match self {
+            Self::Exec => format!("/exec/{pod}/app?command=sh"),
+            Self::Attach => format!("/attach/{pod}/app"),
+            Self::PortForward => format!("/portForward/{pod}"),
+        }
+    }
+}
+
+impl ApiServerSite {
+    async fn start(transport: &str) -> Result<Self> {
+        let (files, ca) = (ScratchDir::new()?, TestCa::new("kubernetes")?);
+        let text = |path: &Path| Some(path.to_string_lossy().into_owned());
+        let client_ca = files.file("callers.pem", ca.pem())?;
+        let own = ca.issue(&Leaf::caller("culvert-tunnel-server"))?;
+        let (certificate, key) = own.write(files.path(), "own")?;
+        let site = Site::start_with(|settings| {
+            settings.client_ca = text(&client_ca);
+            settings.target_cert_file = text(&certificate);
+            settings.target_key_file = text(&key);
+            settings.borrow_allowed_callers = vec![APISERVER.into(), "prometheus".into()];
+            settings.http_proxy_ports = None;
+        })
+        .await?;
+        let edges = [
+            Edge::of_kubelet(&site, "worker-1", transport).await?,
+            Edge::of_account(&site, "worker-2", transport).await?,
+        ];
+        let objects = site.cluster.objects();
+        objects.add(&cloud("master-1", "10.77.100.3")).await?;
+        // One address that both have, as at the edge, and one of each.
+        for (edge, own) in edges.iter().zip(["10.0.0.1", "10.0.0.2"]) {
+            let address = |ip: &str| json!({ "type": "InternalIP", "address": ip });
+            let addresses = json!([address("192.168.33.221"), address(own)]);
+            objects.set_addresses(edge.node, addresses).await?;
+        }
+        let site = Self {
+            apiserver: ca.issue(&Leaf::caller(APISERVER))?,
+            prometheus: ca.issue(&Leaf::caller("prometheus"))?,
+            site,
+            edges,
+            _files: files,
+        };
+        site.put_pod("default", "web-0", "worker-1")?;
+        site.put_pod("default", "web-1", "worker-2")?;
+        for edge in &site.edges {
+            eventually("the kubelets' ports are known", PATIENCE, async || {
+                site.serves_pages(edge, OF_ADMIN_CONF).await
+            })
+            .await;
+        }
+        // A port that is in no list is refused where the node is known.
+        let by_address = RawRequest::get("10.0.0.2:22", "/");
+        eventually("the addresses are known", PATIENCE, async || {
+            let reply = request(site.listener(None, None)?, &by_address).await?;
+            ensure!(reply.status == 403, "{} {}", reply.status, reply.text());
+            anyhow::Ok(())
+        })
+        .await;
+        Ok(site)
+    }
+
+    fn put_pod(&self, namespace: &str, name: &str, node: &str) -> Result<()> {
+        let pod = json!({
+            "metadata": { "name": name }, "spec": { "nodeName": node, "containers": [] },
+        });
+        self.site.api()?.put("pods", Some(namespace), pod)
+    }
+
+    /// The listener for a caller; without a name its TLS has no SNI.
+    fn listener(&self, caller: Option<&Issued>, server_name: Option<&str>) -> Result<Door> {
+        let world = &self.site.world;
+        let address = world.bound().https.context("no TLS listener")?;
+        let certificate = caller.map(Issued::presented).transpose()?;
+        let tls = match server_name {
+            Some(name) => {
+                ClientTls::verifying(name, RootCertStore::clone(&*world.roots()?), certificate)?
+            }
+            // An address is never sent (RFC 6066, section 3).
+            None => ClientTls::insecure("127.0.0.1", certificate)?,
+        };
+        Ok(Door::tls(address, tls))
+    }
+
+    /// How kube-apiserver dials for an upgrade to the kubelet of an edge (`DialURL` of
+    /// `staging/src/k8s.io/apimachinery/pkg/util/proxy/dial.go`).
+    fn dialed(&self, verification: Verification, edge: &Edge) -> Result<Door> {
+        let server_name = (verification == Verification::On).then_some(edge.node);
+        self.listener(Some(&self.apiserver), server_name)
+    }
+
+    /// A request that kube-apiserver sends through Go's transport, which sends the name in any case.
+    async fn get(&self, edge: &Edge, head: &RawRequest) -> Result<HttpReply> {
+        request(self.listener(Some(&self.apiserver), Some(edge.node))?, head).await
+    }
+
+    /// Logs with the node's Host, and the node proxy with the user's.
+    async fn serves_pages(&self, edge: &Edge, host: &str) -> Result<()> {
+        let own = format!("{}:{}", edge.node, edge.kubelet.addr().port());
+        let log = RawRequest::get(&own, "/containerLogs/default/web-0/app");
+        let log = self.get(edge, &log).await?;
+        let expected = format!("{}: log of web-0/app\n", edge.node);
+        ensure!(log.text() == expected, "{} {}", log.status, log.text());
+        let pods = self.get(edge, &RawRequest::get(host, "/pods")).await?;
+        let named = format!("\"node\":\"{}\"", edge.node);
+        ensure!(pods.text().contains(&named), "{}", pods.text());
+        // The kubelet sees what kube-apiserver sent.
+        let seen = self.get(edge, &RawRequest::get(host, "/headers")).await?;
+        let sent = format!("host: {host}\r\n").to_lowercase();
+        let seen = seen.text().to_lowercase();
+        ensure!(seen.contains(&sent), "{seen} instead of {host}");
+        Ok(())
+    }
+
+    /// An upgraded stream reaches the kubelet of this edge and no other.
+    async fn streams_to(&self, edge: &Edge, listener: Door, client: UpgradeClient) -> Result<()> {
+        let accepted = |at: &Edge| at.kubelet.traffic().accepted();
+        let before: Vec<_> = self.edges.iter().map(accepted).collect();
+        let mut stream = client.connect(listener).await?.switched()?;
+        stream.send(b"hello").await?;
+        ensure!(stream.receive(5).await? == b"hello", "no echo");
+        for (at, before) in self.edges.iter().zip(before) {
+            let came = accepted(at) - before;
+            ensure!(
+                came == u64::from(at.node == edge.node),
+                "{} at {}",
+                came,
+                at.node
+            );
+        }
+        Ok(())
+    }
+
+    /// Waits until each kubelet has so many connections.
+    async fn open_are(&self, count: u64) {
+        eventually("connections of the kubelets", PATIENCE, async || {
+            for edge in &self.edges {
+                let open = edge.kubelet.traffic().open();
+                ensure!(open == count, "{} has {open}", edge.node);
+            }
+            anyhow::Ok(())
+        })
+        .await;
+    }
+
+    fn requests(&self) -> u64 {
+        let of_edges = self.edges.iter().map(|edge| edge.kubelet.traffic());
+        of_edges.map(|traffic| traffic.requests()).sum()
+    }
+
+    fn lookups(&self) -> Result<usize> {
+        let requests = self.site.api()?.requests();
+        let user = Cluster::server_user();
+        let gets = requests.iter().filter(|seen| {
+            seen.user == user && seen.resource == "pods" && seen.namespace == "default"
+        });
+        Ok(gets.count())
+    }
+
+    fn hosts(&self) -> impl Iterator<Item = String> {
+        let port = self.edges[1].kubelet.addr().port().to_string();
+        HOSTS.iter().map(move |host| host.replace("PORT", &port))
+    }
+}
+
+async fn every_shape(transport: &str) -> Result<()> {
+    let site = ApiServerSite::start(transport).await?;
+    for host in site.hosts() {
+        for (edge, pod) in site.edges.iter().zip(["default/web-0", "default/web-1"]) {
+            let what = || format!("{pod} by {host} over {transport}");
+            site.serves_pages(edge, &host).await.with_context(what)?;
+            for verification in [Verification::On, Verification::Off] {
+                for stream in [Stream::Exec, Stream::Attach, Stream::PortForward] {
+                    let path = stream.path(pod);
+                    for client in [
+                        UpgradeClient::websocket(&host, &path),
+                        UpgradeClient::spdy(&host, &path),
+                    ] {
+                        let listener = site.dialed(verification, edge)?;
+                        let reached = site.streams_to(edge, listener, client).await;
+                        reached
+                            .with_context(|| format!("{stream:?} {verification:?}"))
+                            .with_context(what)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_quic() -> Result<()> {
+    every_shape("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_h2() -> Result<()> {
+    every_shape("h2").await
+}
+
+/// An API server that dials addresses sends no name for logs either: the Pod in the path decides, and the port is the kubelet's
+/// in the Node's status, whatever the Host says.
+#[tokio::test(flavor = "multi_thread")]
+async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let nobody = "192.0.2.9:10250";
+    let get = async |host: &str, path: &str| {
+        let listener = site.dialed(Verification::Off, &site.edges[0])?;
+        request(listener, &RawRequest::get(host, path)).await
+    };
+    for host in site
+        .hosts()
+        .chain([nobody.into(), "unknown-1:10250".into()])
+    {
+        for (edge, pod) in site.edges.iter().zip(["web-0", "web-1"]) {
+            let reply = get(&host, &format!("/containerLogs/default/{pod}/app")).await?;
+            let expected = format!("{}: log of {pod}/app\n", edge.node);
+            ensure!(
+                (reply.status, reply.text()) == (200, expected),
+                "{pod} by {host}: {} {}",
+                reply.status,
+                reply.text()
+            );
+        }
+    }
+    // Other paths get the answer of their Host, and Pods that nobody knows lead nowhere.
+    for path in [
+        "/metrics",
+        "/metrics/cadvisor",
+        "/containerLogs/default/nobody/app",
+    ] {
+        let reply = get(nobody, path).await?;
+        ensure!(reply.status == 400, "{path}: {}", reply.text());
+    }
+    Ok(())
+}
+
+/// Whole sessions, where the API server has no name in TLS and a user's Host.
+async fn whole_streams(transport: &str) -> Result<()> {
+    let site = ApiServerSite::start(transport).await?;
+    let edge = &site.edges[0];
+    let caller = Caller {
+        host: OF_ADMIN_CONF.into(),
+        listener: Some(site.dialed(Verification::Off, edge)?),
+        ..edge.caller(&site.site)
+    };
+    asked::commands_over_spdy(&caller).await?;
+    asked::terminal_over_spdy(&caller).await?;
+    asked::port_forward_over_spdy(&caller).await?;
+    asked::terminal_over_websocket(&caller, 0).await?;
+    // What API servers before 1.36 send, and those that translate for older kubelets: POST with the node's Host.
+    let translated = Caller {
+        listener: caller.listener.clone(),
+        ..edge.caller(&site.site)
+    };
+    asked::commands_over_spdy(&translated).await?;
+    let logs = Caller {
+        listener: Some(site.listener(Some(&site.apiserver), Some(edge.node))?),
+        ..edge.caller(&site.site)
+    };
+    asked::followed_logs(&logs).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whole_streams_without_a_name_in_tls_over_quic() -> Result<()> {
+    whole_streams("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whole_streams_without_a_name_in_tls_over_h2() -> Result<()> {
+    whole_streams("h2").await
+}
+
+/// Users of kube-apiserver with rights to a pod, or to the proxy of a node, of the first edge try for the second.
+#[tokio::test(flavor = "multi_thread")]
+async fn p10_fields_of_users_lead_to_no_other_node() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let [first, second] = &site.edges;
+    let other = format!("{}:{}", second.node, second.kubelet.addr().port());
+    let chosen = |client: UpgradeClient| {
+        client
+            .header("X-Tunnel-Proxy-Host", second.node)
+            .header("X-Tunnel-Proxy-Dest", &other)
+    };
+    for verification in [Verification::On, Verification::Off] {
+        for path in ["/exec/default/web-0/app", "/portForward/default/web-0"] {
+            for client in [
+                UpgradeClient::spdy(&other, path),
+                UpgradeClient::websocket(&other, path),
+            ] {
+                let listener = site.dialed(verification, first)?;
+                site.streams_to(first, listener, chosen(client)).await?;
+            }
+        }
+    }
+    let proxied = RawRequest::get(&other, "/headers")
+        .header("X-Tunnel-Proxy-Host", second.node)
+        .header("X-Tunnel-Proxy-Dest", "a malformed one");
+    let before = second.kubelet.traffic().requests();
+    let seen = site.get(first, &proxied).await?.text().to_lowercase();
+    ensure!(
+        seen.contains(&other) && !seen.contains("x-tunnel-proxy"),
+        "{seen}"
+    );
+    ensure!(second.kubelet.traffic().requests() == before);
+    // The node proxy of an upgrade has no name in TLS where kubelets are not verified: nothing says its node.
+    let before = site.requests();
+    for upgrade in ["Upgrade", "x-upgrade-y"] {
+        for path in ["/pods", "/run/default/web-1/app", "/logs/", "/"] {
+            let head = RawRequest::get(&other, path)
+                .header("Connection", upgrade)
+                .header("X-Forwarded-For", "10.0.0.9");
+            let listener = site.dialed(Verification::Off, first)?;
+            let reply = request(listener, &head).await?;
+            ensure!(reply.status == 400, "{path}: {}", reply.status);
+            ensure!(
+                reply.text().contains("--kubelet-certificate-authority"),
+                "{}",
+                reply.text()
+            );
+        }
+    }
+    ensure!(site.requests() == before, "a kubelet was asked");
+    Ok(())
+}
+
+/// The code and text of an exec that is refused.
+async fn refused(site: &ApiServerSite, host: &str, pod: &str) -> Result<(u16, String, String)> {
+    let before = site.requests();
+    let listener = site.dialed(Verification::Off, &site.edges[0])?;
+    let client = UpgradeClient::websocket(host, &Stream::Exec.path(pod));
+    let reply = client.connect(listener).await?.refused()?;
+    ensure!(site.requests() == before, "a kubelet was asked");
+    let code = reply.header("x-tunnel-error").unwrap_or_default();
+    Ok((reply.status, code.to_owned(), reply.text()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    site.site.cluster.objects().add(&edge("worker-3")).await?;
+    site.put_pod("default", "no-agent", "worker-3")?;
+    site.put_pod("default", "in-the-cloud", "master-1")?;
+    site.put_pod("default", "no-node", "worker-9")?;
+    site.put_pod("default", "unbound", "")?;
+    // Host names a node with an agent, and is no way out.
+    let host = format!("worker-1:{}", site.edges[0].kubelet.addr().port());
+    for (pod, status, code, says) in [
+        ("no-agent", 503, "no_agent", "worker-3"),
+        ("in-the-cloud", 503, "no_agent", "master-1"),
+        ("no-node", 400, "unknown_node", "worker-9"),
+        ("unbound", 400, "unknown_node", "bound to no node"),
+        ("missing", 400, "unknown_node", "default/missing"),
+    ] {
+        eventually(pod, PATIENCE, async || {
+            let answer = refused(&site, &host, &format!("default/{pod}")).await?;
+            ensure!((answer.0, &*answer.1) == (status, code), "{answer:?}");
+            ensure!(answer.2.contains(says), "{answer:?}");
+            anyhow::Ok(())
+        })
+        .await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn static_pods_and_pods_that_moved_are_found_where_they_are() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let [first, second] = &site.edges;
+    let mirror = json!({
+        "metadata": {
+            "name": "static-web-worker-1",
+            "annotations": { "kubernetes.io/config.mirror": "0a1b", "kubernetes.io/config.source": "file" },
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "Node", "name": "worker-1", "uid": "1", "controller": true }],
+        },
+        "spec": { "nodeName": "worker-1", "containers": [] },
+    });
+    site.site.api()?.put("pods", Some("kube-system"), mirror)?;
+    let exec = async |edge: &Edge, pod: &str| {
+        let client = UpgradeClient::websocket(OF_ADMIN_CONF, &Stream::Exec.path(pod));
+        let listener = site.dialed(Verification::Off, edge)?;
+        site.streams_to(edge, listener, client).await
+    };
+    exec(first, "kube-system/static-web-worker-1").await?;
+    exec(first, "default/web-0").await?;
+    site.put_pod("default", "web-0", second.node)?;
+    exec(second, "default/web-0").await?;
+    site.put_pod("default", "web-0", first.node)?;
+    exec(first, "default/web-0").await
+}
+
+/// Callers that are on the list beside kube-apiserver get the port that they name.
+#[tokio::test(flavor = "multi_thread")]
+async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    let exporter = Exporter::start_on("127.0.0.1:0".parse()?, "worker-1", Some(tls)).await?;
+    let port = exporter.addr().port().to_string();
+    let objects = site.site.cluster.objects();
+    objects.set_ports(&[("https-proxy-ports", &port)]).await?;
+    for server_name in [Some("worker-1"), None] {
+        let head = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
+        eventually("the port is allowed", PATIENCE, async || {
+            let reply = request(site.listener(Some(&site.prometheus), server_name)?, &head).await?;
+            ensure!(reply.status == 200, "{} {}", reply.status, reply.text());
+            anyhow::Ok(())
+        })
+        .await;
+        let asked = exporter.traffic().requests();
+        ensure!(asked > 0, "the kubelet was asked");
+        let elsewhere = RawRequest::get("worker-1:22", "/metrics");
+        let listener = site.listener(Some(&site.prometheus), server_name)?;
+        let reply = request(listener, &elsewhere).await?;
+        ensure!(reply.status == 403, "{} {}", reply.status, reply.text());
+    }
+    Ok(())
+}
+
+/// Callers without delegation are served by Host as ever, and cause no question.
+#[tokio::test(flavor = "multi_thread")]
+async fn other_callers_are_judged_by_host_and_never_ask_for_pods() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let before = site.lookups()?;
+    let other = format!("worker-2:{}", site.edges[1].kubelet.addr().port());
+    let port = site.edges[1].kubelet.addr().port().to_string();
+    let objects = site.site.cluster.objects();
+    objects.set_ports(&[("https-proxy-ports", &port)]).await?;
+    for server_name in [Some("worker-1"), None] {
+        let head = RawRequest::get(&other, "/pods");
+        eventually("the port is allowed", PATIENCE, async || {
+            let reply = request(site.listener(None, server_name)?, &head).await?;
+            ensure!(reply.text().contains("\"worker-2\""), "{}", reply.text());
+            anyhow::Ok(())
+        })
+        .await;
+        for host in ["192.0.2.9:10250", "unknown-1:10250", "192.168.33.221:10250"] {
+            let client = UpgradeClient::websocket(host, "/exec/default/web-0/app");
+            let reply = client.connect(site.listener(None, server_name)?).await?;
+            ensure!(reply.refused()?.status == 400, "{host}");
+        }
+    }
+    ensure!(site.lookups()? == before, "somebody asked for a pod");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let cluster = &site.site.cluster;
+    let set_rights = async |rules: &Value| {
+        let path = "/apis/rbac.authorization.k8s.io/v1/clusterroles/tunnel-server";
+        let patch = json!({ "rules": rules });
+        cluster.admin().merge(path, &patch).await.map(drop)
+    };
+    let [without, _] =
+        server_roles_of(|right| right.resource != "pods" || right.scope != Scope::Cluster);
+    set_rights(&without["rules"]).await?;
+    let (status, _, text) = refused(&site, OF_ADMIN_CONF, "default/web-0").await?;
+    ensure!(status == 400 && text.contains("pods get"), "{text}");
+    let is_shown = async |expected: bool| {
+        let meta = site.site.world.bound().meta;
+        eventually("the condition", PATIENCE, async || {
+            let page = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
+            let shown = page.text().contains("[!] pod lookup");
+            ensure!(shown == expected, "{}", page.text());
+            anyhow::Ok(())
+        })
+        .await;
+    };
+    is_shown(true).await;
+    let exec = async |verification| {
+        let client = UpgradeClient::websocket(OF_ADMIN_CONF, "/exec/default/web-0/app");
+        let listener = site.dialed(verification, &site.edges[0])?;
+        site.streams_to(&site.edges[0], listener, client).await
+    };
+    // Not needed with the name in TLS.
+    exec(Verification::On).await?;
+    let [all, _] = server_roles_of(|_| true);
+    set_rights(&all["rules"]).await?;
+    exec(Verification::Off).await?;
+    is_shown(false).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hundred_execs_at_once_all_reach_their_nodes() -> Result<()> {
+    let site = ApiServerSite::start("auto").await?;
+    let caller = &site;
+    let execs = (0..200_usize).map(|number| async move {
+        let pod = ["default/web-0", "default/web-1"][number % 2];
+        let client = UpgradeClient::websocket(OF_ADMIN_CONF, &Stream::Exec.path(pod));
+        let listener = caller.dialed(Verification::Off, &caller.edges[0])?;
+        let mut stream = client.connect(listener).await?.switched()?;
+        stream.send(b"hello").await?;
+        ensure!(stream.receive(5).await? == b"hello", "no echo");
+        anyhow::Ok(stream)
+    });
+    let open = try_join_all(execs).await?;
+    site.open_are(100).await;
+    drop(open);
+    site.open_are(0).await;
+    Ok(())
+}

@@ -1,0 +1,383 @@
+//! Bodies in protobuf, which typed clients send from Kubernetes 1.32 on: those of `kubectl create`, read into JSON. The
+//! messages are those of Kubernetes' `generated.proto`, as far as the tables here have them.
+
+use serde_json::{Map, Value};
+use tunnel_proto::process::base64;
+
+use super::status::Status;
+
+/// Media type of such a body.
+pub(super) const MEDIA_TYPE: &str = "application/vnd.kubernetes.protobuf";
+
+/// Reads an object.
+///
+/// # Errors
+/// 400 for what is malformed, 415 for kinds and fields that the tables do not have: nothing that a client sends is lost.
+pub(super) fn read(body: &[u8]) -> Result<Value, Status> {
+    let wrapped = body.strip_prefix(MAGIC).ok_or_else(malformed)?;
+    let (mut kind, mut raw) = (Map::new(), &[][..]);
+    for (number, content) in fields(wrapped).ok_or_else(malformed)? {
+        match (number, content) {
+            (1, Content::Bytes(bytes)) => kind = decode(TYPE_META, bytes)?,
+            (2, Content::Bytes(bytes)) => raw = bytes,
+            _ => {}
+        }
+    }
+    let name = kind.get("kind").and_then(Value::as_str);
+    let message = name.and_then(message).ok_or_else(unsupported)?;
+    kind.append(&mut decode(message, raw)?);
+    Ok(Value::Object(kind))
+}
+
+/// The content of a field as it is on the wire.
+#[derive(Debug, Clone, Copy)]
+enum Content<'a> {
+    Number(u64),
+    Bytes(&'a [u8]),
+}
+
+impl Content<'_> {
+    /// Whether Go's zero value, which is written for each field that is no pointer.
+    fn is_zero(self) -> bool {
+        matches!(self, Self::Number(0) | Self::Bytes([]))
+    }
+}
+
+/// What a field is in JSON.
+#[derive(Debug, Clone, Copy)]
+enum Form {
+    Text,
+    Texts,
+    Number,
+    TextMap,
+    BytesMap,
+    One(Message),
+    Many(Message),
+    /// Only the API writes it.
+    Status,
+}
+
+/// Fields with their numbers and names.
+type Message = &'static [(u64, &'static str, Form)];
+
+fn decode(message: Message, bytes: &[u8]) -> Result<Map<String, Value>, Status> {
+    let mut object = Map::new();
+    for (number, content) in fields(bytes).ok_or_else(malformed)? {
+        let field = message.iter().find(|(known, ..)| *known == number);
+        let Some((_, name, form)) = field else {
+            if content.is_zero() {
+                continue;
+            }
+            return Err(unsupported());
+        };
+        match (form, content) {
+            (Form::Status, _)
+            | (Form::Text, Content::Bytes([]))
+            | (Form::Number, Content::Number(0)) => {}
+            (Form::Text, Content::Bytes(text)) => *entry(&mut object, name) = string(text)?,
+            (Form::Number, Content::Number(number)) => *entry(&mut object, name) = number.into(),
+            (Form::Texts, Content::Bytes(text)) => push(entry(&mut object, name), string(text)?),
+            (Form::TextMap, Content::Bytes(pair)) => {
+                let (key, text) = pair_of(pair)?;
+                entry(&mut object, name)[key] = string(text)?;
+            }
+            (Form::BytesMap, Content::Bytes(pair)) => {
+                let (key, bytes) = pair_of(pair)?;
+                entry(&mut object, name)[key] = base64::encode(bytes).into();
+            }
+            (Form::One(message), Content::Bytes(bytes)) => {
+                let inner = decode(message, bytes)?;
+                if !inner.is_empty() {
+                    *entry(&mut object, name) = inner.into();
+                }
+            }
+            (Form::Many(message), Content::Bytes(bytes)) => {
+                push(entry(&mut object, name), decode(message, bytes)?.into());
+            }
+            _ => return Err(malformed()),
+        }
+    }
+    Ok(object)
+}
+
+fn entry<'a>(object: &'a mut Map<String, Value>, name: &str) -> &'a mut Value {
+    object.entry(name).or_insert(Value::Null)
+}
+
+fn push(list: &mut Value, item: Value) {
+    match list {
+        Value::Array(items) => items.push(item),
+        other => *other = vec![item].into(),
+    }
+}
+
+/// Key and value of an entry of a map.
+fn pair_of(bytes: &[u8]) -> Result<(String, &[u8]), Status> {
+    let (mut key, mut value) = (String::new(), &[][..]);
+    for (number, content) in fields(bytes).ok_or_else(malformed)? {
+        match (number, content) {
+            (1, Content::Bytes(bytes)) => key = utf8(bytes)?.to_owned(),
+            (2, Content::Bytes(bytes)) => value = bytes,
+            _ => return Err(malformed()),
+        }
+    }
+    Ok((key, value))
+}
+
+fn string(bytes: &[u8]) -> Result<Value, Status> {
+    utf8(bytes).map(Value::from)
+}
+
+fn utf8(bytes: &[u8]) -> Result<&str, Status> {
+    std::str::from_utf8(bytes).map_err(|_not_utf8| malformed())
+}
+
+fn fields(mut input: &[u8]) -> Option<Vec<(u64, Content<'_>)>> {
+    let mut fields = Vec::new();
+    while !input.is_empty() {
+        let key = varint(&mut input)?;
+        let content = match key & 7 {
+            0 => Content::Number(varint(&mut input)?),
+            2 => {
+                let length = usize::try_from(varint(&mut input)?).ok()?;
+                let (content, rest) = input.split_at_checked(length)?;
+                input = rest;
+                Content::Bytes(content)
+            }
+            _ => return None,
+        };
+        fields.push((key >> 3, content));
+    }
+    Some(fields)
+}
+
+fn varint(input: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (byte, rest) = input.split_first()?;
+        *input = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if *byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+fn malformed() -> Status {
+    Status::bad_request("the body of the request is no object in protobuf")
+}
+
+fn unsupported() -> Status {
+    let message = "the body of the request was in an unknown format - accepted media types include: application/json; in \
+                   protobuf this API has a few kinds, with the fields that kubectl create sets";
+    Status::new(415, "UnsupportedMediaType", message)
+}
+
+fn message(kind: &str) -> Option<Message> {
+    Some(match kind {
+        "ConfigMap" => CONFIG_MAP,
+        "Secret" => SECRET,
+        "Namespace" | "ServiceAccount" => BARE,
+        "Role" | "ClusterRole" => ROLE,
+        "RoleBinding" | "ClusterRoleBinding" => BINDING,
+        "Deployment" => DEPLOYMENT,
+        _ => return None,
+    })
+}
+
+const MAGIC: &[u8] = b"k8s\0";
+
+const TYPE_META: Message = &[(1, "apiVersion", Form::Text), (2, "kind", Form::Text)];
+
+const METADATA: Message = &[
+    (1, "name", Form::Text),
+    (2, "generateName", Form::Text),
+    (3, "namespace", Form::Text),
+    (11, "labels", Form::TextMap),
+    (12, "annotations", Form::TextMap),
+    (14, "finalizers", Form::Texts),
+];
+
+const BARE: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (3, "status", Form::Status),
+];
+
+const CONFIG_MAP: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "data", Form::TextMap),
+    (3, "binaryData", Form::BytesMap),
+];
+
+const SECRET: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "data", Form::BytesMap),
+    (3, "type", Form::Text),
+    (4, "stringData", Form::TextMap),
+];
+
+const ROLE: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "rules", Form::Many(RULE)),
+];
+
+const RULE: Message = &[
+    (1, "verbs", Form::Texts),
+    (2, "apiGroups", Form::Texts),
+    (3, "resources", Form::Texts),
+    (4, "resourceNames", Form::Texts),
+    (5, "nonResourceURLs", Form::Texts),
+];
+
+const BINDING: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "subjects", Form::Many(SUBJECT)),
+    (3, "roleRef", Form::One(ROLE_REF)),
+];
+
+const SUBJECT: Message = &[
+    (1, "kind", Form::Text),
+    (2, "apiGroup", Form::Text),
+    (3, "name", Form::Text),
+    (4, "namespace", Form::Text),
+];
+
+const ROLE_REF: Message = &[
+    (1, "apiGroup", Form::Text),
+    (2, "kind", Form::Text),
+    (3, "name", Form::Text),
+];
+
+const DEPLOYMENT: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "spec", Form::One(DEPLOYMENT_SPEC)),
+    (3, "status", Form::Status),
+];
+
+const DEPLOYMENT_SPEC: Message = &[
+    (1, "replicas", Form::Number),
+    (
+        2,
+        "selector",
+        Form::One(&[(1, "matchLabels", Form::TextMap)]),
+    ),
+    (3, "template", Form::One(TEMPLATE)),
+    (4, "strategy", Form::One(&[(1, "type", Form::Text)])),
+];
+
+const TEMPLATE: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (
+        2,
+        "spec",
+        Form::One(&[(2, "containers", Form::Many(CONTAINER))]),
+    ),
+];
+
+const CONTAINER: Message = &[
+    (1, "name", Form::Text),
+    (2, "image", Form::Text),
+    (3, "command", Form::Texts),
+    (4, "args", Form::Texts),
+];
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        let pairs = hex.as_bytes().chunks(2);
+        let texts = pairs.map(|pair| std::str::from_utf8(pair).unwrap());
+        texts
+            .map(|text| u8::from_str_radix(text, 16).unwrap())
+            .collect()
+    }
+
+    /// As kubectl 1.32 sends them.
+    #[test]
+    fn bodies_of_kubectl_create_are_read() {
+        let namespaced = |name: &str| json!({ "name": name, "namespace": "kube-system" });
+        let rbac = "rbac.authorization.k8s.io";
+        let rule = json!({ "verbs": ["list"], "apiGroups": [""], "resources": ["nodes"] });
+        let subject = json!({ "kind": "ServiceAccount", "name": "x", "namespace": "kube-system" });
+        let role = json!({ "apiGroup": rbac, "kind": "ClusterRole", "name": "r" });
+        let labels = json!({ "app": "d" });
+        let mut labelled = namespaced("d");
+        labelled["labels"] = labels.clone();
+        let containers = json!([{ "name": "y", "image": "x/y:1" }]);
+        let spec = json!({
+            "replicas": 1, "selector": { "matchLabels": labels },
+            "template": { "metadata": { "labels": labels }, "spec": { "containers": containers } },
+        });
+        for (body, expected) in [
+            (
+                MAP,
+                json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": namespaced("m"), "data": { "a": "", "b": "c" } }),
+            ),
+            (
+                SECRET,
+                json!({ "apiVersion": "v1", "kind": "Secret", "metadata": namespaced("s"), "data": { "a": "Yg==" } }),
+            ),
+            (
+                CLUSTER_ROLE,
+                json!({ "apiVersion": format!("{rbac}/v1"), "kind": "ClusterRole", "metadata": { "name": "r" }, "rules": [rule] }),
+            ),
+            (
+                BINDING,
+                json!({ "apiVersion": format!("{rbac}/v1"), "kind": "ClusterRoleBinding", "metadata": { "name": "b" }, "subjects": [subject], "roleRef": role }),
+            ),
+            (
+                DEPLOYMENT,
+                json!({ "apiVersion": "apps/v1", "kind": "Deployment", "metadata": labelled, "spec": spec }),
+            ),
+            (
+                ACCOUNT,
+                json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": namespaced("d") }),
+            ),
+            (
+                NAMESPACE,
+                json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "d" } }),
+            ),
+        ] {
+            assert_eq!(read(&bytes(body)).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn cut_bodies_are_malformed_and_unknown_kinds_and_fields_are_unsupported() {
+        let whole = bytes(MAP);
+        for length in [0, 3, 5, 20, whole.len() - 1] {
+            let refused = read(&whole[..length]).unwrap_err();
+            assert!([400, 415].contains(&refused.code), "{length}: {refused:?}");
+        }
+        // Immutable, which the table does not have.
+        let mut body = b"k8s\0\x0a\x0f\x0a\x02v1\x12\x09ConfigMap\x12\x02".to_vec();
+        body.extend(b"\x20\x01");
+        assert_eq!(read(&body).unwrap_err().code, 415);
+        let pod = b"k8s\0\x0a\x09\x0a\x02v1\x12\x03Pod\x12\x00";
+        assert_eq!(read(pod).unwrap_err().code, 415);
+    }
+
+    const MAP: &str = "6b3873000a0f0a0276311209436f6e6669674d6170122d0a1c0a016d12001a0b6b7562652d73797374656d22002a00320038\
+                       00420012050a0161120012060a01621201631a002200";
+    const SECRET: &str = "6b3873000a0c0a027631120653656372657412280a1c0a017312001a0b6b7562652d73797374656d22002a0032003800\
+                          420012060a01611201621a001a002200";
+    const CLUSTER_ROLE: &str = "6b3873000a2b0a1c726261632e617574686f72697a6174696f6e2e6b38732e696f2f7631120b436c757374657252\
+                                6f6c6512240a110a017212001a0022002a00320038004200120f0a046c69737412001a056e6f6465731a002200";
+    const BINDING: &str = "6b3873000a320a1c726261632e617574686f72697a6174696f6e2e6b38732e696f2f76311212436c7573746572526f6c65\
+                           42696e64696e6712640a110a016212001a0022002a0032003800420012220a0e536572766963654163636f756e741200\
+                           1a0178220b6b7562652d73797374656d1a2b0a19726261632e617574686f72697a6174696f6e2e6b38732e696f120b43\
+                           6c7573746572526f6c651a01721a002200";
+    const DEPLOYMENT: &str = "6b3873000a150a07617070732f7631120a4465706c6f796d656e7412aa010a260a016412001a0b6b7562652d737973\
+                              74656d22002a003200380042005a080a0361707012016412720801120a0a080a036170701201641a5a0a1a0a001200\
+                              1a0022002a003200380042005a080a03617070120164123c121e0a01791205782f793a312a0042006a007200800100\
+                              880100900100a201001a00320042004a0052005800600068008201008a01009a0100c2010022020a00280038001a0c\
+                              0800100018002000280038001a002200";
+    const ACCOUNT: &str = "6b3873000a140a027631120e536572766963654163636f756e74121e0a1c0a016412001a0b6b7562652d73797374656d22\
+                           002a003200380042001a002200";
+    const NAMESPACE: &str = "6b3873000a0f0a02763112094e616d65737061636512190a110a016412001a0022002a0032003800420012001a020a00\
+                             1a002200";
+}
