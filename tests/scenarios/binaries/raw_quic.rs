@@ -28,9 +28,6 @@ const UNTIL_LOOKED_AT: u64 = 15;
 /// What an attack may cost: 4 MiB that wait for the connection and 4 MiB of unknown addresses (`quic/backlog.rs`), 100 streams
 /// with the pieces that quinn admits (140 KiB each), and what the allocator makes of it.
 const GROWTH: u64 = 32 << 20;
-/// The same for retired ids: quinn queues an event of some 64 bytes for its endpoint for each frame, 575 a datagram, and the
-/// 2,048 datagrams that may wait hold 75 MiB of them. The session is closed within 2 s.
-const RETIRED_IDS_GROWTH: u64 = GROWTH + (75 << 20);
 /// Requests through another agent are answered in this time throughout.
 const OTHERS: Duration = Duration::from_secs(1);
 const STREAMS: usize = 100;
@@ -243,11 +240,7 @@ impl Lab {
         let ended = outcome["closed"].as_u64();
         let flood = code.is_none() && ended == Some(CloseCode::Protocol.number().into());
         ensure!(ended == code || flood, "{outcome}, not {code:?}");
-        let allowed = match attack {
-            "retires_one_id_again" => RETIRED_IDS_GROWTH,
-            _ => GROWTH,
-        };
-        ensure!(most - before <= allowed, "{before} bytes, then {most}");
+        ensure!(most - before <= GROWTH, "{before} bytes, then {most}");
         if code.is_none() {
             let amount = |name: &str| outcome[name].as_u64().context(finished.clone());
             ensure!(amount("packets")? > 50, "hardly a flood: {outcome}");

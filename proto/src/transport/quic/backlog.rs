@@ -5,11 +5,15 @@
 //!
 //! The length of such a queue cannot be read. Counted is what is queued while the task runs, and from then on until a run
 //! empties the queue, less what each run takes. A run is long for such datagrams, so that its first one counts already.
+//!
+//! Connections report to the endpoint through a queue without a bound, too: a datagram of RETIRE_CONNECTION_ID frames makes
+//! 575 reports, and the endpoint takes 128 of them in a run. While it has not emptied that queue, each connection runs once.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Waker};
 
 /// What a datagram costs, at most: 1472 bytes, which it may be alone to pin, and quinn's event.
 const DATAGRAM_COST: usize = 2048;
@@ -17,6 +21,71 @@ const DATAGRAM_COST: usize = 2048;
 const WAITING_MOST: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
 /// Datagrams that a run takes which begins with tokio's whole budget and uses it up. It has fewer only when it empties the queue.
 const TAKEN_BY_A_RUN: usize = 128;
+
+/// When a connection's task last ran, in changes of [`Reports`].
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct LastRun {
+    at: u64,
+    /// Its waker is with [`Reports`].
+    waits: bool,
+}
+
+/// The queue of reports from connections to their endpoint.
+#[derive(Debug, Default)]
+pub(super) struct Reports {
+    /// Counts the times that the endpoint fell behind or caught up: odd while it is behind.
+    changes: AtomicU64,
+    /// Connections that wait until the endpoint has caught up.
+    waiting: Mutex<Vec<Waker>>,
+}
+
+impl Reports {
+    /// The endpoint has run, and has emptied its queue or not.
+    pub(super) fn endpoint_ran(&self, emptied: bool) {
+        let was_behind = is_behind(self.changes.load(Ordering::Acquire));
+        if was_behind != emptied {
+            return;
+        }
+        let mut waiting = self.lock();
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        let woken = std::mem::take(&mut *waiting);
+        drop(waiting);
+        for connection in woken {
+            connection.wake();
+        }
+    }
+
+    /// Whether a connection may run. If not, its task is woken when the endpoint has caught up.
+    pub(super) fn admits(&self, last: &mut LastRun, cx: &Context<'_>) -> bool {
+        let ran = last.at;
+        let waits = |changes| is_behind(changes) && changes == ran;
+        let mut changes = self.changes.load(Ordering::Acquire);
+        if waits(changes) {
+            let mut waiting = self.lock();
+            changes = self.changes.load(Ordering::Acquire);
+            if waits(changes) {
+                if !last.waits {
+                    waiting.push(cx.waker().clone());
+                    last.waits = true;
+                }
+                return false;
+            }
+        }
+        *last = LastRun {
+            at: changes,
+            waits: false,
+        };
+        true
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Waker>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_behind(changes: u64) -> bool {
+    changes % 2 == 1
+}
 
 /// The connections of an endpoint by their peers' addresses, and which of them are behind.
 ///
@@ -211,6 +280,10 @@ fn admit(waiting: &mut usize, datagrams: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::task::Wake;
+
     use super::*;
 
     const ALL: usize = 10_000;
@@ -256,6 +329,37 @@ mod tests {
             let to = Some(address(port));
             self.backlog.moved(self.peer, to, self.queue);
             self.peer = to;
+        }
+    }
+
+    #[test]
+    fn each_connection_runs_once_while_the_endpoint_is_behind() {
+        let (reports, flag) = (Reports::default(), Arc::new(Flag::default()));
+        let waker = Waker::from(flag.clone());
+        let cx = Context::from_waker(&waker);
+        let (mut one, mut other) = (LastRun::default(), LastRun::default());
+        assert!(reports.admits(&mut one, &cx) && reports.admits(&mut one, &cx));
+        reports.endpoint_ran(false);
+        reports.endpoint_ran(false);
+        assert!(reports.admits(&mut one, &cx), "once");
+        assert!(!reports.admits(&mut one, &cx), "twice");
+        assert!(!reports.admits(&mut one, &cx), "woken by a datagram");
+        assert_eq!(reports.lock().len(), 1, "queued once");
+        assert!(reports.admits(&mut other, &cx), "another connection");
+        assert!(!flag.0.load(Ordering::Relaxed));
+        reports.endpoint_ran(true);
+        assert!(flag.0.load(Ordering::Relaxed), "woken");
+        assert!(reports.admits(&mut one, &cx) && reports.admits(&mut one, &cx));
+        reports.endpoint_ran(false);
+        assert!(reports.admits(&mut one, &cx), "once more, behind again");
+    }
+
+    #[derive(Default)]
+    struct Flag(AtomicBool);
+
+    impl Wake for Flag {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
         }
     }
 

@@ -17,7 +17,7 @@ use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
 
-use super::backlog::{Backlog, Queue};
+use super::backlog::{Backlog, LastRun, Queue, Reports};
 
 /// Datagrams that a connection gives to the system one by one before it may send batches. A handshake's bursts are among
 /// them; bulk pays for a few system calls more.
@@ -30,7 +30,10 @@ tokio::task_local! {
 
 /// [`TokioRuntime`] for one endpoint, except for the size of a young connection's batches and what waits for a slow one.
 #[derive(Debug, Default)]
-pub(super) struct Tokio(Arc<Backlog>);
+pub(super) struct Tokio {
+    backlog: Arc<Backlog>,
+    reports: Arc<Reports>,
+}
 
 /// A task of quinn's: one for each connection, and one for the endpoint, which alone receives.
 #[derive(Debug)]
@@ -41,17 +44,32 @@ struct Driver {
     peer: Cell<Option<SocketAddr>>,
     queue: Cell<Queue>,
     backlog: Arc<Backlog>,
+    last_run: Cell<LastRun>,
+    reports: Arc<Reports>,
 }
 
 impl Driver {
-    fn new(backlog: Arc<Backlog>) -> Self {
+    fn new(backlog: Arc<Backlog>, reports: Arc<Reports>) -> Self {
         Self {
             left: Cell::new(SINGLES),
             receives: Cell::default(),
             peer: Cell::default(),
             queue: Cell::default(),
             backlog,
+            last_run: Cell::default(),
+            reports,
         }
+    }
+
+    /// Whether it may run; it is woken later if not.
+    fn is_admitted(&self, cx: &Context<'_>) -> bool {
+        if self.receives.get() {
+            return true;
+        }
+        let mut last = self.last_run.get();
+        let admitted = self.reports.admits(&mut last, cx);
+        self.last_run.set(last);
+        admitted
     }
 
     fn sends(&self, to: SocketAddr) {
@@ -65,8 +83,10 @@ impl Driver {
 
     /// It is the endpoint's, and no connection is behind because of it.
     fn receives(&self) {
-        self.ran(true);
-        self.receives.set(true);
+        if !self.receives.get() {
+            self.ran(true);
+            self.receives.set(true);
+        }
     }
 
     fn runs(&self) {
@@ -78,7 +98,9 @@ impl Driver {
 
     /// Ran as far as it could. One that has used up tokio's budget has not emptied its queue: each datagram takes a part.
     fn ran(&self, emptied: bool) {
-        if !self.receives.get() {
+        if self.receives.get() {
+            self.reports.endpoint_ran(emptied);
+        } else {
             let queue = self.backlog.ran(self.peer.get(), self.queue.get(), emptied);
             self.queue.set(queue);
         }
@@ -99,6 +121,10 @@ impl Runtime for Tokio {
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
         let watched = poll_fn(move |cx| {
+            let admitted = DRIVER.try_with(|driver| driver.is_admitted(cx));
+            if admitted == Ok(false) {
+                return Poll::Pending;
+            }
             let _inside_the_scope = DRIVER.try_with(Driver::runs);
             let polled = future.as_mut().poll(cx);
             let emptied = coop::has_budget_remaining();
@@ -109,14 +135,14 @@ impl Runtime for Tokio {
             }
             polled
         });
-        let driver = Driver::new(self.0.clone());
+        let driver = Driver::new(self.backlog.clone(), self.reports.clone());
         TokioRuntime.spawn(Box::pin(DRIVER.scope(driver, watched)));
     }
 
     fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
         Ok(Arc::new(Socket {
             system: TokioRuntime.wrap_udp_socket(socket)?,
-            backlog: self.0.clone(),
+            backlog: self.backlog.clone(),
         }))
     }
 
@@ -257,7 +283,7 @@ mod tests {
             let _full = socket.try_send(&datagram);
             while queue.recv().await.is_some() {}
         }));
-        let admitted = || (0..10_000).filter(|_| runtime.0.admits(peer, 1)).count();
+        let admitted = || (0..10_000).filter(|_| runtime.backlog.admits(peer, 1)).count();
         assert_eq!(admitted(), 10_000);
         tokio::task::yield_now().await;
         assert!(admitted() < 10_000, "the queue is not empty yet");
