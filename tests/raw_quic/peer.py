@@ -29,6 +29,8 @@ VERSION = 1
 PAYLOAD = 1150
 PACKET_NUMBER_BYTES = 4
 PATIENCE = 10.0
+# The pace of a flood, some 190 Mbit/s. A faster one fills the socket of a debug build, and others lose packets as on any full link.
+PACKETS_A_SECOND = 20_000
 # The control stream: the first that the server opens. Each next one is 4 further.
 CONTROL = 1
 # quinn closes a connection that leaves some more pieces than this in one stream.
@@ -47,6 +49,7 @@ class Peer:
         self.arguments = arguments
         self.server = (host, int(port))
         self.socket = self.bound()
+        self.began = None
         self.packets = self.sent = self.answered = self.expected = self.largest_acknowledged = 0
         self.closed = None  # the code of the server's CONNECTION_CLOSE
         self.forgotten = False  # the server answers with stateless resets
@@ -132,6 +135,9 @@ class Peer:
             select.select([], [self.socket], [], 0.01)
         self.packets += 1
         self.sent += len(datagram)
+        if self.packets % 16 == 0:
+            self.began = self.began or time.monotonic()
+            time.sleep(max(0, self.began + self.packets / PACKETS_A_SECOND - time.monotonic()))
 
     def send(self, frames, through=None):
         """One packet of these frames."""

@@ -19,8 +19,6 @@ use std::task::{Context, Waker};
 const DATAGRAM_COST: usize = 2048;
 /// Datagrams that may wait for a connection: about what the system keeps for the socket. One stream's window is less.
 const WAITING_MOST: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
-/// Datagrams that a run takes which begins with tokio's whole budget and uses it up. It has fewer only when it empties the queue.
-const TAKEN_BY_A_RUN: usize = 128;
 
 /// When a connection's task last ran, in changes of [`Reports`].
 #[derive(Debug, Default, Clone, Copy)]
@@ -107,6 +105,14 @@ pub(super) enum Queue {
     Running,
     /// The last run has not emptied it. With the round from which on unknown peers wait for it.
     Behind(u64),
+}
+
+/// What a run of a connection's task has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Run {
+    Emptied,
+    /// The queue is not empty yet.
+    Took(usize),
 }
 
 #[derive(Debug, Default)]
@@ -196,25 +202,25 @@ impl Backlog {
         Queue::Running
     }
 
-    /// It has run, and has emptied its queue or not.
-    pub(super) fn ran(&self, peer: Option<SocketAddr>, queue: Queue, emptied: bool) -> Queue {
+    /// It has run, and has emptied its queue, or has taken so many datagrams.
+    pub(super) fn ran(&self, peer: Option<SocketAddr>, queue: Queue, run: Run) -> Queue {
         let paths = &mut *self.lock();
         let path = paths.path(peer);
-        match (queue, emptied) {
+        match (queue, run) {
             (Queue::Idle, _) => Queue::Idle,
-            (Queue::Running, false) => {
+            (Queue::Running, Run::Took(_)) => {
                 if let Some(path) = path {
                     path.behind += 1;
                 }
                 Queue::Behind(paths.unknown.falls_behind())
             }
-            (Queue::Behind(_), false) => {
+            (Queue::Behind(_), Run::Took(datagrams)) => {
                 if let Some(path) = path {
-                    path.waiting = path.waiting.saturating_sub(TAKEN_BY_A_RUN);
+                    path.waiting = path.waiting.saturating_sub(datagrams);
                 }
                 queue
             }
-            (Queue::Running | Queue::Behind(_), true) => {
+            (Queue::Running | Queue::Behind(_), Run::Emptied) => {
                 let behind = matches!(queue, Queue::Behind(_));
                 if let Some(path) = path {
                     path.busy -= 1;
@@ -287,6 +293,7 @@ mod tests {
     use super::*;
 
     const ALL: usize = 10_000;
+    const TAKEN: usize = 128;
 
     fn address(port: u16) -> SocketAddr {
         ([192, 0, 2, 1], port).into()
@@ -322,7 +329,12 @@ mod tests {
 
         fn runs(&mut self, emptied: bool) {
             self.begins();
-            self.queue = self.backlog.ran(self.peer, self.queue, emptied);
+            let run = if emptied {
+                Run::Emptied
+            } else {
+                Run::Took(TAKEN)
+            };
+            self.queue = self.backlog.ran(self.peer, self.queue, run);
         }
 
         fn moves(&mut self, port: u16) {
@@ -395,11 +407,11 @@ mod tests {
         let mut one = Connection::of(&backlog, 1);
         for _ in 0..100 {
             one.runs(false);
-            assert!((0..TAKEN_BY_A_RUN).all(|_| backlog.admits(address(1), 1)));
+            assert!((0..TAKEN).all(|_| backlog.admits(address(1), 1)));
         }
         assert!(admitted(&backlog, |_| 1) < WAITING_MOST);
         one.runs(false);
-        assert_eq!(admitted(&backlog, |_| 1), TAKEN_BY_A_RUN);
+        assert_eq!(admitted(&backlog, |_| 1), TAKEN);
     }
 
     /// One receive of the system's has as many as 64.

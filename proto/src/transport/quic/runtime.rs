@@ -1,5 +1,5 @@
-//! tokio for quinn, with a send buffer that grows only for connections that have much to send, and a bound for what waits for
-//! a connection (`backlog.rs`).
+//! tokio for quinn, with a send buffer that grows only for connections that have much to send, a bound for what waits for a
+//! connection (`backlog.rs`), and runs of a connection's task that are short.
 //!
 //! quinn makes room for a whole batch of datagrams (13 KiB) when a connection first sends two at once, as every handshake
 //! does, and keeps it as long as the connection. An idle session never fills it again.
@@ -8,20 +8,26 @@ use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
 
-use super::backlog::{Backlog, LastRun, Queue, Reports};
+use super::backlog::{Backlog, LastRun, Queue, Reports, Run};
 
 /// Datagrams that a connection gives to the system one by one before it may send batches. A handshake's bursts are among
 /// them; bulk pays for a few system calls more.
 const SINGLES: u32 = 16;
+
+/// tokio's budget of a run. A connection takes a part of it for each datagram.
+const BUDGET: usize = 128;
+/// A run should be no longer: it keeps other tasks from a thread of the runtime. Datagrams that are dear to process take up to
+/// some milliseconds each.
+const RUN: Duration = Duration::from_millis(4);
 
 tokio::task_local! {
     /// The task of quinn's that runs.
@@ -45,6 +51,8 @@ struct Driver {
     queue: Cell<Queue>,
     backlog: Arc<Backlog>,
     last_run: Cell<LastRun>,
+    /// Datagrams that the next run may take.
+    datagrams: Cell<usize>,
     reports: Arc<Reports>,
 }
 
@@ -57,6 +65,7 @@ impl Driver {
             queue: Cell::default(),
             backlog,
             last_run: Cell::default(),
+            datagrams: Cell::new(BUDGET),
             reports,
         }
     }
@@ -84,32 +93,53 @@ impl Driver {
     /// It is the endpoint's, and no connection is behind because of it.
     fn receives(&self) {
         if !self.receives.get() {
-            self.ran(true);
+            self.ran(true, Duration::ZERO);
             self.receives.set(true);
         }
     }
 
-    fn runs(&self) {
-        if !self.receives.get() {
-            let queue = self.backlog.runs(self.peer.get(), self.queue.get());
-            self.queue.set(queue);
+    /// A run begins. Says how many datagrams it may take.
+    fn runs(&self) -> usize {
+        if self.receives.get() {
+            return BUDGET;
         }
+        let queue = self.backlog.runs(self.peer.get(), self.queue.get());
+        self.queue.set(queue);
+        self.datagrams.get()
     }
 
     /// Ran as far as it could. One that has used up tokio's budget has not emptied its queue: each datagram takes a part.
-    fn ran(&self, emptied: bool) {
+    fn ran(&self, emptied: bool, elapsed: Duration) {
         if self.receives.get() {
             self.reports.endpoint_ran(emptied);
-        } else {
-            let queue = self.backlog.ran(self.peer.get(), self.queue.get(), emptied);
-            self.queue.set(queue);
+            return;
         }
+        let datagrams = self.datagrams.get();
+        let run = if emptied {
+            Run::Emptied
+        } else {
+            Run::Took(datagrams)
+        };
+        let queue = self.backlog.ran(self.peer.get(), self.queue.get(), run);
+        self.queue.set(queue);
+        self.datagrams.set(next_run(datagrams, elapsed));
+    }
+}
+
+/// How many datagrams a run may take after one of `datagrams` that was as long as `elapsed`.
+fn next_run(datagrams: usize, elapsed: Duration) -> usize {
+    if elapsed > RUN {
+        (datagrams / 2).max(1)
+    } else if elapsed < RUN / 4 {
+        (datagrams * 2).min(BUDGET)
+    } else {
+        datagrams
     }
 }
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        self.ran(true);
+        self.ran(true, Duration::ZERO);
         self.backlog.moved(self.peer.get(), None, self.queue.get());
     }
 }
@@ -121,14 +151,18 @@ impl Runtime for Tokio {
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
         let watched = poll_fn(move |cx| {
-            let admitted = DRIVER.try_with(|driver| driver.is_admitted(cx));
-            if admitted == Ok(false) {
+            // Outside of the scope there is no driver, and a run is like any task's.
+            if DRIVER.try_with(|driver| driver.is_admitted(cx)) == Ok(false) {
                 return Poll::Pending;
             }
-            let _inside_the_scope = DRIVER.try_with(Driver::runs);
+            let datagrams = DRIVER.try_with(Driver::runs).unwrap_or(BUDGET);
+            for _ in datagrams..BUDGET {
+                let _used = pin!(coop::consume_budget()).poll(cx);
+            }
+            let began = Instant::now();
             let polled = future.as_mut().poll(cx);
             let emptied = coop::has_budget_remaining();
-            let _inside_the_scope = DRIVER.try_with(|driver| driver.ran(emptied));
+            let _inside_the_scope = DRIVER.try_with(|driver| driver.ran(emptied, began.elapsed()));
             if !emptied {
                 // It may have used up the last of its budget and have emptied its queue all the same: the next run shows which.
                 cx.waker().wake_by_ref();
@@ -257,6 +291,16 @@ mod tests {
             assert_eq!(segments.pop(), Some(system.max_transmit_segments()));
             assert!(segments.iter().all(|&count| count == 1), "{segments:?}");
         }
+    }
+
+    #[test]
+    fn runs_that_are_long_become_shorter_and_grow_again() {
+        let run = |datagrams, millis| next_run(datagrams, Duration::from_millis(millis));
+        assert_eq!(run(BUDGET, 5), BUDGET / 2);
+        assert_eq!(run(1, 100), 1);
+        assert_eq!(run(16, 2), 16);
+        assert_eq!(run(16, 0), 32);
+        assert_eq!(run(BUDGET, 0), BUDGET);
     }
 
     /// As quinn's tasks of connections do: each datagram comes through a channel of tokio's.
