@@ -141,6 +141,17 @@ impl Cluster {
         }
     }
 
+    /// Kills the real kube-apiserver and starts it again.
+    ///
+    /// # Errors
+    /// This is a stand-in, or it does not start.
+    pub async fn restart(&mut self) -> Result<()> {
+        match &mut self.server {
+            ApiServer::StandIn(_) => bail!("the stand-in goes away and comes back by `be`"),
+            ApiServer::Real(real) => real.restart().await,
+        }
+    }
+
     /// The name of the server's user in its requests.
     #[must_use]
     pub fn server_user() -> String {

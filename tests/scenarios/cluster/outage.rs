@@ -207,6 +207,52 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
     running.site.serves(&running.server).await
 }
 
+/// A watch from before the restart begins with 410, which is no condition: everything is listed at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> Result<()> {
+    let Some(mut lab) = Lab::start(Kind::Real).await? else {
+        return Ok(());
+    };
+    lab.guide().await?;
+    let server = lab.server("a").await?;
+    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        .await;
+    for number in 0..3 {
+        let next = tokio::time::Instant::now() + BETWEEN_RESTARTS;
+        lab.cluster.restart().await?;
+        let name = format!("late-{number}");
+        eventually("a node after the restart", FIRST, async || {
+            lab.objects().add(&edge(&name)).await
+        })
+        .await;
+        let back = Instant::now();
+        eventually("its record", Duration::from_secs(5), async || {
+            let records = lab.objects().records().await?;
+            ensure!(records.contains(&name), "{records}");
+            Ok(())
+        })
+        .await;
+        crate::abuse::tell(&format!(
+            "restart {number}: record after {:?}",
+            back.elapsed()
+        ));
+        eventually("no condition is left", Duration::from_secs(5), async || {
+            let ready = told(&server, "/readyz?verbose").await?;
+            ensure!(!ready.contains("[!] watching"), "{ready}");
+            Ok(())
+        })
+        .await;
+        tokio::time::sleep_until(next).await;
+    }
+    let log = server.log().to_string();
+    let expired: Vec<_> = log.lines().filter(|line| line.contains("410")).collect();
+    ensure!(expired.is_empty(), "conditions: {expired:?}");
+    Ok(())
+}
+
+/// Shorter than what a second list of everything waits for where the API server was not away.
+const BETWEEN_RESTARTS: Duration = Duration::from_secs(12);
+
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() -> Result<()> {
     let mut running = Running::start().await?;

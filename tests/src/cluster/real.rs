@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::{Families, SERVICE_ACCOUNT};
-use crate::process::{Log, Process, Program, ScratchDir};
+use crate::process::{Log, Process, Program, ScratchDir, Signal};
 use crate::tools::Skip;
 
 /// A running kube-apiserver; nothing else of a control plane.
@@ -16,6 +16,7 @@ use crate::tools::Skip;
 pub struct Real {
     scratch: ScratchDir,
     _etcd: Process,
+    program: Program,
     apiserver: Process,
 }
 
@@ -81,7 +82,7 @@ impl Real {
         let private = scratch.file("accounts.key", accounts.serialize_pem())?;
         let public = scratch.file("accounts.pub", accounts.public_key_pem())?;
         let certificates = scratch.path().join("certificates");
-        let mut apiserver = Program::at(&binaries.join("kube-apiserver"))
+        let program = Program::at(&binaries.join("kube-apiserver"))
             .args([
                 format!("--etcd-servers=http://{clients}"),
                 format!("--secure-port={}", api.port()),
@@ -106,13 +107,12 @@ impl Real {
                 format!("--service-account-key-file={}", public.display()),
                 format!("--service-account-signing-key-file={}", private.display()),
             ])
-            .args(flags)
-            .start()?;
-        let serving = |line: &str| line.contains(SERVING).then_some(());
-        apiserver.wait_for_line(SERVING, START, serving).await?;
+            .args(flags);
+        let apiserver = serving(&program).await?;
         let real = Self {
             scratch,
             _etcd: etcd,
+            program,
             apiserver,
         };
         // Self-signed for the address that it advertises, and written before it serves.
@@ -128,6 +128,14 @@ impl Real {
             real.write_kubeconfig(file, &cluster, &user, namespace)?;
         }
         Ok(real)
+    }
+
+    /// Kills kube-apiserver and starts it again, until its port is open; etcd goes on.
+    pub(super) async fn restart(&mut self) -> Result<()> {
+        self.apiserver.signal(Signal::Kill)?;
+        self.apiserver.end(START).await?;
+        self.apiserver = serving(&self.program).await?;
+        Ok(())
     }
 
     fn write_kubeconfig(
@@ -161,6 +169,13 @@ impl Real {
     pub(super) fn server_kubeconfig(&self) -> PathBuf {
         self.scratch.path().join(SERVER_FILE)
     }
+}
+
+async fn serving(program: &Program) -> Result<Process> {
+    let mut apiserver = program.clone().start()?;
+    let serving = |line: &str| line.contains(SERVING).then_some(());
+    apiserver.wait_for_line(SERVING, START, serving).await?;
+    Ok(apiserver)
 }
 
 /// Ports that were free a moment ago: neither program can be told to choose its own and say which.

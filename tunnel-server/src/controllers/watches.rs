@@ -20,6 +20,9 @@ use super::problems::{Part, Problems};
 const PAGE_OBJECTS: u32 = 200;
 /// The API server ends watches after this long, seconds; one that is silent for longer is dead.
 pub(super) const WATCH_SECONDS: u32 = 60;
+/// Failures are reported when they have gone on for this long. For a second or two after its start, an API server refuses with
+/// 403 what it allows, until it has read the roles.
+const TOLERATED: Duration = Duration::from_secs(5);
 /// Longer than a try to start a watch and the wait before it together.
 const SILENCE: Duration = Duration::from_secs(12);
 const FOREVER: Duration = Duration::from_secs(86_400 * 365);
@@ -106,7 +109,8 @@ pub(super) async fn follow<K>(
 struct Trouble {
     context: Context,
     backoff: Backoff,
-    failures: u32,
+    /// When the first of them was.
+    since: Option<Instant>,
     /// When the last failure was waited out.
     tried_at: Instant,
     /// The version of the last list expired, too: the next list proves nothing.
@@ -118,7 +122,7 @@ impl Trouble {
         Self {
             context,
             backoff: Backoff::default(),
-            failures: 0,
+            since: None,
             tried_at: Instant::now(),
             is_expiring: false,
         }
@@ -126,26 +130,30 @@ impl Trouble {
 
     /// Without a failure until then a watch runs, whether it has something to say or not.
     fn over_at(&self) -> Instant {
-        let time = if self.failures > 0 { SILENCE } else { FOREVER };
+        let time = if self.since.is_some() {
+            SILENCE
+        } else {
+            FOREVER
+        };
         self.tried_at + time
     }
 
     /// Everything was listed, so the API server answers again.
     fn listed(&mut self) {
-        if self.failures > 0 && !self.is_expiring {
+        if self.since.is_some() && !self.is_expiring {
             self.is_over();
         }
     }
 
     fn is_over(&mut self) {
-        self.failures = 0;
+        self.since = None;
         self.is_expiring = false;
         let part = Part::Watching(self.context.object);
         self.context.problems.set(part, Vec::new());
     }
 
-    /// How long to wait after a failure. A single one is nothing: every restart of the API server makes some. A version
-    /// that expired once in a while is nothing either: an API server that has just started knows no old ones.
+    /// How long to wait after a failure. Every restart of the API server makes some, so that they are reported when they last.
+    /// A version that expired once in a while is no condition: an API server that has just started knows no old ones.
     fn after(&mut self, failure: &Failure) -> Duration {
         let Context {
             object,
@@ -153,14 +161,14 @@ impl Trouble {
             problems,
             throttle,
         } = &self.context;
-        self.failures = self.failures.saturating_add(1);
         metrics.watch_failed(*object, failure.kind);
         debug!(object = object.label(), error = %failure, "cannot watch, trying again");
         let now = Instant::now();
+        let since = *self.since.get_or_insert(now);
         let wait = self.backoff.after(failure, now, rand::random());
         let is_expired = failure.kind == FailureKind::Expired;
         self.is_expiring = is_expired && !wait.is_zero();
-        if self.is_expiring || (self.failures > 1 && !is_expired) {
+        if self.is_expiring || (now.duration_since(since) >= TOLERATED && !is_expired) {
             let line = format!("{} cannot be followed: {failure}", object.label());
             problems.set(Part::Watching(*object), vec![line]);
         }

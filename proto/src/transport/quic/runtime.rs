@@ -327,7 +327,11 @@ mod tests {
             let _full = socket.try_send(&datagram);
             while queue.recv().await.is_some() {}
         }));
-        let admitted = || (0..10_000).filter(|_| runtime.backlog.admits(peer, 1)).count();
+        let admitted = || {
+            (0..10_000)
+                .filter(|_| runtime.backlog.admits(peer, 1))
+                .count()
+        };
         assert_eq!(admitted(), 10_000);
         tokio::task::yield_now().await;
         assert!(admitted() < 10_000, "the queue is not empty yet");
