@@ -280,7 +280,18 @@ impl<W: Write + Send + 'static> Emptier<W> {
     }
 }
 
+/// Lines are written by the threads that log them from its drop on, also when the thread that writes has panicked.
+struct Finish<'a, W>(&'a Outlet<W>);
+
+impl<W> Drop for Finish<'_, W> {
+    fn drop(&mut self) {
+        lock(&self.0.queue).finished = true;
+        self.0.progress.notify_all();
+    }
+}
+
 fn run<W: Write + Send + 'static>(outlet: &Outlet<W>, mut reports: impl Reports) {
+    let _finish = Finish(outlet);
     let mut batch = Batch::default();
     let mut reported = Lost::default();
     let mut is_due = false;
@@ -303,8 +314,6 @@ fn run<W: Write + Send + 'static>(outlet: &Outlet<W>, mut reports: impl Reports)
         let mut queue = lock(&outlet.queue);
         if !is_open && queue.lines.bytes.is_empty() {
             queue.finished = true;
-            drop(queue);
-            outlet.progress.notify_all();
             return;
         }
     }
@@ -323,7 +332,7 @@ impl<W: Write + Send + 'static> Drop for Emptier<W> {
         let finished = queue.finished;
         drop(queue);
         if let Some(thread) = self.thread.take().filter(|_| finished) {
-            let _it_does_not_panic = thread.join();
+            let _panicked = thread.join();
         }
     }
 }
@@ -374,6 +383,35 @@ mod tests {
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
         }
+    }
+
+    /// An output that panics at its first line.
+    struct Panics(mpsc::Sender<String>, bool);
+
+    impl Write for Panics {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            assert!(std::mem::replace(&mut self.1, true), "of the test");
+            let _test_is_over = self.0.send(String::from_utf8_lossy(data).into_owned());
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_are_written_after_the_thread_has_panicked() {
+        let (tell, written) = mpsc::channel();
+        let outlet = Outlet::new(Panics(tell, false), counters());
+        let emptier = Emptier::start(outlet.clone(), Notices(outlet.clone())).unwrap();
+        outlet.push(b"lost\n", Class::Panic);
+        while !lock(&outlet.queue).finished {
+            std::thread::yield_now();
+        }
+        outlet.push(b"later\n", Class::Other);
+        assert_eq!(written.recv_timeout(LONG).unwrap(), "later\n");
+        drop(emptier);
     }
 
     fn counters() -> &'static LostLines {
