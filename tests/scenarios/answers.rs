@@ -229,7 +229,7 @@ async fn address_that_an_agent_claims_never_counts() -> Result<()> {
         "unknown_node",
         &["127.0.0.1"],
     );
-    let status = tunnel_server::status::list(world.nodes(), &[], world.registry());
+    let status = tunnel_server::admin::status::list(world.nodes(), &[], world.registry());
     assert_eq!(status[0].claimed_address.as_deref(), Some("127.0.0.1"));
     Ok(())
 }

@@ -15,11 +15,11 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::config::RawConfig;
-use tunnel_server::data::DataDir;
 use tunnel_server::dns::{
     Addresses, Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSocket, DnsSockets, Records,
     Resolvers, restore,
 };
+use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::world::{PATIENCE, World};

@@ -16,12 +16,12 @@ use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_server::app::Bound;
+use tunnel_server::ca::LocalCa;
+use tunnel_server::ca::revocation::Revocations;
+use tunnel_server::ca::tokens::TokenStore;
 use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
-use tunnel_server::issuer::LocalCa;
-use tunnel_server::nodes::KnownNodes;
-use tunnel_server::registry::Registry;
-use tunnel_server::revoked::Revocations;
-use tunnel_server::tokens::TokenStore;
+use tunnel_server::routing::known_nodes::KnownNodes;
+use tunnel_server::routing::registry::Registry;
 
 use crate::client::{ClientTls, Door};
 use crate::eventually::{eventually, scaled};

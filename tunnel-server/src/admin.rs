@@ -21,17 +21,19 @@ use tunnel_proto::process::meta::{Answer, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::data::DataDir;
+use crate::ca::LocalCa;
+use crate::ca::revocation::Revocations;
+use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ingress::connect::Tunnels;
-use crate::issuer::LocalCa;
-use crate::nodes::KnownNodes;
-use crate::revoked::Revocations;
-use crate::tokens::{CreateTokenError, TokenStore};
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::DataDir;
 use crate::unix::{self, Access};
 
 mod client;
 mod command;
 mod message;
+pub mod status;
+pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use command::{AgentCommand, agent_command};

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
+use crate::admin::verbs::connect::ConnectArgs;
+use crate::admin::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
 use crate::config::RawConfig;
-use crate::verbs::connect::ConnectArgs;
-use crate::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
 
 /// Culvert's cloud side: accepts agents and passes requests for edge nodes to them
 ///

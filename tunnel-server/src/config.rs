@@ -25,9 +25,9 @@ mod dns;
 mod kubernetes;
 mod limits;
 mod raw;
-mod reached;
 mod targets;
 
+pub use crate::metrics::limit::Limit;
 pub use capacity::Capacity;
 use check::{
     address, advertised, agent_files, check_service, client_auth, door_address, duration,
@@ -39,7 +39,6 @@ pub use kubernetes::{
 };
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
-pub use reached::Limit;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Where the server keeps its state unless told otherwise.

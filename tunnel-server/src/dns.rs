@@ -16,8 +16,6 @@ mod answer;
 #[cfg(feature = "dns")]
 mod guard;
 #[cfg(feature = "dns")]
-mod kept;
-#[cfg(feature = "dns")]
 mod limiter;
 #[cfg(feature = "dns")]
 mod metrics;
@@ -28,6 +26,8 @@ mod pattern;
 mod server;
 mod settings;
 #[cfg(feature = "dns")]
+mod snapshot;
+#[cfg(feature = "dns")]
 mod tcp;
 #[cfg(feature = "dns")]
 mod udp;
@@ -35,11 +35,11 @@ mod udp;
 mod upstream;
 
 #[cfg(feature = "dns")]
+pub use crate::dns::snapshot::restore;
+#[cfg(feature = "dns")]
 pub use answer::{Asked, Transport, Verdict, View, decide};
 #[cfg(feature = "dns")]
 pub use guard::LoopError;
-#[cfg(feature = "dns")]
-pub use kept::restore;
 #[cfg(feature = "dns")]
 pub use metrics::{DnsMetrics, Outcome};
 #[cfg(feature = "dns")]

@@ -14,34 +14,30 @@ use tunnel_proto::process::places::{Place, Places, Reached};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::callers::{Borrowers, DoorTls};
 use crate::config::Limit;
+use crate::ingress::client_auth::{Borrowers, DoorTls};
+use crate::ingress::target_tls::Targets;
 use crate::metrics::Metrics;
-use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
-use crate::registry::Registry;
-use crate::routes::Routes;
-use crate::targets::Targets;
+use crate::routing::pod_lookup::PodFinder;
+use crate::routing::registry::Registry;
+use crate::routing::routes::Routes;
 
-pub mod answer;
-pub mod body;
+pub mod access_log;
+pub mod caller_stream;
+pub mod client_auth;
 pub mod connect;
-mod course;
-mod fields;
-mod head_check;
-mod http;
+pub mod error;
+pub mod http;
 pub mod peer;
-pub mod record;
 pub mod service;
-pub mod socket;
-pub mod target;
-mod upstream;
+pub mod target_tls;
 
+use crate::ingress::caller_stream::{CallerSocket, DoorSocket, Fate, Hangup};
+use crate::routing::decision::Scheme;
 use connect::Gate;
 use peer::{CallerName, Peer};
 use service::Service;
-use socket::{CallerSocket, DoorSocket, Fate, Hangup};
-use target::Scheme;
 
 /// What all doors share.
 #[derive(Debug, Clone)]

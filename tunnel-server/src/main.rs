@@ -10,10 +10,10 @@ use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, on_signals};
 use tunnel_proto::process::telemetry;
+use tunnel_server::admin::verbs::VerbError;
 use tunnel_server::app::App;
 use tunnel_server::cli::{Cli, Source, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
-use tunnel_server::verbs::VerbError;
 
 /// glibc's allocator keeps what a flood took; this one gives it back within seconds. `.cargo/config.toml` has its options.
 #[global_allocator]

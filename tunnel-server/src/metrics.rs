@@ -1,5 +1,7 @@
 //! What the server counts. Labels are enums; nothing of a caller's or peer's text becomes one.
 
+pub(crate) mod limit;
+
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -20,7 +22,7 @@ use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::Limit;
-use crate::ingress::answer::Outcome;
+use crate::ingress::error::Outcome;
 
 /// Upper bounds for opening a stream, seconds: from one local round trip to the open timeout.
 const OPEN_SECONDS: [f64; 10] = [

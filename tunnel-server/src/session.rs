@@ -1,4 +1,4 @@
-//! One agent: admission, and what follows from it; `session/running.rs` has the rest of its life.
+//! One agent: admission, and what follows from it; `session/session_loop.rs` has the rest of its life.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,17 +18,18 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use crate::ca::distrusted::DISTRUSTED;
+use crate::ca::renewal::Renewals;
+use crate::ca::revocation::Revocations;
 use crate::config::Limit;
-use crate::distrusted::DISTRUSTED;
 use crate::metrics::Metrics;
-use crate::nodes::KnownNodes;
-use crate::registry::{AgentSession, RegisterError, Registration, Registry};
-use crate::renew::Renewals;
-use crate::revoked::Revocations;
+use crate::routing::known_nodes::KnownNodes;
+use crate::routing::registry::{AgentSession, RegisterError, Registration, Registry};
 
+pub mod acceptor;
 mod admission_rate;
 mod renewing;
-mod running;
+mod session_loop;
 
 pub use admission_rate::AdmissionRate;
 

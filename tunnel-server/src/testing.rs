@@ -26,12 +26,12 @@ use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 
-use crate::data::testing::Scratch;
+use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
-use crate::nodes::KnownNodes;
-use crate::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
-use crate::revoked::Revocations;
+use crate::routing::known_nodes::KnownNodes;
+use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
 use crate::session::{SessionLimits, Sessions};
+use crate::store::data_dir::testing::Scratch;
 
 /// Beyond every limit of the code under test.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(600);

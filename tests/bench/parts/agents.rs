@@ -22,8 +22,8 @@ use tunnel_proto::transport::{
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP, VERSION_MAX, VERSION_MIN};
-use tunnel_server::data::DataDir;
-use tunnel_server::issuer::LocalCa;
+use tunnel_server::ca::LocalCa;
+use tunnel_server::store::data_dir::DataDir;
 
 use super::listening;
 use super::raw::Kind;

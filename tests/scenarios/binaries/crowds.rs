@@ -415,7 +415,7 @@ const CROWD: usize = 5000;
 const AT_ONCE: usize = 16;
 /// The node of the sessions.
 const HOSTILE: &str = "worker-9";
-/// As `registry.rs` has it.
+/// As `routing/registry.rs` has it.
 const SESSIONS_PER_NODE: usize = 4;
 /// Others are answered in this time throughout.
 const ANSWER: Duration = Duration::from_secs(1);

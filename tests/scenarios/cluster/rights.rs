@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use tunnel_server::controllers::objects::{RIGHTS, Right, Scope};
+use tunnel_server::cluster::objects::{RIGHTS, Right, Scope};
 use tunnel_tests::apiserver::Reviewing;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Door, RawRequest, request};

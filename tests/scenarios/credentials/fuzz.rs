@@ -13,7 +13,7 @@ use tunnel_proto::wire::enroll::{
 };
 use tunnel_proto::wire::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX};
 use tunnel_proto::wire::name::{InstanceId, SessionId};
-use tunnel_server::issuer::AgentRequest;
+use tunnel_server::ca::AgentRequest;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::data::DataDir;
 use tunnel_server::dns::{Addresses, Node, Place, RecordSet, Records};
+use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::{Behaviour, DnsClient, StandInResolver};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, ScratchDir, ServerSetup, own_loopback};

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::data::DataDir;
+use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::{Behaviour, RecordType, ResponseCode, StandInResolver, addresses, query};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
+use tunnel_server::cluster::objects::{REPLICAS_MAX, Right, Scope, replica_lease};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
-use tunnel_server::controllers::objects::{REPLICAS_MAX, Right, Scope, replica_lease};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
-use tunnel_server::ingress::answer::Outcome;
+use tunnel_server::ingress::error::Outcome;
 use tunnel_tests::guides::page;
 
 /// Numbers of codes are small; those that nobody has are told apart by their label.

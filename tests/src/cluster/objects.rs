@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
-use tunnel_server::config::{EDGE_LABEL, ObjectNames};
-use tunnel_server::controllers::objects::{
+use tunnel_server::cluster::objects::{
     CA_CERTIFICATE_KEY, RECORDS_KEY, REPLICAS_MAX, RIGHTS, Right, Scope, replica_lease,
 };
+use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 
 use super::Cluster;
 

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::name::SessionId;
 use tunnel_server::config::RawService;
-use tunnel_server::registry::AgentSession;
+use tunnel_server::routing::registry::AgentSession;
 
 use super::reach::{NODE, Reach, Targets};
 use super::watch::{metric, until};

@@ -13,9 +13,9 @@ use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
 use super::{CreateToken, CreatedToken, Problem, RevokedNode};
-use crate::data::DataDir;
-use crate::status::NodeStatus;
-use crate::tokens::TokenInfo;
+use crate::admin::status::NodeStatus;
+use crate::ca::tokens::TokenInfo;
+use crate::store::data_dir::DataDir;
 
 /// Talks to the server that runs with a data directory. Each call makes a connection of its own.
 #[derive(Debug, Clone)]

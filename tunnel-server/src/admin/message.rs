@@ -9,7 +9,7 @@ use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
 use super::agent_command;
-use crate::data::{name_text, time_text};
+use crate::store::data_dir::{name_text, time_text};
 
 /// Asks for a join token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

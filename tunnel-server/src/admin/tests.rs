@@ -2,8 +2,8 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use super::*;
-use crate::data::testing::Scratch;
-use crate::tokens::TokenState;
+use crate::ca::tokens::TokenState;
+use crate::store::data_dir::testing::Scratch;
 
 struct Fixture {
     scratch: Scratch,
@@ -21,7 +21,7 @@ impl Fixture {
             tokens: Arc::new(TokenStore::open(dir).unwrap()),
             nodes: Arc::new(KnownNodes::open(dir).unwrap()),
             status: Arc::new(|| {
-                let mut status = serde_json::json!(crate::status::NodeStatus::default());
+                let mut status = serde_json::json!(status::NodeStatus::default());
                 status["node"] = "worker-9".into();
                 status["connected"] = true.into();
                 vec![status]

@@ -10,15 +10,15 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
+use crate::ca::LocalCa;
+use crate::ca::revocation::Revocations;
+use crate::ca::tokens::TokenStore;
 use crate::config::Config;
-use crate::data::DataDir;
-use crate::issuer::LocalCa;
-use crate::revoked::Revocations;
-use crate::tokens::TokenStore;
+use crate::store::data_dir::DataDir;
 
 /// The way to the cluster.
 #[cfg(feature = "kubernetes")]
-pub(super) type Side = crate::controllers::ClusterSide;
+pub(super) type Side = crate::cluster::ClusterSide;
 /// This build has none.
 #[cfg(not(feature = "kubernetes"))]
 pub(super) type Side = std::convert::Infallible;
@@ -38,7 +38,7 @@ pub(super) struct Authority {
 #[derive(Debug, Default)]
 pub(super) struct Holding {
     #[cfg(feature = "kubernetes")]
-    lease: Option<crate::controllers::Holding>,
+    lease: Option<crate::cluster::Holding>,
 }
 
 impl Holding {

@@ -8,18 +8,18 @@ use tunnel_proto::process::shutdown::Shutdown;
 use super::Bound;
 use super::authority::Side;
 use super::identity::AgentSide;
-use crate::attest::Attestor;
+use crate::ca::DoorNames;
+use crate::ca::attestation::Attestor;
 use crate::config::Config;
-use crate::data::DataDir;
 use crate::dns::Records;
-use crate::ingress::connect::ranges::LiveRanges;
-use crate::issuer::DoorNames;
+use crate::ingress::target_tls::Targets;
 use crate::metrics::Metrics;
-use crate::pods::PodFinder;
 use crate::policy::LivePolicy;
-use crate::registry::Registry;
-use crate::routes::Routes;
-use crate::targets::Targets;
+use crate::routing::dial_policy::LiveRanges;
+use crate::routing::pod_lookup::PodFinder;
+use crate::routing::registry::Registry;
+use crate::routing::routes::Routes;
+use crate::store::data_dir::DataDir;
 
 /// What the cluster's side feeds and reads.
 #[cfg_attr(
@@ -50,7 +50,7 @@ pub(super) struct FollowedCluster {
     /// Whom enrolments may ask about tokens.
     pub(super) attestor: Option<Attestor>,
     #[cfg(feature = "kubernetes")]
-    writing: Option<crate::controllers::Writing>,
+    writing: Option<crate::cluster::Writing>,
 }
 
 impl FollowedCluster {
@@ -74,8 +74,8 @@ pub(super) fn follow_cluster(
 ) -> FollowedCluster {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
+    use crate::cluster::{self, DoorPorts, Parts, Signer};
     use crate::config::KubeletCa;
-    use crate::controllers::{self, DoorPorts, Parts, Signer};
 
     let (Some(settings), Some(side)) = (&config.kubernetes, side) else {
         return FollowedCluster::default();
@@ -109,7 +109,7 @@ pub(super) fn follow_cluster(
             targets: parts.targets.clone(),
         }),
     };
-    let writing = controllers::start(settings, side, parts);
+    let writing = cluster::start(settings, side, parts);
     FollowedCluster {
         pods: finder,
         attestor,

@@ -15,11 +15,11 @@ use super::identity::Followed;
 use super::sockets::{Bound, bound_ports, listen};
 use super::targets::door_tls;
 use crate::config::{Config, ConnectSettings};
-use crate::ingress::connect::passwords::{LivePasswords, Passwords, PasswordsError};
-use crate::ingress::connect::ranges::{Allowed, LiveRanges};
+use crate::ingress::connect::basic_auth::{LivePasswords, Passwords, PasswordsError};
 use crate::ingress::connect::{Direct, Gate, Tunnels};
-use crate::ingress::target::Scheme;
 use crate::ingress::{Door, DoorLimits, Doors, Mode};
+use crate::routing::decision::Scheme;
+use crate::routing::dial_policy::{Allowed, LiveRanges};
 use crate::unix::{self, Access, SocketFile};
 
 /// Opening a stream takes at most this long here: a scrape that gives up after 10 s is to have heard why.

@@ -17,11 +17,11 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::files::{FileError, PairFiles, load_roots};
 use tunnel_proto::tls::{self, AgentTrust, HeldKey};
 
+use crate::ca::LocalCa;
+use crate::ca::renewal::Renewals;
+use crate::ca::revocation::Revocations;
 use crate::config::{Config, KubeletCa};
-use crate::issuer::LocalCa;
 use crate::metrics::Metrics;
-use crate::renew::Renewals;
-use crate::revoked::Revocations;
 
 /// A certificate that ends sooner than this is told at start and when it is replaced.
 const ENDS_SOON: Duration = Duration::from_secs(7 * 86400);
@@ -215,7 +215,7 @@ pub(super) fn told_end(what: &str, own: &CertifiedKey, note: &impl Fn(SystemTime
     };
     note(not_after);
     if not_after < SystemTime::now() + ENDS_SOON {
-        let not_after = crate::data::rfc3339(not_after);
+        let not_after = crate::store::data_dir::rfc3339(not_after);
         warn!(
             what,
             not_after, "certificate ends soon or has ended; replace its file"

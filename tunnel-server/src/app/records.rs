@@ -6,12 +6,12 @@ use prometheus_client::registry::Registry;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use crate::config::Config;
-use crate::data::DataDir;
 use crate::dns::{
     Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records,
     restore,
 };
-use crate::nodes::KnownNodes;
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::DataDir;
 
 /// What the embedded DNS takes from the server around it.
 pub(super) struct DnsContext<'a> {

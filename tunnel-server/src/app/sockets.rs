@@ -16,14 +16,14 @@ use tunnel_proto::wire::name::Port;
 
 use super::connect::ConnectSockets;
 use super::identity::{Followed, follow_pair};
-use crate::callers::DoorTls;
+use crate::ca::{DoorNames, LocalCa};
 use crate::config::Config;
 #[cfg(feature = "dns")]
 use crate::dns::{DnsSocket, DnsSockets};
-use crate::ingress::target::Scheme;
+use crate::ingress::client_auth::DoorTls;
 use crate::ingress::{Door, Mode};
-use crate::issuer::{DoorNames, LocalCa};
-use crate::routes::Routes;
+use crate::routing::decision::Scheme;
+use crate::routing::routes::Routes;
 
 /// Tries to find a port number that is free for TCP and UDP when asked for port 0.
 const SAME_PORT_TRIES: usize = 16;

@@ -13,9 +13,9 @@ use tunnel_proto::process::reload::Fresh;
 use tunnel_proto::tls::files::{FileError, PairFiles};
 
 use super::identity::{Followed, fresh_pair, fresh_roots, told_end};
-use crate::callers::DoorTls;
 use crate::config::Config;
-use crate::targets::Targets;
+use crate::ingress::client_auth::DoorTls;
+use crate::ingress::target_tls::Targets;
 
 /// Label and log name of the server's own client certificate.
 const TARGET_CERTIFICATE: &str = "target_certificate";

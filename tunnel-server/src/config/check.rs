@@ -11,8 +11,8 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{AgentFiles, ProxyPortListen, RawConfig, RawService};
 use crate::ingress::service::Service;
-use crate::ingress::target::Destination;
 use crate::policy::PortPolicy;
+use crate::routing::decision::Destination;
 
 pub(super) fn loopback(port: u16) -> SocketAddr {
     ([127, 0, 0, 1], port).into()

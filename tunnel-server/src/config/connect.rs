@@ -7,7 +7,7 @@ use tunnel_proto::process::settings::Mistakes;
 
 use super::RawConfig;
 use super::check::{address, parsed};
-use crate::ingress::connect::ranges::DirectTarget;
+use crate::routing::dial_policy::DirectTarget;
 
 /// What the CONNECT doors are to be.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,7 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 use super::Names;
 use super::answer::Transport;
 use super::upstream;
-use crate::data::random;
+use crate::store::data_dir::random;
 
 /// A resolver sends what it is asked back to us.
 #[derive(Debug, thiserror::Error)]

@@ -19,8 +19,9 @@ use super::guard::{Guard, LoopError};
 use super::limiter::{Limiter, Share};
 use super::metrics::{DnsMetrics, Outcome};
 use super::udp::DnsSocket;
-use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, kept, tcp, udp, upstream};
-use crate::data::DataDir;
+use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp, udp, upstream};
+use crate::dns::snapshot;
+use crate::store::data_dir::DataDir;
 
 /// Both sockets, on one port.
 #[derive(Debug)]
@@ -88,7 +89,7 @@ impl Dns {
     /// go to other resolvers.
     #[must_use]
     pub fn start(parts: DnsParts<'_>, shutdown: &Shutdown) -> Self {
-        kept::keep(parts.data, &parts.records, shutdown);
+        snapshot::keep(parts.data, &parts.records, shutdown);
         let names = Names {
             zone: parts.settings.zone.clone(),
             clusters: parts.settings.clusters.clone(),

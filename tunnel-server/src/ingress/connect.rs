@@ -19,33 +19,32 @@ use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::Doors;
-use super::answer::{Failure, Outcome};
-use super::body::{Passing, RequestBody};
-use super::fields::{clean_response, judge, prepare, trace_parent};
 use super::http::{Caller, Forwarded, Rest};
 use super::peer::CallerName;
-use super::record::Record;
-use super::socket::read_away;
-use super::target::{Destination, Scheme};
-use super::upstream::{Carrier, exchange_direct};
-use crate::registry::CallerKey;
+use crate::ingress::access_log::Record;
+use crate::ingress::caller_stream::read_away;
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::http::body::{Passing, RequestBody};
+use crate::ingress::http::headers::{clean_response, judge, prepare, trace_parent};
+use crate::ingress::http::upstream::{Carrier, exchange_direct};
+use crate::routing::decision::{Destination, Scheme};
+use crate::routing::registry::CallerKey;
 
 mod admin;
 mod attempts;
+pub mod basic_auth;
 mod dial;
-mod goal;
-pub mod passwords;
-pub mod ranges;
+mod request;
 #[cfg(test)]
 #[cfg(feature = "kubernetes")]
 pub(crate) mod table;
 
+use crate::ingress::connect::basic_auth::{LivePasswords, PasswordRefusal};
+use crate::ingress::connect::request::{Form, Goal, Place, Way};
+use crate::routing::dial_policy::Claims;
 pub use admin::Tunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
-use goal::{Form, Goal, Place, Way};
-use passwords::{LivePasswords, PasswordRefusal};
-use ranges::Claims;
 
 /// What a CONNECT door asks of its callers, and lets them do.
 #[derive(Debug, Clone)]

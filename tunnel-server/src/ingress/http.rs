@@ -1,5 +1,11 @@
 //! Terminated mode: hyper towards the caller, one routed request at a time, hyper through the stream to the target.
 
+pub mod body;
+pub(crate) mod head_check;
+pub(crate) mod headers;
+pub(crate) mod timeouts;
+pub(crate) mod upstream;
+
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -26,25 +32,25 @@ use tunnel_proto::process::telemetry::LineLimit;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::name::NodeName;
 
-use super::answer::{Failure, Outcome};
-use super::body::{DoorBody, Passing, RequestBody};
-use super::connect::passwords::Credentials;
 use super::connect::{self, Tunnel};
-use super::course::{Course, Followed, Overdue, Patience, Underway};
-use super::fields::{
+use super::peer::{CallerName, Peer};
+use super::{Door, DoorLimits, Doors, Line};
+use crate::config::Limit;
+use crate::ingress::access_log::Record;
+use crate::ingress::caller_stream::{Fate, Hangup, Unfinished, read_away};
+use crate::ingress::connect::basic_auth::Credentials;
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::http::body::{DoorBody, Passing, RequestBody};
+use crate::ingress::http::head_check::{Fault, Following};
+use crate::ingress::http::headers::{
     clean_response, end_unless_switched, is_framed_twice, judge, may_share_connection, prepare,
     requested_upgrade, trace_parent,
 };
-use super::head_check::{Fault, Following};
-use super::peer::{CallerName, Peer};
-use super::record::Record;
-use super::socket::{Fate, Hangup, Unfinished, read_away};
-use super::target::delegated::{self, Addressed, Decision, DelegatedRequest};
-use super::target::{Facts, Scheme, decide};
-use super::upstream::{Carrier, Kept, Purpose, Way};
-use super::{Door, DoorLimits, Doors, Line};
-use crate::config::Limit;
-use crate::registry::CallerKey;
+use crate::ingress::http::timeouts::{Course, Followed, Overdue, Patience, Underway};
+use crate::ingress::http::upstream::{Carrier, Kept, Purpose, Way};
+use crate::routing::decision::delegated::{self, Addressed, Decision, DelegatedRequest};
+use crate::routing::decision::{Facts, Scheme, decide};
+use crate::routing::registry::CallerKey;
 
 /// A connection that has been idle for this long gives hyper's buffers back, which are most of what it costs.
 const RELEASE_BUFFERS_AFTER: Duration = Duration::from_secs(2);

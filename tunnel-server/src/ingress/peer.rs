@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tunnel_proto::process::places::source;
 
-use crate::registry::CallerKey;
+use crate::routing::registry::CallerKey;
 
 /// The other end of a caller's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

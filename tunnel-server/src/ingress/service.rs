@@ -10,11 +10,11 @@ use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::Doors;
-use super::answer::{Failure, Outcome};
 use super::peer::CallerName;
-use super::record::Record;
-use super::socket::{DoorSocket, Fate, read_away};
-use super::target::Destination;
+use crate::ingress::access_log::Record;
+use crate::ingress::caller_stream::{DoorSocket, Fate, read_away};
+use crate::ingress::error::{Failure, Outcome};
+use crate::routing::decision::Destination;
 
 /// One entry of `services:`.
 #[derive(Debug, Clone)]

@@ -10,8 +10,8 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::Sessions;
-use crate::registry::AgentSession;
-use crate::renew::{Refusal, Renewed};
+use crate::ca::renewal::{Refusal, Renewed};
+use crate::routing::registry::AgentSession;
 
 /// An agent that asks sooner than this after its last request has lost its mind.
 const APART: Duration = Duration::from_secs(1);
@@ -77,7 +77,7 @@ impl Sessions {
                 agent.renewed(renewed.not_after, renewed.chain);
                 self.nodes.seen(node, renewed.not_after);
                 self.metrics.renewal("issued");
-                let not_after = crate::data::rfc3339(renewed.not_after);
+                let not_after = crate::store::data_dir::rfc3339(renewed.not_after);
                 info!(agent = %node, session = %agent.id, not_after, "certificate renewed");
                 renewed.reply
             }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use rustls::RootCertStore;
 use serde_json::{Value, json};
-use tunnel_server::controllers::objects::Scope;
+use tunnel_server::cluster::objects::Scope;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Door, HttpReply, RawRequest, UpgradeClient, request};
 use tunnel_tests::cluster::{Cluster, cloud, edge, server_roles_of};

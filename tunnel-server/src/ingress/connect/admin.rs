@@ -12,16 +12,16 @@ use hyper_util::rt::TokioIo;
 use tokio::sync::Semaphore;
 
 use super::super::Doors;
-use super::super::answer::{Failure, Outcome};
-use super::super::body::Passing;
-use super::super::fields::trace_parent;
 use super::super::peer::{CallerName, Peer};
-use super::super::record::Record;
-use super::super::socket::Fate;
-use super::goal::{Form, Goal};
-use super::ranges::{Allowed, LiveRanges};
 use super::{Direct, Gate, Tunnel, open, pass, subject, way};
-use crate::registry::CallerKey;
+use crate::ingress::access_log::Record;
+use crate::ingress::caller_stream::Fate;
+use crate::ingress::connect::request::{Form, Goal};
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::http::body::Passing;
+use crate::ingress::http::headers::trace_parent;
+use crate::routing::dial_policy::{Allowed, LiveRanges};
+use crate::routing::registry::CallerKey;
 
 /// Tunnels of people at once.
 const TUNNELS_MAX: usize = 256;

@@ -15,11 +15,11 @@ use tokio::time::timeout;
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
 
-use super::super::answer::{Failure, Outcome};
-use super::super::socket::{DoorSocket, Fate, Unfinished};
-use super::goal::Place;
-use super::ranges::{Allowed, Claims, Refused};
 use crate::config::Limit;
+use crate::ingress::caller_stream::{DoorSocket, Fate, Unfinished};
+use crate::ingress::connect::request::Place;
+use crate::ingress::error::{Failure, Outcome};
+use crate::routing::dial_policy::{Allowed, Claims, Refused};
 
 /// Lookups at once; each takes a thread while the system's resolver works.
 const LOOKUPS: usize = 64;

@@ -6,10 +6,10 @@ use http::Request;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::dial::judge_all;
-use super::goal::{Goal, Place, Way};
-use super::ranges::{Allowed, Claims, LiveRanges};
+use crate::ingress::connect::request::{Goal, Place, Way};
 use crate::policy::PortPolicy;
-use crate::routes::RouteTable;
+use crate::routing::dial_policy::{Allowed, Claims, LiveRanges};
+use crate::routing::routes::RouteTable;
 
 /// A server in a cluster.
 #[derive(Debug)]

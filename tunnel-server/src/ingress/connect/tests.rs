@@ -7,11 +7,11 @@ use tokio::net::TcpListener;
 use tunnel_proto::process::base64;
 use tunnel_proto::wire::code::RefusalCode;
 
-use super::passwords::{LivePasswords, Passwords};
-use super::ranges::{Allowed, LiveRanges};
 use super::{Direct, Gate};
 use crate::ingress::Door;
+use crate::ingress::connect::basic_auth::{LivePasswords, Passwords};
 use crate::ingress::http::tests::bench::{Bench, HI, head};
+use crate::routing::dial_policy::{Allowed, LiveRanges};
 use crate::testing::within;
 
 mod fuzz;

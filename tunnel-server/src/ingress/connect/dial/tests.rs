@@ -3,8 +3,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::net::TcpListener;
 
-use super::super::ranges::LiveRanges;
-use crate::routes::RouteTable;
+use crate::routing::dial_policy::LiveRanges;
+use crate::routing::routes::RouteTable;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;

@@ -10,13 +10,13 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 
-use super::super::goal::{Form, Goal, Way};
-use super::super::ranges::ClusterRanges;
-use crate::ingress::answer::Failure;
-use crate::ingress::body::DoorBody;
+use crate::ingress::connect::request::{Form, Goal, Way};
+use crate::ingress::error::Failure;
+use crate::ingress::http::body::DoorBody;
 use crate::ingress::http::builder;
 use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
+use crate::routing::dial_policy::ClusterRanges;
 
 /// Heads as callers send them, and as attackers do.
 const HEADS: &[&str] = &[

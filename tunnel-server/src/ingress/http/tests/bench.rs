@@ -16,18 +16,18 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
-use crate::callers::Borrowers;
+use crate::ingress::caller_stream::Hangup;
+use crate::ingress::client_auth::Borrowers;
 use crate::ingress::connect::Gate;
 use crate::ingress::http::serve;
 use crate::ingress::peer::CallerName;
-use crate::ingress::socket::Hangup;
-use crate::ingress::target::Scheme;
+use crate::ingress::target_tls::Targets;
 use crate::ingress::{Door, DoorLimits, Doors, Line, Mode};
 use crate::metrics::Metrics;
 use crate::policy::{LivePolicy, PortPolicy};
-use crate::registry::{AgentSession, Registration, Registry, RegistryLimits};
-use crate::routes::{RouteNode, Routes, Source};
-use crate::targets::Targets;
+use crate::routing::decision::Scheme;
+use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
+use crate::routing::routes::{RouteNode, Routes, Source};
 use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
 
 /// A plain door, and agents that the test plays.

@@ -12,7 +12,7 @@ use super::super::RELEASE_BUFFERS_AFTER;
 use super::bench::{Agent, Bench, HI, door, get, head, hears_hi};
 use crate::config::Limit;
 use crate::ingress::peer::CallerName;
-use crate::registry::CallerKey;
+use crate::routing::registry::CallerKey;
 use crate::testing::{PATIENCE, STREAMS, header, node, within};
 
 fn reached(bench: &Bench, limit: Limit) -> u64 {

@@ -5,7 +5,7 @@ use tunnel_proto::process::panics;
 use tunnel_proto::wire::name::InstanceId;
 
 use super::bench::{Bench, get};
-use crate::registry::AgentSession;
+use crate::routing::registry::AgentSession;
 use crate::testing::{STREAMS, eventually, node, session};
 
 #[tokio::test]

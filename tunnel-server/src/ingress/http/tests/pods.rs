@@ -8,8 +8,8 @@ use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
 
 use super::bench::{Agent, Bench};
-use crate::pods::{LookupError, PodFinder, Question};
-use crate::routes::{RouteNode, Source};
+use crate::routing::pod_lookup::{LookupError, PodFinder, Question};
+use crate::routing::routes::{RouteNode, Source};
 use crate::testing::node;
 
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\

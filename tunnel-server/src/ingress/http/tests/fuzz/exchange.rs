@@ -18,17 +18,17 @@ use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
 use crate::ingress::DoorLimits;
-use crate::ingress::answer::{Failure, Outcome};
-use crate::ingress::body::{DoorBody, RequestBody};
-use crate::ingress::fields::{
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::http::body::{DoorBody, RequestBody};
+use crate::ingress::http::builder;
+use crate::ingress::http::head_check::{Fault, Following, HeadCheck};
+use crate::ingress::http::headers::{
     clean_response, end_unless_switched, judge, may_share_connection, prepare, requested_upgrade,
 };
-use crate::ingress::head_check::{Fault, Following, HeadCheck};
-use crate::ingress::http::builder;
-use crate::ingress::target::{Destination, Facts, Scheme, decide};
-use crate::ingress::upstream::client;
+use crate::ingress::http::upstream::client;
 use crate::policy::PortPolicy;
-use crate::routes::RouteTable;
+use crate::routing::decision::{Destination, Facts, Scheme, decide};
+use crate::routing::routes::RouteTable;
 
 /// What became of the bytes.
 #[derive(Debug, Default)]

@@ -1,0 +1,188 @@
+//! What people and programs are told about nodes: the list behind `/nodes`, the verb `nodes` and the metrics.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+use tunnel_proto::wire::name::NodeName;
+
+use crate::routing::known_nodes::KnownNodes;
+use crate::routing::registry::Registry;
+use crate::routing::routes::RouteNode;
+
+/// One node of the list; connected or not.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeStatus {
+    /// The node's name.
+    pub node: String,
+    /// Whether an agent is connected for it.
+    pub connected: bool,
+    /// The transport of its active session; the fields up to the certificate's are that session's, too.
+    pub transport: Option<String>,
+    /// `live`, or `suspect` while nothing is heard of the agent: then requests are refused until it answers.
+    #[serde(default)]
+    pub state: Option<String>,
+    /// Where the agent connects from.
+    pub address: Option<String>,
+    /// The agent's software.
+    pub version: Option<String>,
+    /// When the session was admitted, RFC 3339.
+    pub connected_since: Option<String>,
+    /// Smoothed round trip time.
+    pub rtt_millis: Option<u64>,
+    /// Streams open now, over all sessions of the node; the control streams do not count.
+    pub streams: u64,
+    /// Payload bytes received from the agent in this session.
+    pub bytes_in: u64,
+    /// Payload bytes sent to the agent in this session.
+    pub bytes_out: u64,
+    /// End of the agent's certificate, RFC 3339.
+    pub certificate_not_after: Option<String>,
+    /// Addresses that an operator or the cluster gave the node; only these count for routing.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
+    /// The address that the agent takes for its own; shown only.
+    #[serde(default)]
+    pub claimed_address: Option<String>,
+    /// Those of its addresses that other nodes have too, with the names of all of them.
+    #[serde(default)]
+    pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
+}
+
+/// Every known node, by name; those of the cluster are known, too.
+#[must_use]
+pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> Vec<NodeStatus> {
+    let known = nodes.snapshot();
+    let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> = BTreeMap::new();
+    let given = known.iter().map(|(name, node)| (name, &node.addresses));
+    let told = cluster.iter().map(|node| (&node.name, &node.addresses));
+    for (name, more) in given.chain(told) {
+        let all = addresses.entry(name).or_default();
+        for address in more {
+            if !all.contains(address) {
+                all.push(*address);
+            }
+        }
+    }
+    let mut owners: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
+    for (name, all) in &addresses {
+        for address in all {
+            owners.entry(*address).or_default().push(name.to_string());
+        }
+    }
+    owners.retain(|_, names| names.len() > 1);
+    addresses
+        .into_iter()
+        .map(|(name, addresses)| {
+            let certificate = known.get(name).and_then(|node| node.certificate_not_after);
+            let mut status = NodeStatus {
+                node: name.to_string(),
+                certificate_not_after: certificate.map(timestamp),
+                address_conflicts: addresses
+                    .iter()
+                    .filter_map(|address| Some((*address, owners.get(address)?.clone())))
+                    .collect(),
+                addresses,
+                ..NodeStatus::default()
+            };
+            let sessions = registry.of_node(name);
+            let active = sessions.iter().find(|session| session.is_routable());
+            if let Some(agent) = active.or_else(|| sessions.first()) {
+                let health = agent.session.health();
+                status.connected = true;
+                status.transport = Some(agent.session.transport().to_string());
+                let state = agent.suspicion().map_or("live", |_| "suspect");
+                status.state = Some(state.to_owned());
+                status.address = Some(health.remote.to_string());
+                status.version = Some(agent.software.clone());
+                status.connected_since = Some(timestamp(agent.since));
+                status.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
+                let streams = sessions
+                    .iter()
+                    .map(|agent| agent.session.health().streams as u64);
+                status.streams = streams.sum();
+                status.bytes_in = health.bytes_in;
+                status.bytes_out = health.bytes_out;
+                // Renewed on a session, it is newer than what the session began with.
+                let begun_with = agent.session.peer().not_after;
+                let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
+                status.certificate_not_after = Some(timestamp(latest));
+                status.claimed_address =
+                    Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
+            }
+            status
+        })
+        .collect()
+}
+
+fn timestamp(time: SystemTime) -> String {
+    humantime::format_rfc3339_seconds(time).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::routing::registry::Suspicion;
+    use crate::testing::{Bench, node};
+
+    #[tokio::test(start_paused = true)]
+    async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let shown = || list(nodes, &[], registry).remove(0);
+        let _old = bench.agent(1).await;
+        let _on_the_old = bench.open().await.unwrap();
+        let alone = shown();
+        assert_eq!(alone.state.as_deref(), Some("live"));
+        assert_eq!((alone.streams, alone.rtt_millis), (1, Some(0)));
+        let _new = bench.agent(1).await;
+        let _on_the_new = bench.open().await.unwrap();
+        assert_eq!(shown().streams, 2);
+        let sessions = registry.of_node(&node());
+        sessions[0].set_suspicion(Some(Suspicion::Unheard));
+        assert_eq!(
+            shown().state.as_deref(),
+            Some("live"),
+            "the older one takes over"
+        );
+        sessions[1].set_suspicion(Some(Suspicion::Unheard));
+        assert_eq!(shown().state.as_deref(), Some("suspect"));
+    }
+
+    #[tokio::test]
+    async fn nodes_of_the_cluster_are_listed_with_their_addresses_and_conflicts() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let address = |last: u8| IpAddr::from([10, 0, 0, last]);
+        nodes.record(&node(), &[address(1)]);
+        let of_cluster = |name: &str, addresses: &[IpAddr]| RouteNode {
+            name: name.parse().unwrap(),
+            hostname: None,
+            addresses: addresses.to_vec(),
+            kubelet_port: None,
+        };
+        let cluster = [
+            of_cluster("worker-1", &[address(1), address(2)]),
+            of_cluster("worker-2", &[address(2)]),
+        ];
+        let shown = list(nodes, &cluster, registry);
+        let names: Vec<_> = shown.iter().map(|node| node.node.as_str()).collect();
+        assert_eq!(names, ["worker-1", "worker-2"]);
+        assert_eq!(shown[0].addresses, [address(1), address(2)]);
+        let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];
+        assert_eq!(
+            shown[0].address_conflicts,
+            [(address(2), both.clone())].into()
+        );
+        assert_eq!(shown[1].address_conflicts, [(address(2), both)].into());
+    }
+
+    #[test]
+    fn list_of_a_server_without_states_is_understood() {
+        let text = r#"{"node":"a","connected":true,"streams":1,"bytesIn":0,"bytesOut":0}"#;
+        let status: NodeStatus = serde_json::from_str(text).unwrap();
+        assert_eq!(status.state, None);
+    }
+}

@@ -1,0 +1,467 @@
+//! The operator's verbs `token`, `nodes`, `ca`, `connect` and `healthcheck`: through the running server where there is one, else
+//! on the files of the data directory.
+
+use std::io::{self, Write};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use tunnel_proto::process::files;
+use tunnel_proto::wire::PORT_SERVER_META;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::admin::status::NodeStatus;
+use crate::admin::{self, AdminClient, AdminError, CreateToken, CreatedToken};
+use crate::ca::revocation::Revocations;
+use crate::ca::tokens::{CreateTokenError, TokenStore};
+use crate::ca::{CaError, LocalCa};
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::{DataDir, rfc3339};
+
+pub mod connect;
+mod healthcheck;
+mod table;
+
+/// Where the server keeps its files.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DataDirArg {
+    /// Directory with the CA, keys, tokens and known nodes
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "TUNNEL_SERVER_DATA_DIR",
+        default_value = "/var/lib/tunnel-server",
+        global = true
+    )]
+    pub data_dir: PathBuf,
+}
+
+/// The form of a list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum OutputForm {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+}
+
+/// Join tokens, by which agents get their first certificate.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum TokenVerb {
+    /// Make a token; prints it alone on standard output, and the agent's full command on standard error
+    Create {
+        /// Node that the token is for
+        #[arg(long, value_name = "NAME")]
+        node: NodeName,
+        /// How long it can be used, as in 30m, 1h or 7d
+        #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
+        ttl: Duration,
+        /// Address by which requests may name the node; repeatable
+        #[arg(long = "ip", value_name = "IP")]
+        ips: Vec<IpAddr>,
+        /// The data directory.
+        #[command(flatten)]
+        data_dir: DataDirArg,
+    },
+    /// List the tokens and who used them
+    List {
+        /// Form of the list
+        #[arg(short, long, value_enum, default_value = "table")]
+        output: OutputForm,
+        /// The data directory.
+        #[command(flatten)]
+        data_dir: DataDirArg,
+    },
+    /// Take a token back; certificates that it bought stay valid
+    Revoke {
+        /// First part of the token, as in the list
+        id: String,
+        /// The data directory.
+        #[command(flatten)]
+        data_dir: DataDirArg,
+    },
+}
+
+/// List the known nodes and whether they are connected.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NodesArgs {
+    /// What to do instead of listing them.
+    #[command(subcommand)]
+    pub verb: Option<NodesVerb>,
+    /// Form of the list
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputForm,
+    /// The data directory.
+    #[command(flatten)]
+    pub data_dir: DataDirArg,
+}
+
+/// What can be done with a node.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum NodesVerb {
+    /// Refuse all certificates that a node has, and end its sessions: for a stolen or compromised edge
+    ///
+    /// Its join tokens are taken back, too. A new token lets the node in again with a new certificate.
+    Revoke {
+        /// Its name
+        name: NodeName,
+    },
+    /// Forget a node that will not come back; its certificates stay valid unless they are revoked
+    Forget {
+        /// Its name
+        name: NodeName,
+    },
+}
+
+/// Print the CA's certificate; callers of the TLS door need it.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CaArgs {
+    /// The data directory.
+    #[command(flatten)]
+    pub data_dir: DataDirArg,
+}
+
+/// Ask the running server whether it is ready.
+#[derive(Debug, Clone, clap::Args)]
+pub struct HealthcheckArgs {
+    /// The server's meta address
+    #[arg(
+        long,
+        value_name = "ADDR",
+        env = "TUNNEL_SERVER_META_LISTEN",
+        default_value_t = format!("127.0.0.1:{PORT_SERVER_META}")
+    )]
+    pub meta_listen: String,
+}
+
+/// Why a verb failed.
+#[derive(Debug, thiserror::Error)]
+pub enum VerbError {
+    /// A file cannot be used; the text names it.
+    #[error("{0}")]
+    File(#[from] io::Error),
+    /// The CA cannot be used.
+    #[error(transparent)]
+    Ca(#[from] CaError),
+    /// No token was made.
+    #[error(transparent)]
+    Token(#[from] CreateTokenError),
+    /// The running server did not do it.
+    #[error(transparent)]
+    Server(#[from] AdminError),
+    /// There is no such token.
+    #[error("no token has the id {0:?}; 'tunnel-server token list' shows them")]
+    NoToken(String),
+    /// There is no such node.
+    #[error("no node is called {0}; 'tunnel-server nodes' shows them")]
+    NoNode(NodeName),
+    /// The server does not run, or is not ready.
+    #[error("not ready: {0}")]
+    NotReady(String),
+    /// The directory is a server's of a cluster, which keeps this elsewhere.
+    #[error(
+        "no tunnel-server runs with {}, and what it follows is in its cluster's Secrets: use the verb where a server runs, as in \
+         kubectl exec",
+        .0.display()
+    )]
+    OfCluster(PathBuf),
+    /// The directory is a server's of a cluster that has not kept the CA's certificate.
+    #[error("{} is not there yet; the cluster's ConfigMap for agents has the CA's certificate", .0.display())]
+    NotKept(PathBuf),
+    /// There is no connection to a node.
+    #[error(transparent)]
+    Connect(#[from] connect::ConnectError),
+    /// A list cannot be shown as JSON.
+    #[error("cannot make JSON")]
+    Json(#[from] serde_json::Error),
+}
+
+impl VerbError {
+    /// 64 when the arguments are at fault, else 1.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Token(CreateTokenError::Life) => 64,
+            Self::Server(AdminError::Refused { status, .. })
+                if *status == http::StatusCode::BAD_REQUEST =>
+            {
+                64
+            }
+            Self::File(_)
+            | Self::Ca(_)
+            | Self::Token(_)
+            | Self::Server(_)
+            | Self::NoToken(_)
+            | Self::NoNode(_)
+            | Self::NotReady(_)
+            | Self::OfCluster(_)
+            | Self::NotKept(_)
+            | Self::Connect(_)
+            | Self::Json(_) => 1,
+        }
+    }
+}
+
+impl TokenVerb {
+    /// Does it and prints the result.
+    ///
+    /// # Errors
+    /// [`VerbError`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        self.perform().await?.print()
+    }
+
+    async fn perform(self) -> Result<Printed, VerbError> {
+        match self {
+            Self::Create {
+                node,
+                ttl,
+                ips,
+                data_dir,
+            } => {
+                let dir = DataDir::open(&data_dir.data_dir)?;
+                create_token(&dir, node, ttl, ips).await
+            }
+            Self::List { output, data_dir } => {
+                let dir = DataDir::existing(&data_dir.data_dir)?;
+                let tokens = match AdminClient::connect(&dir).await? {
+                    Some(server) => server.tokens().await?,
+                    None => TokenStore::open(own(&dir)?)?.list(SystemTime::now()),
+                };
+                Ok(Printed::out(match output {
+                    OutputForm::Table => table::tokens(&tokens),
+                    OutputForm::Json => json(&tokens)?,
+                }))
+            }
+            Self::Revoke { id, data_dir } => {
+                let dir = DataDir::existing(&data_dir.data_dir)?;
+                let found = match AdminClient::connect(&dir).await? {
+                    Some(server) => server.revoke_token(&id).await?,
+                    None => TokenStore::open(own(&dir)?)?.revoke(&id, SystemTime::now())?,
+                };
+                if found {
+                    Ok(Printed::out(format!("token {id} revoked\n")))
+                } else {
+                    Err(VerbError::NoToken(id))
+                }
+            }
+        }
+    }
+}
+
+impl NodesArgs {
+    /// Does it and prints the result.
+    ///
+    /// # Errors
+    /// [`VerbError`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        self.perform().await?.print()
+    }
+
+    async fn perform(self) -> Result<Printed, VerbError> {
+        let dir = DataDir::existing(&self.data_dir.data_dir)?;
+        let server = AdminClient::connect(&dir).await?;
+        if let Some(NodesVerb::Revoke { name }) = self.verb {
+            return revoke_node(&dir, server, &name).await;
+        }
+        if let Some(NodesVerb::Forget { name }) = self.verb {
+            let found = if let Some(server) = server {
+                server.forget_node(&name).await?
+            } else {
+                let nodes = KnownNodes::open(&dir)?;
+                let found = nodes.forget(&name);
+                nodes.save()?;
+                found
+            };
+            return if found {
+                Ok(Printed::out(format!("node {name} forgotten\n")))
+            } else {
+                Err(VerbError::NoNode(name))
+            };
+        }
+        let is_running = server.is_some();
+        let nodes = match server {
+            Some(server) => server.nodes().await?,
+            None => stored_nodes(&KnownNodes::open(&dir)?),
+        };
+        Ok(Printed {
+            out: match self.output {
+                OutputForm::Table => table::nodes(&nodes, SystemTime::now()),
+                OutputForm::Json => json(&nodes)?,
+            },
+            err: if is_running {
+                String::new()
+            } else {
+                format!("no tunnel-server runs with {}\n", dir.path().display())
+            },
+        })
+    }
+}
+
+impl CaArgs {
+    /// Prints the CA's certificate; makes the CA when there is none yet. Without a server, a cluster's is what was heard last.
+    ///
+    /// # Errors
+    /// [`VerbError`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        self.perform().await?.print()
+    }
+
+    async fn perform(self) -> Result<Printed, VerbError> {
+        let dir = DataDir::open(&self.data_dir.data_dir)?;
+        Ok(Printed::out(match AdminClient::connect(&dir).await? {
+            Some(server) => server.ca().await?,
+            None if dir.is_of_cluster() => {
+                let path = dir.ca_certificate();
+                let kept = files::read(&path)?.ok_or(VerbError::NotKept(path))?;
+                String::from_utf8_lossy(&kept).into_owned()
+            }
+            None => LocalCa::load_or_create(&dir)?.root_pem(),
+        }))
+    }
+}
+
+impl HealthcheckArgs {
+    /// Asks the server's meta port whether it is ready, and prints a line.
+    ///
+    /// # Errors
+    /// [`VerbError::NotReady`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        healthcheck::ask(&self.meta_listen).await?;
+        Printed::out("ready\n".into()).print()
+    }
+}
+
+/// A directory whose files are what a server of it follows. In a cluster a change of them would be told as done and have no
+/// effect.
+fn own(dir: &DataDir) -> Result<&DataDir, VerbError> {
+    if dir.is_of_cluster() {
+        return Err(VerbError::OfCluster(dir.path().to_owned()));
+    }
+    Ok(dir)
+}
+
+async fn revoke_node(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    node: &NodeName,
+) -> Result<Printed, VerbError> {
+    let (tokens, when) = if let Some(server) = server {
+        (
+            server.revoke_node(node).await?.tokens,
+            "its sessions end now",
+        )
+    } else {
+        let dir = own(dir)?;
+        // Whether certificates are ours matters to the running server only.
+        let revocations = Revocations::open(dir, true)?;
+        let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
+        (tokens, "no tunnel-server runs with this data directory")
+    };
+    let is_known = KnownNodes::open(dir)?.knows(node);
+    let hint = if is_known {
+        ""
+    } else {
+        "note: no node of this name is known; is it spelled right?\n"
+    };
+    Ok(Printed {
+        out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
+        err: hint.to_owned(),
+    })
+}
+
+async fn create_token(
+    dir: &DataDir,
+    node: NodeName,
+    ttl: Duration,
+    ips: Vec<IpAddr>,
+) -> Result<Printed, VerbError> {
+    let created = if let Some(server) = AdminClient::connect(dir).await? {
+        let ttl_seconds = ttl.as_secs();
+        let wish = CreateToken {
+            node,
+            ttl_seconds,
+            ips,
+        };
+        server.create_token(&wish).await?
+    } else {
+        let ca = LocalCa::load_or_create(own(dir)?)?;
+        let now = SystemTime::now();
+        let tokens = TokenStore::open(dir)?;
+        let token = tokens.create(&node, ttl, ips.clone(), ca.spki_sha256(), now)?;
+        let nodes = KnownNodes::open(dir)?;
+        nodes.record(&node, &ips);
+        nodes.save()?;
+        CreatedToken::new(&token, &node, now + ttl, &dir.advertised()?)
+    };
+    let hint = created.hint.map(|hint| format!("note: {hint}\n"));
+    Ok(Printed {
+        out: format!("{}\n", created.token),
+        err: format!(
+            "token {} can be used until {}; on the node run:\n  {}\n{}",
+            created.id,
+            rfc3339(created.expires),
+            created.command,
+            hint.unwrap_or_default()
+        ),
+    })
+}
+
+/// The known nodes as the running server would list them if none was connected.
+fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
+    let conflicts = nodes.conflicts();
+    let shared = |address: &IpAddr| {
+        let names = conflicts.get(address)?.iter().map(NodeName::to_string);
+        Some((*address, names.collect()))
+    };
+    nodes
+        .snapshot()
+        .iter()
+        .map(|(name, node)| NodeStatus {
+            node: name.to_string(),
+            certificate_not_after: node.certificate_not_after.map(rfc3339),
+            address_conflicts: node.addresses.iter().filter_map(shared).collect(),
+            addresses: node.addresses.clone(),
+            ..NodeStatus::default()
+        })
+        .collect()
+}
+
+fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
+    let mut text = serde_json::to_string_pretty(value)?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// What a verb prints.
+struct Printed {
+    out: String,
+    err: String,
+}
+
+impl Printed {
+    fn out(out: String) -> Self {
+        Self {
+            out,
+            err: String::new(),
+        }
+    }
+
+    /// A reader that has seen enough is no failure.
+    fn print(self) -> Result<(), VerbError> {
+        let written = write_all(&mut io::stdout(), &self.out)
+            .and_then(|()| write_all(&mut io::stderr(), &self.err));
+        match written {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+}
+
+fn write_all(stream: &mut impl Write, text: &str) -> io::Result<()> {
+    stream.write_all(text.as_bytes())?;
+    stream.flush()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,406 @@
+//! Our CA, from the data directory or from the cluster: signs agents' certificates and the server's own, and may be
+//! replaced in use.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use arc_swap::ArcSwap;
+use rcgen::string::Ia5String;
+use rcgen::{
+    CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+};
+use rustls::server::ResolvesServerCert;
+use rustls::sign::{CertifiedKey, SigningKey};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::sync::watch;
+use tracing::info;
+use tunnel_proto::identity::{BACKDATED, Role};
+use tunnel_proto::process::files;
+use tunnel_proto::tls;
+use tunnel_proto::wire::name::NodeName;
+use zeroize::Zeroizing;
+
+use crate::store::data_dir::{DataDir, random, whole_seconds};
+
+pub mod attestation;
+mod cert_resolver;
+mod csr;
+pub mod distrusted;
+pub mod enrollment;
+mod key_binding;
+mod material;
+pub mod renewal;
+pub mod revocation;
+mod serving_names;
+pub mod tokens;
+
+pub use crate::ca::csr::AgentRequest;
+pub use crate::ca::serving_names::DoorNames;
+pub use material::CaMaterial;
+
+/// Life of every certificate but the CA's own, unless `limits.certificateLife` says another.
+pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// The CA of an installation without a CA of its own.
+pub struct LocalCa {
+    material: ArcSwap<CaMaterial>,
+    /// Counts the CAs that it has been; told when it becomes another.
+    generation: watch::Sender<u64>,
+    life: Duration,
+    /// Key of the server's credential towards agents; only in memory.
+    server_key: LeafKey,
+    /// Key of all serving certificates of the TLS door; only in memory.
+    door_key: LeafKey,
+}
+
+/// Why the CA cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum CaError {
+    /// A file cannot be read or made; the text names it.
+    #[error("{0}")]
+    File(#[from] io::Error),
+    /// There is a certificate, but no key that could sign.
+    #[error("{0} is there, but its key {1} is missing; restore it, or remove both to begin anew")]
+    KeyMissing(String, String),
+    /// A file does not hold what its name says.
+    #[error("{name} holds no usable {what}: {problem}")]
+    Damaged {
+        /// The file, or the key of a Secret.
+        name: String,
+        /// What it should hold.
+        what: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Key and certificate are not a pair.
+    #[error("{0} and {1} do not belong together")]
+    Mismatch(String, String),
+    /// A new key or certificate cannot be made.
+    #[error("cannot make a key or certificate")]
+    Make(#[source] rcgen::Error),
+    /// TLS does not take the new key.
+    #[error("cannot use a new key for TLS")]
+    Tls(#[source] rustls::Error),
+}
+
+/// A certificate for an agent.
+#[derive(Debug, Clone)]
+pub struct Issued {
+    /// Leaf first; the root is not in it.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// The roots of the moment of the issue.
+    pub roots: Vec<CertificateDer<'static>>,
+    /// When the leaf ends.
+    pub not_after: SystemTime,
+}
+
+/// Why no certificate is issued.
+#[derive(Debug, thiserror::Error)]
+pub enum IssueError {
+    /// The request does not parse, is not signed by its own key, or asks for extensions that we do not know.
+    #[error("certificate request is malformed or not signed by its own key")]
+    Request(#[source] rcgen::Error),
+    /// The key is none of those that we sign.
+    #[error("key is not P-256, P-384, Ed25519 or RSA of at least 2048 bits")]
+    Key,
+    /// Signing failed.
+    #[error("cannot sign a certificate")]
+    Sign(#[source] rcgen::Error),
+    /// The system gives no random serial number.
+    #[error("cannot make a serial number")]
+    Serial(#[source] io::Error),
+}
+
+impl LocalCa {
+    /// Loads the CA from the data directory, or makes one there. Blocks the thread.
+    ///
+    /// # Errors
+    /// [`CaError`], naming the file.
+    pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
+        let _changing = dir.lock_files()?;
+        let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
+        let names = (
+            certificate_path.display().to_string(),
+            key_path.display().to_string(),
+        );
+        let certificate = files::read(&certificate_path)?;
+        let key = match files::read_secret(&key_path)? {
+            Some(pem) => material::read_key(&pem, &names.1)?,
+            None if certificate.is_some() => {
+                return Err(CaError::KeyMissing(names.0, names.1));
+            }
+            None => {
+                let key = KeyPair::generate().map_err(CaError::Make)?;
+                files::replace(&key_path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
+                key
+            }
+        };
+        let root_pem = if let Some(pem) = certificate {
+            String::from_utf8_lossy(&pem).into_owned()
+        } else {
+            // The key may be here without its certificate: a crash between the two files.
+            let pem = material::self_signed(&key, SystemTime::now())?.pem();
+            files::replace(&certificate_path, pem.as_bytes())?;
+            info!(path = %certificate_path.display(), "made a CA");
+            pem
+        };
+        let material = CaMaterial::new(root_pem, key, (&names.0, &names.1))?;
+        Self::new(Arc::new(material))
+    }
+
+    /// A CA that signs with this.
+    ///
+    /// # Errors
+    /// When a key of the server's own cannot be made.
+    pub fn new(material: Arc<CaMaterial>) -> Result<Self, CaError> {
+        Ok(Self {
+            material: ArcSwap::new(material),
+            generation: watch::Sender::new(0),
+            life: CERTIFICATE_LIFE,
+            server_key: LeafKey::generate()?,
+            door_key: LeafKey::generate()?,
+        })
+    }
+
+    /// Becomes another CA: what is issued from here on is of it. What was issued stays as it is. Says whether it differs.
+    pub fn replace(&self, material: Arc<CaMaterial>) -> bool {
+        if self.material.load().is_same(&material) {
+            return false;
+        }
+        self.material.store(material);
+        self.generation.send_modify(|generation| *generation += 1);
+        true
+    }
+
+    /// Tells when it has become another CA.
+    #[must_use]
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.generation.subscribe()
+    }
+
+    /// Counts the CAs that it has been.
+    fn generation(&self) -> u64 {
+        *self.generation.borrow()
+    }
+
+    /// Issues certificates of this life instead of [`CERTIFICATE_LIFE`].
+    #[must_use]
+    pub fn with_life(self, life: Duration) -> Self {
+        Self { life, ..self }
+    }
+
+    /// Life of the certificates that it issues.
+    #[must_use]
+    pub fn life(&self) -> Duration {
+        self.life
+    }
+
+    /// Every root that certificates of this installation chain to: one, or more while the CA is being replaced.
+    #[must_use]
+    pub fn roots(&self) -> Vec<CertificateDer<'static>> {
+        self.material.load().roots.clone()
+    }
+
+    /// The certificate of the key that signs.
+    #[must_use]
+    pub fn root(&self) -> CertificateDer<'static> {
+        self.material.load().root.clone()
+    }
+
+    /// The roots as PEM, as in the file `ca.crt`.
+    #[must_use]
+    pub fn root_pem(&self) -> String {
+        self.material.load().root_pem.clone()
+    }
+
+    /// SHA-256 of the CA's public key, which join tokens pin.
+    #[must_use]
+    pub fn spki_sha256(&self) -> [u8; 32] {
+        self.material.load().spki_sha256
+    }
+
+    /// Issues a certificate for an agent. Only the public key of the request counts; its names are overwritten.
+    ///
+    /// # Errors
+    /// [`IssueError`].
+    pub fn issue_agent(&self, csr_der: &[u8], node: &NodeName) -> Result<Issued, IssueError> {
+        self.issue(&AgentRequest::parse(csr_der)?, node, SystemTime::now())
+    }
+
+    /// As [`Self::issue_agent`] for a request that was checked before.
+    ///
+    /// # Errors
+    /// [`IssueError`].
+    pub fn issue(
+        &self,
+        request: &AgentRequest,
+        node: &NodeName,
+        now: SystemTime,
+    ) -> Result<Issued, IssueError> {
+        let leaf = Leaf {
+            // Never the bare name: a name of a node must not read as the CN that a caller's check looks for.
+            common_name: format!("culvert agent {node}"),
+            names: vec![uri(&Role::Agent(node.clone()))?],
+            usage: ExtendedKeyUsagePurpose::ClientAuth,
+        };
+        let material = self.material.load();
+        let (certificate, not_after) = self.sign(&material, leaf, request.public_key(), now)?;
+        Ok(Issued {
+            chain: vec![certificate],
+            roots: material.roots.clone(),
+            not_after,
+        })
+    }
+
+    /// The server's credential towards agents: the role `culvert://server`, with the root in the chain for agents that
+    /// know it by hash only. Reissued at half life; `on_issue` hears the end of each.
+    #[must_use]
+    pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(cert_resolver::ServerCredential::new(self.clone(), on_issue))
+    }
+
+    /// Serving certificates of the TLS door by SNI: one per known node, and a default for the door's own names, which also
+    /// answers clients without SNI and unknown names. They carry no role: they can never act as the tunnel server towards
+    /// agents.
+    #[must_use]
+    pub fn door_resolver(
+        self: &Arc<Self>,
+        is_known: IsKnown,
+        own: DoorNames,
+    ) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(cert_resolver::DoorCertificates::new(
+            self.clone(),
+            is_known,
+            own,
+        ))
+    }
+
+    fn server_leaf(&self, now: SystemTime) -> Result<CertifiedKey, IssueError> {
+        let leaf = Leaf {
+            common_name: "culvert server".into(),
+            names: vec![uri(&Role::Server)?],
+            usage: ExtendedKeyUsagePurpose::ServerAuth,
+        };
+        self.serving(leaf, &self.server_key, now)
+    }
+
+    fn door_leaf(
+        &self,
+        common_name: &str,
+        names: Vec<SanType>,
+        now: SystemTime,
+    ) -> Result<CertifiedKey, IssueError> {
+        let leaf = Leaf {
+            common_name: common_name.to_owned(),
+            names,
+            usage: ExtendedKeyUsagePurpose::ServerAuth,
+        };
+        self.serving(leaf, &self.door_key, now)
+    }
+
+    fn serving(
+        &self,
+        leaf: Leaf,
+        key: &LeafKey,
+        now: SystemTime,
+    ) -> Result<CertifiedKey, IssueError> {
+        // One CA for both: it may be replaced meanwhile.
+        let material = self.material.load();
+        let (certificate, _) = self.sign(&material, leaf, &key.pair, now)?;
+        Ok(CertifiedKey::new(
+            vec![certificate, material.root.clone()],
+            key.signing.clone(),
+        ))
+    }
+
+    fn sign(
+        &self,
+        material: &CaMaterial,
+        leaf: Leaf,
+        key: &impl PublicKeyData,
+        now: SystemTime,
+    ) -> Result<(CertificateDer<'static>, SystemTime), IssueError> {
+        let now = whole_seconds(now);
+        let not_after = now + self.life;
+        let mut params = CertificateParams::default();
+        params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
+        params.not_after = not_after.into();
+        params.serial_number = Some(serial().map_err(IssueError::Serial)?);
+        params.distinguished_name = common_name(&leaf.common_name);
+        params.subject_alt_names = leaf.names;
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![leaf.usage];
+        params.use_authority_key_identifier_extension = true;
+        let certificate = params
+            .signed_by(key, &material.issuer)
+            .map_err(IssueError::Sign)?;
+        Ok((certificate.der().clone(), not_after))
+    }
+}
+
+impl fmt::Debug for LocalCa {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("LocalCa")
+            .field("material", &self.material.load())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Asks whether a node is known; called in handshakes, so it must be quick.
+pub type IsKnown = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
+
+/// Hears when the certificate that was just issued ends.
+pub type OnIssue = Box<dyn Fn(SystemTime) + Send + Sync>;
+
+/// What differs between the certificates that the CA signs.
+struct Leaf {
+    common_name: String,
+    names: Vec<SanType>,
+    usage: ExtendedKeyUsagePurpose,
+}
+
+/// A key in the two forms that signing a certificate and answering a handshake need.
+struct LeafKey {
+    pair: KeyPair,
+    signing: Arc<dyn SigningKey>,
+}
+
+impl LeafKey {
+    fn generate() -> Result<Self, CaError> {
+        let pair = KeyPair::generate().map_err(CaError::Make)?;
+        let private = PrivateKeyDer::Pkcs8(pair.serialize_der().into());
+        let signing = tls::signing_key(private).map_err(CaError::Tls)?;
+        Ok(Self { pair, signing })
+    }
+}
+
+/// A positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
+fn serial() -> io::Result<SerialNumber> {
+    let mut bytes = random::<16>()?;
+    bytes[0] = bytes[0] & 0x7f | 0x40;
+    Ok(SerialNumber::from_slice(&bytes))
+}
+
+fn common_name(text: &str) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    let fits: String = text.chars().take(COMMON_NAME_MAX).collect();
+    name.push(DnType::CommonName, fits);
+    name
+}
+
+fn uri(role: &Role) -> Result<SanType, IssueError> {
+    Ia5String::try_from(role.uri())
+        .map(SanType::URI)
+        .map_err(IssueError::Sign)
+}
+
+/// Longest common name (RFC 5280, appendix A, ub-common-name).
+const COMMON_NAME_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,448 @@
+//! Enrolment: one framed request over TLS without a client certificate; a join token, in a cluster a ServiceAccount token,
+//! or the proof by the key of a certificate that has ended, buys a certificate.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tracing::{debug, info, warn};
+use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::{
+    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_account_token,
+};
+use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
+use zeroize::Zeroize as _;
+
+use crate::ca::AgentRequest;
+use crate::ca::attestation::{AccountToken, Attested, Attestor, FirstKey};
+use crate::ca::renewal::{Refusal, Renewals, refusal};
+use crate::ca::tokens::TokenStore;
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::rfc3339;
+
+/// Anybody who reaches the port can cause these lines.
+static REFUSED: LineLimit = LineLimit::new("enrolments refused");
+
+/// What enrolments need. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Enrollment {
+    /// Issues the certificates; without it their operator brings them.
+    pub renewals: Option<Arc<Renewals>>,
+    /// Decides who may have one.
+    pub tokens: Arc<TokenStore>,
+    /// Learns the names.
+    pub nodes: Arc<KnownNodes>,
+    /// Asks a cluster about ServiceAccount tokens.
+    pub attestor: Option<Attestor>,
+}
+
+impl Enrollment {
+    /// Serves one request and ends the stream. Says the result in a word for logs and metrics: `issued`, the code of
+    /// the refusal, or `cut`. `exported` is what both ends of the TLS connection know and nobody else. The caller limits the time. Not cancel-safe: the token may have been used.
+    pub async fn serve<S>(
+        &self,
+        mut stream: S,
+        peer: SocketAddr,
+        exported: Exported,
+    ) -> &'static str
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let outcome = match read_request(&mut stream).await {
+            Ok(request) => self.answer(request, peer, exported).await,
+            Err(ReadError::Frame(error)) => {
+                if REFUSED.admit() {
+                    warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
+                }
+                Err((EnrollCode::BadRequest, error.to_string()))
+            }
+            Err(ReadError::Cut(error)) => {
+                debug!(%peer, %error, "enrolment ended before its request");
+                return "cut";
+            }
+        };
+        let (reply, result) = match outcome {
+            Ok(reply) => (reply, "issued"),
+            Err((code, detail)) => (EnrollReply::Refused(code, detail), code.label()),
+        };
+        if let Err(error) = send_reply(&mut stream, &reply).await {
+            debug!(%peer, %error, "enrolment ended before its reply was sent");
+            return "cut";
+        }
+        result
+    }
+
+    async fn answer(
+        &self,
+        request: EnrollRequest,
+        peer: SocketAddr,
+        exported: Exported,
+    ) -> Result<EnrollReply, Refusal> {
+        let agent = request.node_name.clone();
+        let issued = match self.attested(&request).await {
+            Ok(vouched) => self.issued(request, vouched, exported).await,
+            Err(refusal) => Err(refusal),
+        };
+        match issued {
+            Ok((By::Token(token), reply)) => {
+                info!(%agent, %peer, token, "agent enrolled");
+                Ok(reply)
+            }
+            Ok((By::Account(account), reply)) => {
+                info!(%agent, %peer, account, "agent enrolled with a ServiceAccount token");
+                Ok(reply)
+            }
+            Ok((By::Proof, reply)) => {
+                info!(%agent, %peer, "certificate that had ended was renewed");
+                Ok(reply)
+            }
+            Err((code, detail)) => {
+                if REFUSED.admit() {
+                    warn!(%agent, %peer, %code, detail, "enrolment refused");
+                }
+                Err((code, detail))
+            }
+        }
+    }
+
+    /// What the cluster says of a ServiceAccount token; `None` for everything else.
+    async fn attested(&self, request: &EnrollRequest) -> Result<Option<Vouched>, Refusal> {
+        if request.proof.is_some() || !is_account_token(&request.token) {
+            return Ok(None);
+        }
+        let Some(renewals) = &self.renewals else {
+            return Err(not_offered());
+        };
+        let Some(attestor) = &self.attestor else {
+            let detail = "this server follows no cluster, so it takes join tokens and no ServiceAccount tokens";
+            return Err((EnrollCode::NotOffered, detail.to_owned()));
+        };
+        // Before the token is judged, so that a revocation meanwhile refuses the certificate.
+        let revoked = renewals.revocations.of_node(&request.node_name);
+        let token = AccountToken::new(&request.token);
+        let attested = attestor
+            .node_of(token, SystemTime::now())
+            .await
+            .map_err(|error| (error.code(), error.to_string()))?;
+        if attested.node != request.node_name {
+            let detail = format!(
+                "the ServiceAccount token is that of a Pod on {}, not {}",
+                attested.node, request.node_name
+            );
+            return Err((EnrollCode::WrongNode, detail));
+        }
+        if let Some(at) = revoked.filter(|at| attested.issued <= *at) {
+            let detail = format!(
+                "the node was revoked at {}; a ServiceAccount token that is issued later is accepted",
+                rfc3339(at)
+            );
+            return Err((EnrollCode::Revoked, detail));
+        }
+        Ok(Some(Vouched { attested, revoked }))
+    }
+
+    /// A ServiceAccount token is good for the first key that uses it, as a join token is.
+    fn bind(
+        &self,
+        attested: &Attested,
+        request: &AgentRequest,
+        now: SystemTime,
+    ) -> Result<(), Refusal> {
+        let Some(attestor) = &self.attestor else {
+            return Err(not_offered());
+        };
+        match attestor.bind(attested, request.key_sha256(), now) {
+            FirstKey::Granted => Ok(()),
+            FirstKey::Taken => Err((EnrollCode::TokenUsed, OF_ANOTHER_KEY.to_owned())),
+            FirstKey::Full => {
+                let detail = "too many tokens are in use; try again later";
+                Err((EnrollCode::Unavailable, detail.to_owned()))
+            }
+        }
+    }
+
+    async fn issued(
+        &self,
+        request: EnrollRequest,
+        vouched: Option<Vouched>,
+        exported: Exported,
+    ) -> Result<(By, EnrollReply), Refusal> {
+        let this = self.clone();
+        // Signatures and files: nothing for the runtime's own threads.
+        let work = tokio::task::spawn_blocking(move || {
+            this.issue(&request, vouched, &exported, SystemTime::now())
+        });
+        work.await.unwrap_or_else(|panic| {
+            warn!(error = %panic, "enrolment broke");
+            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
+        })
+    }
+
+    /// What bought the reply. Blocks the thread.
+    fn issue(
+        &self,
+        request: &EnrollRequest,
+        vouched: Option<Vouched>,
+        exported: &Exported,
+        now: SystemTime,
+    ) -> Result<(By, EnrollReply), Refusal> {
+        let Some(renewals) = &self.renewals else {
+            return Err(not_offered());
+        };
+        if let Some(proof) = &request.proof {
+            let wish = (&request.csr[..], exported);
+            let renewed = renewals.late(&request.node_name, proof, wish, now)?;
+            self.nodes.record(&request.node_name, &[]);
+            return Ok((By::Proof, renewed.reply));
+        }
+        // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
+        let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
+        if let Some(Vouched { attested, revoked }) = vouched {
+            let node = &attested.node;
+            self.bind(&attested, &certificate_request, now)?;
+            let issued = renewals.issue(&certificate_request, node, revoked, now)?;
+            self.nodes.record(node, &[]);
+            return Ok((By::Account(attested.account), issued.reply));
+        }
+        // Before the token is judged: revoking a node takes its tokens back first and its certificates after that.
+        let revoked = renewals.revocations.of_node(&request.node_name);
+        let grant = self.tokens.redeem(
+            &request.token,
+            &request.node_name,
+            certificate_request.key_sha256(),
+            now,
+        )?;
+        let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
+        self.nodes.record(&grant.node, &[]);
+        Ok((By::Token(grant.id), issued.reply))
+    }
+}
+
+/// What another key than the first is told.
+const OF_ANOTHER_KEY: &str =
+    "another key has used this ServiceAccount token; the kubelet's next token is accepted";
+
+/// What the cluster vouches for, and the node's revocation as it was before.
+struct Vouched {
+    attested: Attested,
+    revoked: Option<SystemTime>,
+}
+
+/// What bought a certificate.
+enum By {
+    /// The join token of this id.
+    Token(String),
+    /// A token of this ServiceAccount.
+    Account(String),
+    /// The key of a certificate that has ended.
+    Proof,
+}
+
+fn not_offered() -> Refusal {
+    let detail = "this server takes certificates of --agent-ca only; give the agent --cert-file and --key-file";
+    (EnrollCode::NotOffered, detail.to_owned())
+}
+
+/// A value that only the two ends of a TLS connection can compute.
+pub type Exported = [u8; RENEW_EXPORT_BYTES];
+
+enum ReadError {
+    Frame(FrameError),
+    Cut(std::io::Error),
+}
+
+async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollRequest, ReadError> {
+    let mut buffer = BytesMut::new();
+    loop {
+        let missing = frame::missing(&buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
+        if missing == 0 {
+            break;
+        }
+        let read = (&mut *stream)
+            .take(missing as u64)
+            .read_buf(&mut buffer)
+            .await
+            .map_err(ReadError::Cut)?;
+        if read == 0 {
+            return Err(ReadError::Cut(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+    }
+    let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
+    let frame = frame.unwrap_or_default();
+    // What is left of the buffer shares its memory with the frame.
+    drop(buffer);
+    let request = EnrollRequest::decode(&frame).map_err(ReadError::Frame);
+    if let Ok(mut frame) = frame.try_into_mut() {
+        frame.as_mut().zeroize();
+    }
+    request
+}
+
+async fn send_reply<S>(stream: &mut S, reply: &EnrollReply) -> std::io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut bytes = BytesMut::new();
+    reply.encode(&mut bytes).map_err(std::io::Error::other)?;
+    stream.write_all(&bytes).await?;
+    stream.shutdown().await?;
+    // Closing with unread bytes would reset the connection and may take the reply along.
+    let rest = async {
+        let mut scratch = [0; 1024];
+        while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
+    };
+    let _patience_is_over = tokio::time::timeout(LINGER, rest).await;
+    Ok(())
+}
+
+/// How long to wait for the agent to close after the reply.
+const LINGER: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+    use rustls_pki_types::CertificateDer;
+    use tokio::io::DuplexStream;
+    use tunnel_proto::identity::PeerIdentity;
+    use tunnel_proto::wire::name::NodeName;
+
+    use super::*;
+    use crate::store::data_dir::testing::Scratch;
+
+    struct Fixture {
+        enrollment: Enrollment,
+        token: String,
+        _scratch: Scratch,
+    }
+
+    fn node() -> NodeName {
+        "worker-1".parse().unwrap()
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let scratch = Scratch::new();
+            let enrollment = Enrollment {
+                renewals: Some(Renewals::of(&scratch.0)),
+                tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
+                nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                attestor: None,
+            };
+            let token = enrollment
+                .tokens
+                .create(
+                    &node(),
+                    Duration::from_secs(60),
+                    vec![],
+                    enrollment.renewals.as_ref().unwrap().ca.spki_sha256(),
+                    SystemTime::now(),
+                )
+                .unwrap();
+            Self {
+                enrollment,
+                token: token.reveal(),
+                _scratch: scratch,
+            }
+        }
+
+        /// Sends bytes and returns the word of the result with the reply's bytes.
+        async fn send(&self, bytes: &[u8]) -> (&'static str, BytesMut) {
+            let (mut agent, server): (DuplexStream, _) = tokio::io::duplex(64 * 1024);
+            let peer = "192.0.2.1:5".parse().unwrap();
+            let client = async {
+                agent.write_all(bytes).await.unwrap();
+                agent.shutdown().await.unwrap();
+                let mut reply = Vec::new();
+                agent.read_to_end(&mut reply).await.unwrap();
+                BytesMut::from(&reply[..])
+            };
+            tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client)
+        }
+
+        async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
+            let request = EnrollRequest {
+                token: token.to_owned().into(),
+                csr,
+                node_name: node(),
+                proof: None,
+            };
+            let mut bytes = BytesMut::new();
+            request.encode(&mut bytes).unwrap();
+            let (result, mut reply) = self.send(&bytes).await;
+            let frame = frame::take(&mut reply, ENROLL_MESSAGE_MAX)
+                .unwrap()
+                .unwrap();
+            (result, EnrollReply::decode(&frame).unwrap())
+        }
+    }
+
+    fn csr(key: &KeyPair) -> Vec<u8> {
+        let mut params = CertificateParams::new(["evil.example".to_owned()]).unwrap();
+        params
+            .distinguished_name
+            .push(rcgen::DnType::CommonName, "system:masters");
+        params.serialize_request(key).unwrap().der().to_vec()
+    }
+
+    #[tokio::test]
+    async fn token_buys_a_certificate_for_its_node_and_no_other_name() {
+        let fixture = Fixture::new();
+        let key = KeyPair::generate().unwrap();
+        let (result, reply) = fixture.enroll(&fixture.token, csr(&key)).await;
+        assert_eq!(result, "issued");
+        let EnrollReply::Issued { chain, roots } = reply else {
+            panic!("refused: {reply:?}");
+        };
+        assert_eq!(
+            roots,
+            [fixture
+                .enrollment
+                .renewals
+                .as_ref()
+                .unwrap()
+                .ca
+                .root()
+                .to_vec()]
+        );
+        let leaf = CertificateDer::from(chain[0].clone());
+        let identity = PeerIdentity::from_certificate(&leaf).unwrap();
+        assert_eq!(identity.node(), Some(&node()));
+        let text = String::from_utf8_lossy(&leaf);
+        assert!(!text.contains("evil") && !text.contains("masters"));
+        assert!(fixture.enrollment.nodes.knows(&node()));
+    }
+
+    #[tokio::test]
+    async fn lost_answer_may_be_repeated_by_the_same_key_only() {
+        let fixture = Fixture::new();
+        let key = KeyPair::generate().unwrap();
+        for _ in 0..2 {
+            assert_eq!(fixture.enroll(&fixture.token, csr(&key)).await.0, "issued");
+        }
+        let other = KeyPair::generate().unwrap();
+        let (result, _) = fixture.enroll(&fixture.token, csr(&other)).await;
+        assert_eq!(result, "token_used");
+    }
+
+    #[tokio::test]
+    async fn damaged_requests_are_refused_and_bind_no_key() {
+        let fixture = Fixture::new();
+        let (result, reply) = fixture.enroll(&fixture.token, b"no csr".to_vec()).await;
+        assert_eq!(result, "bad_request");
+        assert!(matches!(
+            reply,
+            EnrollReply::Refused(EnrollCode::BadRequest, _)
+        ));
+        let mut oversized = BytesMut::new();
+        frame::put_prefix(ENROLL_MESSAGE_MAX as u64 + 1, &mut oversized);
+        assert_eq!(fixture.send(&oversized).await.0, "bad_request");
+        assert_eq!(fixture.send(&[3, 0xff, 0xff, 0xff]).await.0, "bad_request");
+        assert_eq!(fixture.send(&[10, 1]).await.0, "cut");
+        let key = KeyPair::generate().unwrap();
+        assert_eq!(fixture.enroll("nonsense", csr(&key)).await.0, "bad_token");
+        assert_eq!(fixture.enroll(&fixture.token, csr(&key)).await.0, "issued");
+    }
+}

@@ -1,0 +1,95 @@
+//! ServiceAccount tokens that bought a certificate, each with its key: who reads a token later buys nothing with it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+/// Tokens that are remembered, some 100 bytes each; only those that the cluster vouched for are.
+const TOKENS_MAX: usize = 65_536;
+
+/// The first key of each token, for as long as the token is good and this process runs. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct FirstKeys(Arc<Mutex<HashMap<[u8; 32], Bought>>>);
+
+#[derive(Debug)]
+struct Bought {
+    key: [u8; 32],
+    ends: SystemTime,
+}
+
+/// Whether a token is good for a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FirstKey {
+    /// No other key used the token.
+    Granted,
+    /// Another key did.
+    Taken,
+    /// Too many tokens are remembered.
+    Full,
+}
+
+impl FirstKeys {
+    /// Binds a token, by its hash, to the first key that asks; the same key may ask again.
+    pub(crate) fn bind(
+        &self,
+        token: [u8; 32],
+        key: [u8; 32],
+        ends: SystemTime,
+        now: SystemTime,
+    ) -> FirstKey {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if all.len() >= TOKENS_MAX {
+            all.retain(|_, bought| bought.ends > now);
+        }
+        match all.get(&token) {
+            Some(bought) if bought.key == key => FirstKey::Granted,
+            Some(_) => FirstKey::Taken,
+            None if all.len() >= TOKENS_MAX => FirstKey::Full,
+            None => {
+                all.insert(token, Bought { key, ends });
+                FirstKey::Granted
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn hash(number: usize) -> [u8; 32] {
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&number.to_be_bytes());
+        hash
+    }
+
+    #[test]
+    fn first_key_has_the_token_and_may_ask_again() {
+        let (keys, now) = (FirstKeys::default(), SystemTime::now());
+        let ends = now + Duration::from_secs(3600);
+        let bind = |token, key| keys.bind(hash(token), hash(key), ends, now);
+        assert_eq!(bind(1, 1), FirstKey::Granted);
+        assert_eq!(bind(1, 1), FirstKey::Granted);
+        assert_eq!(bind(1, 2), FirstKey::Taken);
+        assert_eq!(bind(2, 2), FirstKey::Granted);
+    }
+
+    #[test]
+    fn tokens_are_forgotten_when_they_end_and_never_before() {
+        let (keys, now) = (FirstKeys::default(), SystemTime::now());
+        let ends = now + Duration::from_secs(3600);
+        for token in 0..TOKENS_MAX {
+            assert_eq!(
+                keys.bind(hash(token), hash(1), ends, now),
+                FirstKey::Granted
+            );
+        }
+        let next = hash(TOKENS_MAX);
+        assert_eq!(keys.bind(next, hash(1), ends, now), FirstKey::Full);
+        assert_eq!(keys.bind(hash(7), hash(2), ends, now), FirstKey::Taken);
+        let later = ends + Duration::from_secs(1);
+        assert_eq!(keys.bind(next, hash(1), later, later), FirstKey::Granted);
+    }
+}

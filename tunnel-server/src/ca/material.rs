@@ -1,0 +1,142 @@
+//! A CA as it is kept: certificates to trust and the key that signs, both PEM, and whether they belong together.
+
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, Certificate, CertificateParams, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    PublicKeyData as _,
+};
+use rustls_pki_types::CertificateDer;
+use tunnel_proto::identity::{BACKDATED, sha256, spki_sha256};
+use tunnel_proto::tls;
+use tunnel_proto::wire::enroll::hex;
+use zeroize::Zeroizing;
+
+use super::{CaError, common_name, serial};
+use crate::store::data_dir::whole_seconds;
+
+/// A CA that can sign: its certificates and its key, checked against each other.
+pub struct CaMaterial {
+    /// The certificate of the key that signs.
+    pub(super) root: CertificateDer<'static>,
+    /// All certificates to trust: while a CA is being replaced, the old and the new one.
+    pub(super) roots: Vec<CertificateDer<'static>>,
+    pub(super) root_pem: String,
+    pub(super) key_pem: Zeroizing<String>,
+    pub(super) spki_sha256: [u8; 32],
+    pub(super) issuer: Issuer<'static, KeyPair>,
+}
+
+impl CaMaterial {
+    /// A new CA.
+    ///
+    /// # Errors
+    /// When no key or certificate can be made.
+    pub fn generate(now: SystemTime) -> Result<Self, CaError> {
+        let key = KeyPair::generate().map_err(CaError::Make)?;
+        let certificate = self_signed(&key, now)?.pem();
+        Self::new(certificate, key, ("new certificate", "new key"))
+    }
+
+    /// Reads both from PEM; the names say where they are from.
+    ///
+    /// # Errors
+    /// [`CaError`], with the names.
+    pub fn parse(
+        certificates: &[u8],
+        key: &[u8],
+        (certificates_name, key_name): (&str, &str),
+    ) -> Result<Self, CaError> {
+        let key = read_key(key, key_name)?;
+        let pem = String::from_utf8_lossy(certificates).into_owned();
+        Self::new(pem, key, (certificates_name, key_name))
+    }
+
+    pub(super) fn new(
+        root_pem: String,
+        key: KeyPair,
+        (certificates_name, key_name): (&str, &str),
+    ) -> Result<Self, CaError> {
+        let roots = tls::files::chain(root_pem.as_bytes()).map_err(|problem| CaError::Damaged {
+            name: certificates_name.to_owned(),
+            what: "certificate",
+            problem: problem.to_string(),
+        })?;
+        let spki = sha256(&key.subject_public_key_info());
+        let signing = roots
+            .iter()
+            .find(|root| spki_sha256(root).ok() == Some(spki));
+        let Some(root) = signing.cloned() else {
+            return Err(CaError::Mismatch(
+                certificates_name.to_owned(),
+                key_name.to_owned(),
+            ));
+        };
+        let key_pem = Zeroizing::new(key.serialize_pem());
+        let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Make)?;
+        Ok(Self {
+            root,
+            roots,
+            root_pem,
+            key_pem,
+            spki_sha256: spki,
+            issuer,
+        })
+    }
+
+    /// The certificates, PEM.
+    #[must_use]
+    pub fn certificates_pem(&self) -> &str {
+        &self.root_pem
+    }
+
+    /// The private key, PEM.
+    #[must_use]
+    pub fn key_pem(&self) -> &str {
+        &self.key_pem
+    }
+
+    /// Whether both trust the same certificates and sign with the same key.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.root == other.root && self.roots == other.roots
+    }
+}
+
+impl fmt::Debug for CaMaterial {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("CaMaterial")
+            .field("spki_sha256", &hex(&self.spki_sha256))
+            .field("roots", &self.roots.len())
+            .finish_non_exhaustive()
+    }
+}
+
+pub(super) fn read_key(pem: &[u8], name: &str) -> Result<KeyPair, CaError> {
+    std::str::from_utf8(pem)
+        .map_err(|error| error.to_string())
+        .and_then(|text| KeyPair::from_pem(text).map_err(|error| error.to_string()))
+        .map_err(|problem| CaError::Damaged {
+            name: name.to_owned(),
+            what: "private key",
+            problem,
+        })
+}
+
+pub(super) fn self_signed(key: &KeyPair, now: SystemTime) -> Result<Certificate, CaError> {
+    let now = whole_seconds(now);
+    let hash = hex(&sha256(&key.subject_public_key_info()));
+    let mut params = CertificateParams::default();
+    params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
+    params.not_after = (now + CA_LIFE).into();
+    params.serial_number = Some(serial()?);
+    params.distinguished_name = common_name(&format!("culvert CA {}", &hash[..8]));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params.self_signed(key).map_err(CaError::Make)
+}
+
+/// Life of the CA itself: 10 years.
+const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);

@@ -1,0 +1,204 @@
+//! Another certificate for a node that has one: on the control stream of a live session, or, when it has ended, over
+//! enrolment's connection with a proof by its key.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::{CertificateError, Error};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use tracing::warn;
+use tunnel_proto::identity::{Domain, PeerIdentity, spki_sha256, validity};
+use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::tls::{AgentTrust, verify_proof};
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::{EnrollReply, RENEW_EXPORT_BYTES, RenewalProof};
+use tunnel_proto::wire::name::NodeName;
+
+use crate::ca::revocation::{self, Revocations};
+use crate::ca::{AgentRequest, IssueError, LocalCa};
+use crate::store::data_dir::rfc3339;
+
+/// How long after its end a certificate may be renewed by its key alone.
+pub const GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);
+
+/// What the local CA issues, and to whom. Its calls block the thread for a signature.
+#[derive(Debug)]
+pub struct Renewals {
+    /// Signs.
+    pub ca: Arc<LocalCa>,
+    /// Judges the certificates that are shown.
+    pub trust: Arc<AgentTrust>,
+    /// Knows who gets none.
+    pub revocations: Arc<Revocations>,
+}
+
+/// A refusal: its code, and a line for people.
+pub type Refusal = (EnrollCode, String);
+
+/// What was issued.
+#[derive(Debug, Clone)]
+pub struct Renewed {
+    /// What the agent is sent.
+    pub reply: EnrollReply,
+    /// The certificate, with what leads to its root.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// When the certificate ends.
+    pub not_after: SystemTime,
+}
+
+impl Renewals {
+    /// For the agent of a live session.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn live(
+        &self,
+        peer: &PeerIdentity,
+        csr: &[u8],
+        now: SystemTime,
+    ) -> Result<Renewed, Refusal> {
+        let Some(node) = peer.node() else {
+            return Err((EnrollCode::WrongNode, "not an agent".to_owned()));
+        };
+        if peer.domain != Domain::Tunnel {
+            let detail = "the certificate is the cluster's to renew".to_owned();
+            return Err((EnrollCode::NotOffered, detail));
+        }
+        // Read once: what the certificate is judged by is also what the next one is dated after.
+        let revoked = self.revocations.of_node(node);
+        if self.revocations.covers(revoked, peer) {
+            return Err(self.revoked(node));
+        }
+        let request = AgentRequest::parse(csr).map_err(refusal)?;
+        self.issue(&request, node, revoked, now)
+    }
+
+    /// For whoever proves to hold the key of a certificate that ended at most [`GRACE`] ago: its chain is judged as of
+    /// its end, its name and revocation as of now.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn late(
+        &self,
+        claimed: &NodeName,
+        proof: &RenewalProof,
+        (csr, exported): (&[u8], &[u8; RENEW_EXPORT_BYTES]),
+        now: SystemTime,
+    ) -> Result<Renewed, Refusal> {
+        let bad = |detail: &str| (EnrollCode::BadProof, detail.to_owned());
+        let chain: Vec<CertificateDer<'_>> = proof
+            .chain
+            .iter()
+            .map(|der| CertificateDer::from(der.as_slice()))
+            .collect();
+        let leaf = chain.first().ok_or_else(|| bad("no certificate"))?;
+        // First, so that nobody learns anything about a certificate that is not theirs.
+        verify_proof(leaf, exported, &proof.signature, proof.scheme)
+            .map_err(|error| bad(&error.to_string()))?;
+        let (not_before, not_after) = validity(leaf).map_err(|error| bad(&error.to_string()))?;
+        if now < not_before {
+            return Err(clock_wrong(not_before, now));
+        }
+        let revoked = self.revocations.of_node(claimed);
+        let judged_at = now.min(not_after);
+        let since = judged_at
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        let peer = match self.trust.verify(&chain, UnixTime::since_unix_epoch(since)) {
+            Ok(peer) => peer,
+            Err(Error::InvalidCertificate(CertificateError::Revoked)) => {
+                return Err(self.revoked(claimed));
+            }
+            Err(error) => return Err(bad(&format!("the certificate is not accepted: {error}"))),
+        };
+        if peer.domain != Domain::Tunnel {
+            return Err(bad("the certificate is not of the CA of this server"));
+        }
+        if now > not_after + GRACE {
+            let detail = format!(
+                "the certificate ended at {}, more than {} days ago by this server's clock ({})",
+                rfc3339(not_after),
+                GRACE.as_secs() / 86400,
+                rfc3339(now)
+            );
+            return Err((EnrollCode::CertificateEnded, detail));
+        }
+        let Some(node) = peer.node().filter(|node| *node == claimed) else {
+            let detail = format!("the certificate is not that of {claimed}");
+            return Err((EnrollCode::WrongNode, detail));
+        };
+        let request = AgentRequest::parse(csr).map_err(refusal)?;
+        if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
+            return Err(bad("the request is not for the certificate's key"));
+        }
+        self.issue(&request, node, revoked, now)
+    }
+
+    /// Issues for a node whose right to it is established. `revoked` is its revocation ([`Revocations::of_node`]) as
+    /// read before that right was judged: one that came since then refuses the certificate.
+    ///
+    /// # Errors
+    /// When the CA cannot sign, or the node was revoked meanwhile.
+    pub fn issue(
+        &self,
+        request: &AgentRequest,
+        node: &NodeName,
+        revoked: Option<SystemTime>,
+        now: SystemTime,
+    ) -> Result<Renewed, Refusal> {
+        let dated = revocation::issue_time(revoked, now);
+        let issued = self.ca.issue(request, node, dated).map_err(refusal)?;
+        if !self.revocations.confirm(node, revoked, dated) {
+            return Err(self.revoked(node));
+        }
+        let bytes = |certificates: &[CertificateDer<'_>]| {
+            certificates.iter().map(|der| der.to_vec()).collect()
+        };
+        Ok(Renewed {
+            reply: EnrollReply::Issued {
+                chain: bytes(&issued.chain),
+                roots: bytes(&issued.roots),
+            },
+            chain: issued.chain,
+            not_after: issued.not_after,
+        })
+    }
+
+    fn revoked(&self, node: &NodeName) -> Refusal {
+        let at = self.revocations.of_node(node);
+        let detail = at.map_or_else(|| "the node is revoked".to_owned(), revocation::told);
+        (EnrollCode::Revoked, detail)
+    }
+}
+
+/// Names both clocks and by how much they differ at least.
+fn clock_wrong(not_before: SystemTime, now: SystemTime) -> Refusal {
+    let behind = not_before.duration_since(now).unwrap_or_default();
+    let behind = humantime::format_duration(Duration::from_secs(behind.as_secs()));
+    static WRONG: LineLimit = LineLimit::new("certificates of this CA that begin in the future");
+    if WRONG.admit() {
+        warn!(
+            clock = rfc3339(now),
+            not_before = rfc3339(not_before),
+            "a certificate of this CA begins in the future: the clock of this server is or was wrong"
+        );
+    }
+    let detail = format!(
+        "the certificate begins at {}, but this server's clock says {}: the server's clock is {behind} or more behind, or \
+         was ahead when it was issued",
+        rfc3339(not_before),
+        rfc3339(now)
+    );
+    (EnrollCode::ClockWrong, detail)
+}
+
+pub(crate) fn refusal(error: IssueError) -> Refusal {
+    let code = match &error {
+        IssueError::Request(_) | IssueError::Key => EnrollCode::BadRequest,
+        IssueError::Sign(_) | IssueError::Serial(_) => EnrollCode::Unavailable,
+    };
+    (code, error.to_string())
+}
+
+#[cfg(test)]
+mod tests;

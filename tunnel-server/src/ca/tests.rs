@@ -1,0 +1,297 @@
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
+use rustls_pki_types::ServerName;
+use tunnel_proto::identity::{PeerIdentity, spki_sha256};
+use tunnel_proto::tls::Trust;
+
+use super::*;
+use crate::store::data_dir::testing::Scratch;
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+fn ca(scratch: &Scratch) -> Arc<LocalCa> {
+    Arc::new(LocalCa::load_or_create(&scratch.0).unwrap())
+}
+
+fn knows_worker_1() -> IsKnown {
+    Arc::new(|node| node.as_str() == "worker-1")
+}
+
+fn door(ca: &Arc<LocalCa>) -> cert_resolver::DoorCertificates {
+    let names = vec!["localhost".into(), "tunnel.example".into(), "ümlaut".into()];
+    let ips = vec!["127.0.0.1".parse().unwrap(), "0.0.0.0".parse().unwrap()];
+    cert_resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), DoorNames::new(names, ips))
+}
+
+/// Shakes hands in memory. The client's verdict, or the certificates that it saw.
+fn handshake(
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+    name: &str,
+) -> Result<Vec<CertificateDer<'static>>, rustls::Error> {
+    let name = ServerName::try_from(name.to_owned()).unwrap();
+    let mut client = ClientConnection::new(client, name)?;
+    let mut server = ServerConnection::new(server)?;
+    while client.is_handshaking() || server.is_handshaking() {
+        let mut wire = Vec::new();
+        client.write_tls(&mut wire).unwrap();
+        server.read_tls(&mut &wire[..]).unwrap();
+        server.process_new_packets()?;
+        wire.clear();
+        server.write_tls(&mut wire).unwrap();
+        client.read_tls(&mut &wire[..]).unwrap();
+        client.process_new_packets()?;
+    }
+    Ok(client.peer_certificates().unwrap().to_vec())
+}
+
+/// A caller of the door who has the CA's certificate.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a caller as curl is one; ours have no use for it"
+)]
+fn caller(ca: &LocalCa) -> Arc<ClientConfig> {
+    let config = ClientConfig::builder_with_provider(tls::provider())
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(tls::roots([ca.root().clone()]).unwrap())
+        .with_no_client_auth();
+    Arc::new(config)
+}
+
+fn csr() -> Vec<u8> {
+    let key = KeyPair::generate().unwrap();
+    let request = CertificateParams::default().serialize_request(&key);
+    request.unwrap().der().to_vec()
+}
+
+#[test]
+fn ca_is_made_once_and_its_files_are_private() {
+    let scratch = Scratch::new();
+    let first = ca(&scratch);
+    let second = ca(&scratch);
+    assert_eq!(first.root(), second.root());
+    assert_eq!(first.spki_sha256(), spki_sha256(&first.root()).unwrap());
+    assert_eq!(
+        fs::read_to_string(scratch.0.ca_certificate()).unwrap(),
+        first.root_pem()
+    );
+    assert_eq!(
+        fs::metadata(scratch.0.ca_key()).unwrap().mode() & 0o777,
+        0o600
+    );
+    assert!(!format!("{first:?}").contains("PRIVATE"));
+}
+
+#[test]
+fn crash_between_the_two_files_keeps_the_key() {
+    let scratch = Scratch::new();
+    let before = ca(&scratch).spki_sha256();
+    fs::remove_file(scratch.0.ca_certificate()).unwrap();
+    assert_eq!(ca(&scratch).spki_sha256(), before);
+}
+
+#[test]
+fn odd_files_are_refused_by_name() {
+    let scratch = Scratch::new();
+    ca(&scratch);
+    let message = || LocalCa::load_or_create(&scratch.0).unwrap_err().to_string();
+    let key = scratch.0.ca_key();
+    let good = fs::read(&key).unwrap();
+
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o666)).unwrap();
+    assert!(message().contains("ca.key can be written by others"));
+    files::replace(&key, b"nonsense").unwrap();
+    assert!(message().contains("ca.key holds no usable private key"));
+    files::replace(
+        &key,
+        KeyPair::generate().unwrap().serialize_pem().as_bytes(),
+    )
+    .unwrap();
+    assert!(message().contains("do not belong together"));
+    fs::remove_file(&key).unwrap();
+    assert!(message().contains("ca.key is missing"));
+    let elsewhere = scratch.0.path().join("elsewhere");
+    files::replace(&elsewhere, &good).unwrap();
+    symlink(&elsewhere, &key).unwrap();
+    assert!(message().contains("regular file"));
+    fs::remove_file(&key).unwrap();
+    files::replace(&key, &good).unwrap();
+    files::replace(&scratch.0.ca_certificate(), b"nonsense").unwrap();
+    assert!(message().contains("ca.crt holds no usable certificate"));
+}
+
+#[test]
+fn agent_certificate_names_its_node_for_30_days() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let issued = ca
+        .issue_agent(&csr(), &"worker-1".parse().unwrap())
+        .unwrap();
+    let identity = PeerIdentity::from_certificate(&issued.chain[0]).unwrap();
+    assert_eq!(identity.role, Role::Agent("worker-1".parse().unwrap()));
+    assert_eq!(identity.not_after, issued.not_after);
+    let left = issued.not_after.duration_since(SystemTime::now()).unwrap();
+    assert!(left > DAY * 30 - Duration::from_secs(60) && left <= DAY * 30);
+    let long: NodeName = ["x".repeat(60).as_str(); 4].join(".").parse().unwrap();
+    let issued = ca.issue_agent(&csr(), &long).unwrap();
+    let identity = PeerIdentity::from_certificate(&issued.chain[0]).unwrap();
+    assert_eq!(identity.node(), Some(&long));
+}
+
+#[test]
+fn serial_numbers_differ_for_one_key() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let (csr, node) = (csr(), "worker-1".parse().unwrap());
+    let first = ca.issue_agent(&csr, &node).unwrap();
+    let second = ca.issue_agent(&csr, &node).unwrap();
+    assert_ne!(first.chain, second.chain);
+}
+
+#[test]
+fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let server = tls::enroll_server(ca.server_resolver(Box::new(|_| {}))).unwrap();
+    for trust in [
+        Trust::Pin(ca.spki_sha256()),
+        Trust::Roots(tls::roots([ca.root().clone()]).unwrap()),
+    ] {
+        let client = tls::enroll_client(trust).unwrap();
+        let seen = handshake(client, server.clone(), "any.example").unwrap();
+        assert_eq!(seen[1], ca.root());
+    }
+    let other = Scratch::new();
+    let foreign = Trust::Pin(self::ca(&other).spki_sha256());
+    let client = tls::enroll_client(foreign).unwrap();
+    assert!(handshake(client, server, "any.example").is_err());
+}
+
+#[test]
+fn serving_certificates_never_act_as_the_tunnel_server() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let door = ca.door_resolver(
+        knows_worker_1(),
+        DoorNames::new(vec!["culvert.example".into()], vec![]),
+    );
+    let server = tls::enroll_server(door).unwrap();
+    for name in [
+        "worker-1",
+        "culvert.example",
+        "unknown.example",
+        "127.0.0.1",
+    ] {
+        let client = tls::enroll_client(Trust::Pin(ca.spki_sha256())).unwrap();
+        let error = handshake(client, server.clone(), name).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                rustls::Error::InvalidCertificate(
+                    rustls::CertificateError::ApplicationVerificationFailure
+                )
+            ),
+            "{name}: {error}"
+        );
+    }
+}
+
+#[test]
+fn door_is_verified_by_node_name_own_name_and_own_address() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let server = tls::door_server(Arc::new(door(&ca)), None).unwrap();
+    for (name, is_good) in [
+        ("worker-1", true),
+        ("WORKER-1", true),
+        ("localhost", true),
+        ("tunnel.example", true),
+        ("127.0.0.1", true),
+        ("worker-2", false),
+        ("127.0.0.2", false),
+    ] {
+        let result = handshake(caller(&ca), server.clone(), name);
+        assert_eq!(result.is_ok(), is_good, "{name}: {result:?}");
+    }
+}
+
+#[test]
+fn certificates_are_kept_and_renewed_at_half_life() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let now = SystemTime::now();
+    let server = cert_resolver::ServerCredential::new(ca.clone(), Box::new(|_| {}));
+    let door = door(&ca);
+    let at = |time| {
+        [
+            server.credential(time).unwrap(),
+            door.certificate(Some("worker-1"), time).unwrap(),
+            door.certificate(None, time).unwrap(),
+        ]
+    };
+    let first = at(now);
+    let later = at(now + DAY * 14);
+    let renewed = at(now + DAY * 15);
+    let clock_set_back = at(now);
+    for index in 0..first.len() {
+        assert!(Arc::ptr_eq(&first[index], &later[index]));
+        assert!(!Arc::ptr_eq(&first[index], &renewed[index]));
+        assert!(!Arc::ptr_eq(&clock_set_back[index], &renewed[index]));
+    }
+}
+
+#[test]
+fn certificates_kept_for_the_door_are_bounded() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let door = cert_resolver::DoorCertificates::new(
+        ca,
+        Arc::new(|_| true),
+        DoorNames::new(vec![], vec![]),
+    );
+    let now = SystemTime::now();
+    let first = door.certificate(Some("node-0"), now).unwrap();
+    for number in 1..=cert_resolver::LEAVES_MAX {
+        door.certificate(Some(&format!("node-{number}")), now)
+            .unwrap();
+    }
+    assert_eq!(door.kept(), cert_resolver::LEAVES_MAX);
+    let again = door.certificate(Some("node-0"), now).unwrap();
+    assert!(!Arc::ptr_eq(&first, &again), "the oldest was dropped");
+}
+
+#[test]
+fn another_ca_or_name_makes_new_serving_certificates_at_once() {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    let names = DoorNames::new(vec!["localhost".into()], vec![]);
+    let door = cert_resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), names.clone());
+    let now = SystemTime::now();
+    let leaf = |sni: &str| door.certificate(Some(sni), now).unwrap().cert[0].clone();
+    let (own, node) = (leaf("localhost"), leaf("worker-1"));
+    assert_eq!(
+        (leaf("localhost"), leaf("worker-1")),
+        (own.clone(), node.clone())
+    );
+
+    let further = std::collections::BTreeSet::from(["doors.ns.svc".to_owned()]);
+    assert!(names.set_further(&further, &Default::default()));
+    assert!(!names.set_further(&further, &Default::default()));
+    let renamed = leaf("doors.ns.svc");
+    assert_ne!(renamed, own);
+    assert!(String::from_utf8_lossy(&renamed).contains("doors.ns.svc"));
+    assert_eq!(leaf("worker-1"), node, "a node's own is not touched");
+
+    let old = ca.root();
+    let next = Arc::new(CaMaterial::generate(now).unwrap());
+    assert!(ca.replace(next.clone()));
+    assert!(!ca.replace(next));
+    for sni in ["localhost", "worker-1"] {
+        let chain = door.certificate(Some(sni), now).unwrap().cert.clone();
+        assert_eq!(chain[1], ca.root());
+    }
+    assert_ne!(ca.root(), old);
+}

@@ -1,0 +1,263 @@
+use super::*;
+use crate::store::data_dir::testing::Scratch;
+
+const CA: [u8; 32] = [7; 32];
+const KEY: [u8; 32] = [1; 32];
+const OTHER_KEY: [u8; 32] = [2; 32];
+
+fn name(text: &str) -> NodeName {
+    text.parse().unwrap()
+}
+
+fn at(seconds: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000 + seconds)
+}
+
+struct Fixture {
+    scratch: Scratch,
+    store: TokenStore,
+    token: JoinToken,
+}
+
+impl Fixture {
+    /// A store with one token for `worker-1`, made at 0 and valid for an hour.
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let store = TokenStore::open(&scratch.0).unwrap();
+        let token = store
+            .create(
+                &name("worker-1"),
+                Duration::from_secs(3600),
+                vec![],
+                CA,
+                at(0),
+            )
+            .unwrap();
+        Self {
+            scratch,
+            store,
+            token,
+        }
+    }
+
+    fn redeem(&self, key: [u8; 32], seconds: u64) -> Result<TokenGrant, EnrollCode> {
+        self.try_text(&self.token.reveal(), key, seconds)
+    }
+
+    fn try_text(&self, text: &str, key: [u8; 32], seconds: u64) -> Result<TokenGrant, EnrollCode> {
+        self.store
+            .redeem(text, &name("worker-1"), key, at(seconds))
+            .map_err(|(code, _)| code)
+    }
+
+    fn with_wrong_secret(&self) -> String {
+        JoinToken::new(self.token.id(), &[0; TOKEN_SECRET_BYTES], Some(CA))
+            .unwrap()
+            .reveal()
+    }
+}
+
+#[test]
+fn first_key_may_repeat_a_token_until_it_ends_and_no_other_may_use_it() {
+    let fixture = Fixture::new();
+    let grant = fixture.redeem(KEY, 10).unwrap();
+    assert_eq!(
+        (grant.id.as_str(), grant.node),
+        (fixture.token.id(), name("worker-1"))
+    );
+    assert!(fixture.redeem(KEY, 20).is_ok());
+    assert_eq!(fixture.redeem(OTHER_KEY, 30), Err(EnrollCode::TokenUsed));
+    assert_eq!(fixture.redeem(KEY, 3600), Err(EnrollCode::TokenExpired));
+}
+
+#[test]
+fn use_survives_a_restart_and_the_secret_is_not_on_disk() {
+    let fixture = Fixture::new();
+    fixture.redeem(KEY, 10).unwrap();
+    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    let text = fixture.token.reveal();
+    let other = again.redeem(&text, &name("worker-1"), OTHER_KEY, at(20));
+    assert_eq!(other.unwrap_err().0, EnrollCode::TokenUsed);
+    assert!(again.redeem(&text, &name("worker-1"), KEY, at(20)).is_ok());
+    let stored = std::fs::read_to_string(fixture.scratch.0.tokens()).unwrap();
+    assert!(!stored.contains(&hex(fixture.token.secret())));
+    assert!(!format!("{again:?}").contains(&hex(fixture.token.secret())));
+}
+
+#[test]
+fn token_is_for_one_node() {
+    let fixture = Fixture::new();
+    let wrong = fixture
+        .store
+        .redeem(&fixture.token.reveal(), &name("worker-2"), KEY, at(1));
+    let (code, detail) = wrong.unwrap_err();
+    assert_eq!(code, EnrollCode::WrongNode);
+    assert!(detail.contains("worker-1") && detail.contains("worker-2"));
+    assert!(
+        fixture.redeem(OTHER_KEY, 2).is_ok(),
+        "a wrong node binds no key"
+    );
+}
+
+#[test]
+fn unknown_ids_and_wrong_secrets_get_the_same_answer() {
+    let fixture = Fixture::new();
+    let unknown = JoinToken::new("zzzzzzzzzzzz", &[0; TOKEN_SECRET_BYTES], Some(CA)).unwrap();
+    let answers = [
+        fixture.with_wrong_secret(),
+        unknown.reveal(),
+        "nonsense".into(),
+    ]
+    .map(|text| {
+        fixture
+            .store
+            .redeem(&text, &name("worker-1"), KEY, at(1))
+            .unwrap_err()
+    });
+    assert_eq!(answers[0].0, EnrollCode::BadToken);
+    assert!(
+        answers.iter().all(|answer| *answer == answers[0]),
+        "{answers:?}"
+    );
+}
+
+#[test]
+fn revoked_token_is_refused_also_after_its_use() {
+    let fixture = Fixture::new();
+    fixture.redeem(KEY, 1).unwrap();
+    assert!(fixture.store.revoke(fixture.token.id(), at(2)).unwrap());
+    assert!(!fixture.store.revoke("zzzzzzzzzzzz", at(2)).unwrap());
+    assert_eq!(fixture.redeem(KEY, 3), Err(EnrollCode::Revoked));
+    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    assert_eq!(again.list(at(3))[0].state, TokenState::Revoked);
+}
+
+#[test]
+fn failures_are_limited_per_token_but_the_right_secret_always_passes() {
+    let fixture = Fixture::new();
+    let wrong = fixture.with_wrong_secret();
+    for _ in 0..FAILURES_PER_MINUTE {
+        assert_eq!(fixture.try_text(&wrong, KEY, 1), Err(EnrollCode::BadToken));
+    }
+    assert_eq!(
+        fixture.try_text(&wrong, KEY, 2),
+        Err(EnrollCode::RateLimited)
+    );
+    assert!(fixture.redeem(KEY, 3).is_ok());
+    assert_eq!(fixture.try_text(&wrong, KEY, 61), Err(EnrollCode::BadToken));
+}
+
+#[test]
+fn unknown_ids_are_limited_together_without_memory_of_each() {
+    let fixture = Fixture::new();
+    let unknown = |number: u32| {
+        JoinToken::new(&format!("{number:012}"), &[0; TOKEN_SECRET_BYTES], Some(CA))
+            .unwrap()
+            .reveal()
+    };
+    for number in 0..UNKNOWN_PER_MINUTE {
+        let answer = fixture.try_text(&unknown(number), KEY, 1);
+        assert_eq!(answer, Err(EnrollCode::BadToken));
+    }
+    let limited = fixture.try_text(&unknown(99), KEY, 1);
+    assert_eq!(limited, Err(EnrollCode::RateLimited));
+    assert!(fixture.store.lock().failures.is_empty());
+    assert!(fixture.redeem(KEY, 2).is_ok());
+}
+
+#[test]
+fn list_tells_states_and_forgets_ended_tokens_after_a_day() {
+    let fixture = Fixture::new();
+    let ip = "192.168.33.221".parse().unwrap();
+    let second = fixture
+        .store
+        .create(
+            &name("worker-2"),
+            Duration::from_secs(60),
+            vec![ip],
+            CA,
+            at(5),
+        )
+        .unwrap();
+    fixture.redeem(KEY, 10).unwrap();
+    let states = |seconds| {
+        let list = fixture.store.list(at(seconds));
+        list.iter().map(|token| token.state).collect::<Vec<_>>()
+    };
+    assert_eq!(states(20), [TokenState::Used, TokenState::Active]);
+    assert_eq!(states(100), [TokenState::Used, TokenState::Expired]);
+    let list = fixture.store.list(at(20));
+    assert_eq!(
+        (list[1].id.as_str(), &list[1].ips[..]),
+        (second.id(), &[ip][..])
+    );
+    assert_eq!(list[0].used_by.as_deref(), Some(hex(&KEY).as_str()));
+    assert_eq!(states(24 * 3600 + 70), [TokenState::Used]);
+    let text = serde_json::to_string(&list).unwrap();
+    assert!(
+        text.contains("usedBy") && text.contains("\"active\""),
+        "{text}"
+    );
+    assert_eq!(serde_json::from_str::<Vec<TokenInfo>>(&text).unwrap(), list);
+}
+
+#[test]
+fn token_made_by_a_verb_beside_the_server_is_known_at_once_and_kept() {
+    let fixture = Fixture::new();
+    let verb = TokenStore::open(&fixture.scratch.0).unwrap();
+    let token = verb
+        .create(
+            &name("worker-1"),
+            Duration::from_secs(60),
+            vec![],
+            CA,
+            at(1),
+        )
+        .unwrap();
+    assert!(fixture.try_text(&token.reveal(), KEY, 2).is_ok());
+    fixture.redeem(OTHER_KEY, 3).unwrap();
+    verb.revoke(fixture.token.id(), at(4)).unwrap();
+    assert_eq!(fixture.redeem(OTHER_KEY, 5), Err(EnrollCode::Revoked));
+    let states = verb.list(at(6));
+    assert!(
+        states.iter().all(|token| token.used_by.is_some()),
+        "{states:?}"
+    );
+}
+
+#[test]
+fn life_is_bounded() {
+    let fixture = Fixture::new();
+    for ttl in [
+        Duration::ZERO,
+        LIFE_MAX + Duration::from_secs(1),
+        Duration::MAX,
+    ] {
+        let made = fixture.store.create(&name("a"), ttl, vec![], CA, at(0));
+        assert!(matches!(made, Err(CreateTokenError::Life)));
+    }
+}
+
+#[test]
+fn use_that_cannot_be_kept_is_refused_and_may_be_repeated() {
+    let fixture = Fixture::new();
+    let path = fixture.scratch.0.path().join("files.lock");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert_eq!(fixture.redeem(KEY, 1), Err(EnrollCode::Unavailable));
+    std::fs::remove_dir(&path).unwrap();
+    assert!(fixture.redeem(KEY, 2).is_ok());
+    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    assert_eq!(again.list(at(3))[0].state, TokenState::Used);
+}
+
+#[test]
+fn damaged_file_is_named() {
+    let fixture = Fixture::new();
+    let path = fixture.scratch.0.tokens();
+    tunnel_proto::process::files::replace(&path, b"[]").unwrap();
+    let error = TokenStore::open(&fixture.scratch.0)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("tokens.json is damaged"), "{error}");
+}

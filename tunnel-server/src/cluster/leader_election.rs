@@ -1,0 +1,331 @@
+//! The Lease of the one that writes, as client-go's `leaderelection` uses it, so that a running yurt-tunnel and this
+//! server exclude each other.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{ObjectMeta, PostParams};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::failure::{Failure, FailureKind, Throttle};
+use super::metrics::{ClusterMetrics, Object};
+use crate::cluster::conditions::{Part, Problems};
+
+/// `leaseDurationSeconds`: others take a Lease that was not renewed for this long.
+const DURATION: Duration = Duration::from_secs(15);
+/// Writing stops this long after the last renewal.
+const RENEW_DEADLINE: Duration = Duration::from_secs(10);
+/// Between tries to get or renew it.
+const RETRY_PERIOD: Duration = Duration::from_secs(2);
+/// One try.
+const TRY_LIMIT: Duration = Duration::from_secs(4);
+/// Giving it back at a clean stop.
+const RELEASE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Until when this server may write. Clones follow the same election.
+#[derive(Debug, Clone)]
+pub(super) struct Leadership(watch::Receiver<Option<Instant>>);
+
+impl Leadership {
+    /// Until when writing is allowed; none while another one writes, or nobody.
+    pub(super) fn until(&self, now: Instant) -> Option<Instant> {
+        self.0.borrow().filter(|until| now < *until)
+    }
+
+    /// Waits until it changes, which each renewal does. Cancel-safe.
+    pub(super) async fn changed(&mut self) -> bool {
+        self.0.changed().await.is_ok()
+    }
+}
+
+/// What follows from the Lease as found; pure.
+#[derive(Debug, Clone, PartialEq)]
+enum Step {
+    /// There is none: make it.
+    Create(LeaseSpec),
+    /// It is ours, free, or was not renewed: write it.
+    Take(LeaseSpec),
+    /// Another one holds it.
+    Follow(String),
+}
+
+/// One candidate's view of the election.
+#[derive(Debug)]
+struct Candidate {
+    identity: String,
+    /// The Lease as last seen to change, by this process's clock: clocks of others do not count.
+    observed: Option<(LeaseSpec, Instant)>,
+    /// Whether its holder renewed it meanwhile: it is alive, not one that was killed.
+    holder_lives: bool,
+}
+
+impl Candidate {
+    fn step(&mut self, found: Option<&LeaseSpec>, now: Instant, wall: Timestamp) -> Step {
+        let fresh = LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
+            acquire_time: Some(MicroTime(wall)),
+            renew_time: Some(MicroTime(wall)),
+            lease_transitions: Some(0),
+            ..LeaseSpec::default()
+        };
+        let Some(found) = found else {
+            return Step::Create(fresh);
+        };
+        let seen_at = match &self.observed {
+            Some((seen, at)) if seen == found => *at,
+            Some(_) | None => {
+                let before = self
+                    .observed
+                    .as_ref()
+                    .map(|(seen, _)| &seen.holder_identity);
+                self.holder_lives = before == Some(&found.holder_identity);
+                self.observed = Some((found.clone(), now));
+                now
+            }
+        };
+        let holder = found.holder_identity.as_deref().unwrap_or_default();
+        let is_ours = holder == self.identity;
+        let seconds = found.lease_duration_seconds.unwrap_or_default();
+        let duration = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+        if !holder.is_empty() && !is_ours && now < seen_at + duration {
+            return Step::Follow(holder.to_owned());
+        }
+        let transitions = found.lease_transitions.unwrap_or_default();
+        Step::Take(LeaseSpec {
+            acquire_time: if is_ours {
+                found.acquire_time.clone()
+            } else {
+                fresh.acquire_time.clone()
+            },
+            lease_transitions: Some(transitions.saturating_add(i32::from(!is_ours))),
+            ..fresh
+        })
+    }
+}
+
+/// Takes part in the election.
+#[derive(Debug)]
+pub(super) struct Election {
+    api: Api<Lease>,
+    name: String,
+    candidate: Candidate,
+    until: watch::Sender<Option<Instant>>,
+    metrics: ClusterMetrics,
+    problems: Problems,
+    throttle: Throttle,
+}
+
+impl Election {
+    pub(super) fn new(
+        api: Api<Lease>,
+        (name, identity): (String, String),
+        (problems, metrics): (Problems, ClusterMetrics),
+        throttle: Throttle,
+    ) -> Self {
+        Self {
+            api,
+            name,
+            candidate: Candidate {
+                identity,
+                observed: None,
+                holder_lives: false,
+            },
+            until: watch::Sender::new(None),
+            metrics,
+            problems,
+            throttle,
+        }
+    }
+
+    /// What others follow.
+    pub(super) fn leadership(&self) -> Leadership {
+        Leadership(self.until.subscribe())
+    }
+
+    /// Gets and renews the Lease until `stop`.
+    pub(super) async fn run(&mut self, stop: &CancellationToken) {
+        let mut said = None;
+        loop {
+            let begun = Instant::now();
+            let tried = tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                tried = tokio::time::timeout(TRY_LIMIT, self.attempt(begun)) => tried,
+            };
+            match tried.unwrap_or_else(|_elapsed| Err(Failure::timeout())) {
+                Ok(true) => {
+                    said = None;
+                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
+                    self.lead(Some(begun + RENEW_DEADLINE));
+                }
+                Ok(false) => {
+                    said = None;
+                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
+                    self.lead(None);
+                }
+                Err(failure) => {
+                    self.metrics.wrote(Object::Lease, failure.kind.label());
+                    let is_news = said.replace(failure.kind) != Some(failure.kind);
+                    if failure.needs_operator() {
+                        let line = format!("no server writes records and ports: {failure}");
+                        self.problems.set(Part::Writing(Object::Lease), vec![line]);
+                    } else if is_news {
+                        warn!(lease = self.name, error = %failure, "cannot get or renew the Lease, trying again");
+                    }
+                    let is_over = self
+                        .until
+                        .borrow()
+                        .is_some_and(|until| until <= Instant::now());
+                    if is_over {
+                        self.lead(None);
+                    }
+                }
+            }
+            let now = Instant::now();
+            let pause = RETRY_PERIOD.mul_f64(0.9 + rand::random::<f64>() * 0.2);
+            let wait = pause
+                .saturating_sub(now - begun)
+                .max(self.throttle.left(now));
+            // The end of the term is noticed when it comes, not at the next try.
+            let term = *self.until.borrow();
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(wait) => {}
+                () = async { tokio::time::sleep_until(term.unwrap_or(now)).await }, if term.is_some() => {
+                    self.lead(None);
+                }
+            }
+        }
+    }
+
+    /// Gives the Lease back if it is ours, so that another one need not wait for its end.
+    pub(super) async fn release(&mut self) {
+        let held = self.until.borrow().is_some();
+        self.lead(None);
+        if held {
+            let released = tokio::time::timeout(RELEASE_LIMIT, self.give_back()).await;
+            if let Ok(Ok(())) = released {
+                info!(lease = self.name, "gave the Lease back");
+            }
+        }
+    }
+
+    async fn give_back(&self) -> Result<(), kube::Error> {
+        let mut lease = self.api.get(&self.name).await?;
+        let spec = lease.spec.get_or_insert_default();
+        if spec.holder_identity.as_deref() != Some(self.candidate.identity.as_str()) {
+            return Ok(());
+        }
+        let now = MicroTime(Timestamp::now());
+        spec.holder_identity = Some(String::new());
+        spec.lease_duration_seconds = Some(1);
+        spec.acquire_time = Some(now.clone());
+        spec.renew_time = Some(now);
+        let parameters = PostParams::default();
+        self.api.replace(&self.name, &parameters, &lease).await?;
+        Ok(())
+    }
+
+    /// One try. Says whether this server holds the Lease.
+    async fn attempt(&mut self, now: Instant) -> Result<bool, Failure> {
+        let found = self.api.get_opt(&self.name).await;
+        let found = found.map_err(|error| Failure::from(&error))?;
+        let spec = found.as_ref().and_then(|lease| lease.spec.as_ref());
+        let nothing = LeaseSpec::default();
+        let spec = found.as_ref().map(|_| spec.unwrap_or(&nothing));
+        let step = self.candidate.step(spec, now, Timestamp::now());
+        let parameters = PostParams::default();
+        let written = match (step, found) {
+            (Step::Follow(holder), _) => {
+                if self.until.borrow().is_some() {
+                    warn!(lease = self.name, holder, "another server took the Lease");
+                }
+                if self.candidate.holder_lives {
+                    self.problems.set(Part::Replicas, vec![beside(&holder)]);
+                }
+                return Ok(false);
+            }
+            (Step::Take(spec), Some(mut lease)) => {
+                lease.spec = Some(spec);
+                let replaced = self.api.replace(&self.name, &parameters, &lease).await;
+                replaced.map_err(|error| Failure::from(&error))
+            }
+            (Step::Create(spec) | Step::Take(spec), _) => {
+                let lease = Lease {
+                    metadata: ObjectMeta {
+                        name: Some(self.name.clone()),
+                        ..ObjectMeta::default()
+                    },
+                    spec: Some(spec),
+                };
+                let namespace = self.api.namespace().unwrap_or_default();
+                let created = self.api.create(&parameters, &lease).await;
+                created.map_err(|error| {
+                    Failure::from(&error).of_creation(Object::Lease, namespace, &self.name)
+                })
+            }
+        };
+        match written {
+            Ok(lease) => {
+                let spec = lease.spec.unwrap_or_default();
+                self.candidate.observed = Some((spec, now));
+                self.problems.set(Part::Replicas, Vec::new());
+                Ok(true)
+            }
+            // Somebody was faster; the next try sees who.
+            Err(failure)
+                if failure.kind == FailureKind::Conflict && self.until.borrow().is_none() =>
+            {
+                Ok(false)
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    fn lead(&self, until: Option<Instant>) {
+        let before = self.until.send_replace(until).is_some();
+        let leads = until.is_some();
+        self.metrics.leader(leads);
+        if leads && !before {
+            info!(
+                lease = self.name,
+                "holds the Lease: this server writes records and ports"
+            );
+        } else if before && !leads {
+            info!(
+                lease = self.name,
+                "no longer holds the Lease: writing stops, serving goes on"
+            );
+        }
+    }
+}
+
+/// What is wrong with a server beside another one.
+fn beside(holder: &str) -> String {
+    format!(
+        "{holder} serves this cluster too and holds the Lease. Servers do not pass requests on to each other: an agent that is \
+         connected there is not reached from here. Run one server (replicas: 1, strategy: Recreate)"
+    )
+}
+
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+
+    /// A leadership that the test gives and takes.
+    pub(in super::super) fn leadership() -> (watch::Sender<Option<Instant>>, Leadership) {
+        let (sender, receiver) = watch::channel(None);
+        (sender, Leadership(receiver))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,414 @@
+//! Node objects: pruned as they arrive, checked, and mapped to routes and records.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use k8s_openapi::ClusterResourceScope;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::Resource;
+use kube::runtime::watcher::Event;
+use serde::{Deserialize, Serialize};
+use tunnel_proto::process::networks::{Cidr, judged, never_dialled};
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::objects::EDGE_VALUE;
+use crate::dns::{Node as DnsNode, Place};
+use crate::routing::dial_policy::{ClusterRanges, PodNetwork};
+use crate::routing::routes::RouteNode;
+
+mod aliases;
+mod claims;
+
+pub(super) use aliases::{AliasOwners, AliasRules};
+
+/// Addresses of each type that are read; kubelets write a few.
+const ADDRESSES_MAX: usize = 32;
+/// Networks of Pods that are read: one of each family, which is what the API admits.
+const NETWORKS_MAX: usize = 2;
+
+/// The part of a Node object that is read; the rest, most of it the list of images, is skipped while parsing.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(super) struct NodeObject {
+    #[serde(default)]
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Option<Spec>,
+    #[serde(default)]
+    status: Option<Status>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+struct Spec {
+    #[serde(rename = "podCIDRs", default)]
+    pod_cidrs: Option<Vec<String>>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Status {
+    addresses: Option<Vec<Address>>,
+    daemon_endpoints: Option<DaemonEndpoints>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Address {
+    #[serde(rename = "type")]
+    kind: String,
+    address: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DaemonEndpoints {
+    kubelet_endpoint: Option<Endpoint>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Endpoint {
+    #[serde(rename = "Port")]
+    port: i32,
+}
+
+impl Resource for NodeObject {
+    type DynamicType = ();
+    type Scope = ClusterResourceScope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        "Node".into()
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        "".into()
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        "v1".into()
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        "nodes".into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+/// What is kept of a Node, in memory and on disk. Texts are as the cluster has them; [`NodeSet::new`] checks them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct NodeFacts {
+    hostname: Option<Box<str>>,
+    internal: Vec<IpAddr>,
+    external: Vec<IpAddr>,
+    is_edge: bool,
+    kubelet_port: Option<u16>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pod_networks: Vec<Box<str>>,
+    /// When the object was made, in seconds of Unix time: the API server says so, not the kubelet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    created: Option<i64>,
+}
+
+impl NodeFacts {
+    fn of(object: NodeObject, edge_label: &str) -> Self {
+        let labels = object.metadata.labels.unwrap_or_default();
+        let status = object.status.unwrap_or_default();
+        let addresses = status.addresses.unwrap_or_default();
+        let of_kind = |kind: &str| -> Vec<IpAddr> {
+            let texts = addresses.iter().filter(|address| address.kind == kind);
+            texts
+                .filter_map(|address| address.address.parse::<IpAddr>().ok())
+                .map(|address| address.to_canonical())
+                .filter(|address| can_be_a_nodes(*address))
+                .take(ADDRESSES_MAX)
+                .collect()
+        };
+        let hostname = addresses.iter().find(|address| address.kind == "Hostname");
+        let pod_networks = object.spec.and_then(|spec| spec.pod_cidrs);
+        let endpoint = status.daemon_endpoints.and_then(|all| all.kubelet_endpoint);
+        Self {
+            internal: of_kind("InternalIP"),
+            external: of_kind("ExternalIP"),
+            is_edge: labels
+                .get(edge_label)
+                .is_some_and(|value| value == EDGE_VALUE),
+            kubelet_port: endpoint.and_then(|endpoint| u16::try_from(endpoint.port).ok()),
+            hostname: hostname.map(|address| address.address.as_str().into()),
+            pod_networks: pod_networks
+                .into_iter()
+                .flatten()
+                .filter(|network| network.parse::<Cidr>().is_ok())
+                .take(NETWORKS_MAX)
+                .map(String::into_boxed_str)
+                .collect(),
+            created: object
+                .metadata
+                .creation_timestamp
+                .map(|at| at.0.as_second()),
+        }
+    }
+
+    fn addresses(&self) -> impl Iterator<Item = IpAddr> {
+        self.internal.iter().chain(&self.external).copied()
+    }
+
+    fn networks(&self) -> impl Iterator<Item = Cidr> {
+        let texts = self.pod_networks.iter();
+        texts.filter_map(|network| network.parse().ok())
+    }
+}
+
+/// Other addresses are no node's; a record of one would lead callers to themselves, or to their cloud's credentials.
+fn can_be_a_nodes(address: IpAddr) -> bool {
+    !address.is_loopback() && judged(address) == address && never_dialled(address).is_none()
+}
+
+/// Nodes by the name of their object.
+pub(super) type FactMap = BTreeMap<Box<str>, NodeFacts>;
+
+/// The Nodes as a list and watch tell them.
+#[derive(Debug)]
+pub(super) struct NodeStore {
+    edge_label: String,
+    facts: FactMap,
+    listing: FactMap,
+    aliases: AliasRules,
+}
+
+impl NodeStore {
+    /// With what was kept.
+    pub(super) fn new(edge_label: String, facts: FactMap, aliases: AliasRules) -> Self {
+        Self {
+            edge_label,
+            facts,
+            listing: FactMap::new(),
+            aliases,
+        }
+    }
+
+    /// The checked nodes. An alias stays with the node that had it at the last call.
+    pub(super) fn nodes(&mut self) -> NodeSet {
+        let nodes = NodeSet::new(&self.facts, &self.aliases);
+        self.aliases.owners = nodes.alias_owners();
+        nodes
+    }
+
+    /// Takes events in. Says whether facts differ from those before, and whether a list was complete.
+    pub(super) fn apply(&mut self, events: Vec<Event<NodeObject>>) -> Applied {
+        let mut applied = Applied::default();
+        for event in events {
+            match event {
+                Event::Init => self.listing.clear(),
+                Event::InitApply(node) => {
+                    if let Some((name, facts)) = self.pruned(node) {
+                        self.listing.insert(name, facts);
+                    }
+                }
+                Event::InitDone => {
+                    applied.is_listed = true;
+                    let listed = std::mem::take(&mut self.listing);
+                    applied.is_changed |= listed != self.facts;
+                    self.facts = listed;
+                }
+                Event::Apply(node) => {
+                    if let Some((name, facts)) = self.pruned(node)
+                        && self.facts.get(&name) != Some(&facts)
+                    {
+                        applied.is_changed = true;
+                        self.facts.insert(name, facts);
+                    }
+                }
+                Event::Delete(node) => {
+                    let name = node.metadata.name.unwrap_or_default();
+                    applied.is_changed |= self.facts.remove(name.as_str()).is_some();
+                }
+            }
+        }
+        applied
+    }
+
+    fn pruned(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
+        let name = node.metadata.name.take()?;
+        Some((name.into(), NodeFacts::of(node, &self.edge_label)))
+    }
+}
+
+/// What events changed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Applied {
+    pub(super) is_changed: bool,
+    pub(super) is_listed: bool,
+}
+
+/// A Node with a good name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct ClusterNode {
+    name: NodeName,
+    hostname: Option<NodeName>,
+    facts: NodeFacts,
+}
+
+/// All Nodes whose names may go on, and why others may not.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct NodeSet {
+    nodes: Vec<ClusterNode>,
+    refused: Vec<String>,
+}
+
+impl NodeSet {
+    /// Checks names: DNS subdomains (RFC 1123) in lower case that stand for nothing else in a cluster. A host name is an alias
+    /// of one node at most.
+    pub(super) fn new(facts: &FactMap, aliases: &AliasRules) -> Self {
+        let mut set = Self::default();
+        for (name, facts) in facts {
+            let own = node_name(name).and_then(|own| {
+                // Else two objects could be one node.
+                let is_itself = own.as_str() == &**name;
+                is_itself
+                    .then_some(own)
+                    .ok_or_else(|| "not in lower case, or with a dot at the end".to_owned())
+            });
+            match own {
+                Ok(name) => set.nodes.push(ClusterNode {
+                    hostname: alias(&mut set.refused, facts, &name, aliases),
+                    name,
+                    facts: facts.clone(),
+                }),
+                Err(problem) => set.refused.push(format!("node {name:?}: {problem}")),
+            }
+        }
+        let refused = aliases::settle(&mut set.nodes, &aliases.owners);
+        set.refused.extend(refused);
+        set
+    }
+
+    /// Names that were refused, with the reason.
+    pub(super) fn refused(&self) -> &[String] {
+        &self.refused
+    }
+
+    /// The facts of all of them.
+    pub(super) fn facts(&self) -> FactMap {
+        let nodes = self.nodes.iter();
+        nodes
+            .map(|node| (node.name.as_str().into(), node.facts.clone()))
+            .collect()
+    }
+
+    /// Every node with all its addresses, for routing.
+    pub(super) fn routes(&self) -> Vec<RouteNode> {
+        let nodes = self.nodes.iter();
+        nodes
+            .map(|node| RouteNode {
+                name: node.name.clone(),
+                hostname: node.hostname.clone(),
+                addresses: [&*node.facts.internal, &*node.facts.external].concat(),
+                kubelet_port: node.facts.kubelet_port.and_then(Port::new),
+            })
+            .collect()
+    }
+
+    /// Which node has which alias.
+    pub(super) fn alias_owners(&self) -> AliasOwners {
+        let nodes = self.nodes.iter();
+        nodes
+            .filter_map(|node| {
+                let alias = node.hostname.as_ref()?;
+                Some((alias.as_str().into(), node.name.as_str().into()))
+            })
+            .collect()
+    }
+
+    /// Nodes in the cloud with their addresses, and the networks of all Pods that can be believed.
+    pub(super) fn ranges(&self) -> ClusterRanges {
+        let pods = self.nodes.iter().flat_map(|node| {
+            let networks = node.facts.networks();
+            networks
+                .filter(|network| network.check_claimed().is_ok())
+                .map(|network| PodNetwork {
+                    network,
+                    node: node.name.clone(),
+                })
+        });
+        let cloud = self.nodes.iter().filter(|node| !node.facts.is_edge);
+        ClusterRanges {
+            pods: pods.collect(),
+            cloud_nodes: cloud
+                .map(|node| (node.name.clone(), node.facts.addresses().collect()))
+                .collect(),
+            ..ClusterRanges::default()
+        }
+    }
+
+    /// Every node as the records see it; `has_agent` makes an edge node of one that has no label.
+    pub(super) fn records(&self, has_agent: impl Fn(&NodeName) -> bool) -> Vec<DnsNode> {
+        let nodes = self.nodes.iter();
+        nodes
+            .map(|node| DnsNode {
+                name: node.name.clone(),
+                hostname: node.hostname.clone(),
+                place: if node.facts.is_edge || has_agent(&node.name) {
+                    Place::Edge
+                } else if node.facts.internal.is_empty() {
+                    Place::Cloud(node.facts.external.clone())
+                } else {
+                    Place::Cloud(node.facts.internal.clone())
+                },
+            })
+            .collect()
+    }
+}
+
+fn node_name(text: &str) -> Result<NodeName, String> {
+    let name: NodeName = text.parse().map_err(|error| format!("{error}"))?;
+    if is_reserved(&name) {
+        return Err("names of this form belong to the host or to Services".into());
+    }
+    Ok(name)
+}
+
+/// The Hostname address of a node where it is another name that the node may have.
+fn alias(
+    refused: &mut Vec<String>,
+    facts: &NodeFacts,
+    own: &NodeName,
+    aliases: &AliasRules,
+) -> Option<NodeName> {
+    let text = facts.hostname.as_deref()?;
+    let checked = node_name(text).and_then(|alias| aliases.check(alias, own));
+    match checked {
+        Ok(alias) => Some(alias).filter(|alias| alias != own),
+        Err(problem) => {
+            refused.push(format!("host name {text:?} of node {own}: {problem}"));
+            None
+        }
+    }
+}
+
+/// Names that resolvers and clusters use for something else: a record of theirs would lead callers astray.
+fn is_reserved(name: &NodeName) -> bool {
+    let name = name.as_str();
+    let is_under = |zone: &str| {
+        name == zone
+            || name
+                .strip_suffix(zone)
+                .is_some_and(|rest| rest.ends_with('.'))
+    };
+    let mut labels = name.split('.').skip(2);
+    is_under("localhost")
+        || is_under("localdomain")
+        || is_under("cluster.local")
+        || is_under("in-addr.arpa")
+        || is_under("ip6.arpa")
+        || matches!(name, "kubernetes" | "kubernetes.default" | "svc")
+        || labels.next() == Some("svc")
+}
+
+#[cfg(test)]
+mod tests;

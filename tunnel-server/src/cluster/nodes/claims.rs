@@ -1,0 +1,135 @@
+//! Claims of Nodes on addresses and networks that an operator should look at, since dials of the server's own leave them out;
+//! pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use tunnel_proto::process::networks::Cidr;
+use tunnel_proto::wire::name::NodeName;
+
+use super::NodeSet;
+
+/// Nodes that a line names.
+const NAMED_MAX: usize = 4;
+
+/// A network, or an address as a network of one, and the node that claims it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Claim<'a> {
+    network: Cidr,
+    /// Networks come before equal addresses, and hold them.
+    is_address: bool,
+    node: &'a NodeName,
+}
+
+impl NodeSet {
+    /// Lines about networks that are not used, and about claims that contradict each other.
+    pub(in crate::cluster) fn conflicts(&self, services: &[Cidr]) -> Vec<String> {
+        let mut lines = Vec::new();
+        let mut claims = Vec::new();
+        for node in &self.nodes {
+            for network in node.facts.networks() {
+                match network.check_claimed() {
+                    Ok(()) => claims.push(Claim {
+                        network,
+                        is_address: false,
+                        node: &node.name,
+                    }),
+                    Err(why) => lines.push(format!(
+                        "node {}: {network} of its podCIDRs is not used, since {why}",
+                        node.name
+                    )),
+                }
+            }
+            claims.extend(node.facts.addresses().map(|address| Claim {
+                network: address.into(),
+                is_address: true,
+                node: &node.name,
+            }));
+        }
+        claims.sort_unstable();
+        claims.dedup();
+        lines.extend(in_services(&claims, services));
+        lines.extend(self.shared_addresses());
+        lines.extend(nested(&claims));
+        lines
+    }
+
+    /// Addresses that a node in the cloud shares. Nodes behind agents may well have the same one, each in its own site.
+    fn shared_addresses(&self) -> Vec<String> {
+        let mut owners: BTreeMap<IpAddr, (bool, Vec<&NodeName>)> = BTreeMap::new();
+        for node in &self.nodes {
+            for address in node.facts.addresses() {
+                let (has_cloud, nodes) = owners.entry(address).or_default();
+                *has_cloud |= !node.facts.is_edge;
+                if nodes.last() != Some(&&node.name) {
+                    nodes.push(&node.name);
+                }
+            }
+        }
+        let shared = owners
+            .into_iter()
+            .filter(|(_, (has_cloud, nodes))| *has_cloud && nodes.len() > 1);
+        shared
+            .map(|(address, (_, nodes))| {
+                format!(
+                    "nodes {}: {address} is claimed by all of them, and never dialed directly",
+                    joined(&nodes)
+                )
+            })
+            .collect()
+    }
+}
+
+fn in_services(claims: &[Claim<'_>], services: &[Cidr]) -> Vec<String> {
+    let overlapping = claims.iter().filter_map(|claim| {
+        let services = services.iter().find(|network| network.overlaps(&claim.network))?;
+        let Claim { network, node, .. } = claim;
+        Some(if claim.is_address {
+            let address = network.start();
+            format!("node {node}: {address} is in {services} of Services, and never dialed directly")
+        } else {
+            format!("node {node}: {network} of its podCIDRs overlaps {services} of Services, which are dialed as such")
+        })
+    });
+    overlapping.collect()
+}
+
+/// A line for each network that holds claims of other nodes; the claims are sorted, so that what is in a network follows it.
+fn nested(claims: &[Claim<'_>]) -> Vec<String> {
+    let mut held: BTreeMap<Claim<'_>, BTreeSet<&NodeName>> = BTreeMap::new();
+    let mut open: Vec<Claim<'_>> = Vec::new();
+    for claim in claims {
+        let is_outside = |last: &Claim<'_>| !last.network.overlaps(&claim.network);
+        while open.last().is_some_and(is_outside) {
+            open.pop();
+        }
+        if let Some(around) = open.last().filter(|around| around.node != claim.node) {
+            held.entry(*around).or_default().insert(claim.node);
+        }
+        if !claim.is_address {
+            open.push(*claim);
+        }
+    }
+    let lines = held.into_iter().map(|(around, nodes)| {
+        let nodes: Vec<_> = nodes.into_iter().collect();
+        format!(
+            "node {}: {} of its podCIDRs holds addresses or networks of {}, and takes none from a node behind an agent",
+            around.node,
+            around.network,
+            joined(&nodes)
+        )
+    });
+    lines.collect()
+}
+
+fn joined(nodes: &[&NodeName]) -> String {
+    let named: Vec<_> = nodes
+        .iter()
+        .take(NAMED_MAX)
+        .map(|node| node.as_str())
+        .collect();
+    match nodes.len().saturating_sub(NAMED_MAX) {
+        0 => named.join(", "),
+        more => format!("{} and {more} more", named.join(", ")),
+    }
+}

@@ -1,0 +1,349 @@
+use std::collections::BTreeSet;
+
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+use serde_json::json;
+
+use super::*;
+use crate::dns::{Addresses, RecordSet};
+
+mod names;
+mod table;
+
+const LABEL: &str = "openyurt.io/is-edge-worker";
+const TUNNEL: &str = "10.106.217.16";
+
+fn node(name: &str, is_edge: bool, addresses: &[(&str, &str)]) -> NodeObject {
+    let addresses: Vec<_> = addresses
+        .iter()
+        .map(|(kind, address)| json!({"type": kind, "address": address}))
+        .collect();
+    let labels = if is_edge {
+        json!({LABEL: "true"})
+    } else {
+        json!({})
+    };
+    serde_json::from_value(json!({
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"podCIDR": "10.0.0.0/24"},
+        "status": {"addresses": addresses, "images": [{"names": ["x"], "sizeBytes": 1}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": 10350}}},
+    }))
+    .unwrap()
+}
+
+fn store(nodes: &[NodeObject]) -> NodeStore {
+    let mut store = NodeStore::new(LABEL.into(), FactMap::new(), AliasRules::default());
+    store.apply(nodes.iter().cloned().map(Event::Apply).collect());
+    store
+}
+
+fn set(store: &NodeStore) -> NodeSet {
+    NodeSet::new(&store.facts, &store.aliases)
+}
+
+fn hosts(store: &NodeStore) -> String {
+    let tunnel = Addresses::first_of([TUNNEL.parse().unwrap()]);
+    let nodes = set(store).records(|_| false);
+    RecordSet::new(&nodes, tunnel).hosts()
+}
+
+/// What CoreDNS's hosts plugin reads (`plugin/hosts/hostsfile.go`): `#` begins a comment, fields are split at white space,
+/// the first is an address, all others are names; lines without both are skipped.
+fn parsed(hosts: &str) -> BTreeSet<(IpAddr, String)> {
+    let mut entries = BTreeSet::new();
+    for line in hosts.lines() {
+        let line = line.split('#').next().unwrap_or_default();
+        let mut fields = line.split_whitespace();
+        let Some(Ok(address)) = fields.next().map(str::parse) else {
+            continue;
+        };
+        entries.extend(fields.map(|name| (address, name.trim_end_matches('.').to_lowercase())));
+    }
+    entries
+}
+
+/// DNS-1, from objects.
+#[test]
+fn nodes_become_the_guides_records() {
+    let store = store(&[
+        node(
+            "worker-1",
+            true,
+            &[("InternalIP", "192.168.33.221"), ("Hostname", "worker-1")],
+        ),
+        node(
+            "master-1",
+            false,
+            &[("InternalIP", "192.168.33.220"), ("Hostname", "master-1")],
+        ),
+    ]);
+    assert_eq!(
+        hosts(&store),
+        "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1"
+    );
+}
+
+/// DNS-6: no name is another's by its end.
+#[test]
+fn deleted_node_takes_only_its_own_line() {
+    let nodes = ["1", "worker-1", "xworker-1"].map(|name| node(name, true, &[]));
+    let mut store = store(&nodes);
+    let applied = store.apply(vec![Event::Delete(nodes[0].clone())]);
+    assert!(applied.is_changed);
+    assert_eq!(
+        hosts(&store),
+        format!("{TUNNEL}\tworker-1\n{TUNNEL}\txworker-1")
+    );
+}
+
+/// DNS-5, and what changes nothing.
+#[test]
+fn label_and_addresses_count_and_heartbeats_do_not() {
+    let cloud = node("a", false, &[("InternalIP", "10.0.0.1")]);
+    let mut store = store(std::slice::from_ref(&cloud));
+    assert_eq!(hosts(&store), "10.0.0.1\ta");
+    assert!(!store.apply(vec![Event::Apply(cloud)]).is_changed);
+    let moved = node(
+        "a",
+        false,
+        &[("InternalIP", "10.0.0.2"), ("ExternalIP", "1.2.3.4")],
+    );
+    assert!(store.apply(vec![Event::Apply(moved)]).is_changed);
+    assert_eq!(hosts(&store), "10.0.0.2\ta");
+    let edge = node("a", true, &[("InternalIP", "10.0.0.2")]);
+    assert!(store.apply(vec![Event::Apply(edge)]).is_changed);
+    assert_eq!(hosts(&store), format!("{TUNNEL}\ta"));
+    for value in ["True", "false", "1", ""] {
+        let mut other = node("a", true, &[("ExternalIP", "1.2.3.4")]);
+        other.metadata.labels = Some([(LABEL.to_owned(), value.to_owned())].into());
+        store.apply(vec![Event::Apply(other)]);
+        assert_eq!(hosts(&store), "1.2.3.4\ta", "label {value:?}");
+    }
+}
+
+#[test]
+fn list_replaces_what_was_there_only_when_it_is_complete() {
+    let (a, b) = (node("a", true, &[]), node("b", true, &[]));
+    let mut store = store(std::slice::from_ref(&a));
+    let begun = store.apply(vec![Event::Init, Event::InitApply(b.clone())]);
+    assert_eq!(begun, Applied::default());
+    assert_eq!(hosts(&store), format!("{TUNNEL}\ta"));
+    // The list began anew: what it told before does not count.
+    let done = store.apply(vec![
+        Event::Init,
+        Event::InitApply(a.clone()),
+        Event::InitDone,
+    ]);
+    assert_eq!((done.is_listed, done.is_changed), (true, false));
+    let done = store.apply(vec![Event::Init, Event::InitApply(b), Event::InitDone]);
+    assert_eq!((done.is_listed, done.is_changed), (true, true));
+    assert_eq!(hosts(&store), format!("{TUNNEL}\tb"));
+}
+
+#[test]
+fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
+    let addresses = [
+        ("Hostname", "Worker-1.example"),
+        ("InternalIP", "10.0.0.1"),
+        ("InternalIP", "fd00::1"),
+        ("ExternalIP", "1.2.3.4"),
+        ("InternalIP", "127.0.0.1"),
+        ("InternalDNS", "x.example"),
+        ("InternalIP", "none"),
+    ];
+    let set = set(&store(&[node("worker-1", true, &addresses)]));
+    let routes = set.routes();
+    assert_eq!(
+        routes[0].hostname.as_ref().map(NodeName::as_str),
+        Some("worker-1.example")
+    );
+    let texts: Vec<_> = routes[0].addresses.iter().map(IpAddr::to_string).collect();
+    assert_eq!(texts, ["10.0.0.1", "fd00::1", "1.2.3.4"]);
+    assert_eq!(routes[0].kubelet_port.map(Port::get), Some(10350));
+    let table = crate::routing::routes::RouteTable::merge(&routes);
+    let port_of = |name: &str| table.kubelet_port(&name.parse().unwrap()).map(Port::get);
+    assert_eq!(port_of("worker-1"), Some(10350));
+    assert_eq!(port_of("other"), Some(10250), "where no Node says another");
+}
+
+#[test]
+fn connected_agent_can_make_an_edge_node() {
+    let store = store(&[node("a", false, &[("InternalIP", "10.0.0.1")])]);
+    let nodes = set(&store).records(|name| name.as_str() == "a");
+    assert_eq!(nodes[0].place, Place::Edge);
+}
+
+/// T13: names that mean something else, or are no names.
+#[test]
+fn hostile_names_go_nowhere() {
+    let long = "a".repeat(254);
+    let label = "a".repeat(64);
+    for name in [
+        "x 10.0.0.1 kubernetes.default",
+        "a\nb",
+        "a\tb",
+        "a#b",
+        "a\0b",
+        "b\u{fc}cher",
+        &long,
+        &label,
+        "localhost",
+        "x.localhost",
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kube-dns.kube-system.svc",
+        "kube-dns.kube-system.svc.cluster.local",
+        "cluster.local",
+        "*.example",
+        "*",
+        "",
+        ".",
+        "..",
+        "a..b",
+        "-a",
+        "a-",
+        "10.0.0.1",
+        "1.0.0.127.in-addr.arpa",
+        "a_b",
+        "a/b",
+        "a:1",
+    ] {
+        let own = node(name, true, &[("InternalIP", "10.0.0.1")]);
+        let refused = set(&store(&[own]));
+        assert!(
+            refused.routes().is_empty() && refused.records(|_| true).is_empty(),
+            "{name:?}"
+        );
+        assert_eq!(refused.refused().len(), 1, "{name:?}");
+        let host = node("good", true, &[("Hostname", name)]);
+        let routes = set(&store(&[host])).routes();
+        assert_eq!(routes[0].hostname, None, "{name:?}");
+        assert_eq!(
+            hosts(&store(&[node("good", true, &[("Hostname", name)])])),
+            format!("{TUNNEL}\tgood")
+        );
+    }
+    for name in ["Worker-1", "worker-1."] {
+        assert_eq!(set(&store(&[node(name, true, &[])])).refused().len(), 1);
+    }
+    for name in [
+        "ip-10-0-0-1.eu.compute.internal",
+        "1",
+        "a.b.c",
+        "svc-1",
+        "kubernetes-node",
+        "mylocalhost",
+    ] {
+        assert!(
+            set(&store(&[node(name, true, &[])])).refused().is_empty(),
+            "{name}"
+        );
+    }
+}
+
+/// T13, T14 and R07 together: whatever the names are, the hosts text parses back to exactly the good ones, and adding or
+/// removing one never changes the line of another.
+#[test]
+fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
+    const PIECES: [&str; 16] = [
+        "1", "worker", "-", ".", "worker-1", "edge", "x", "\n", "\t", " ", "#", "10.0.0.1", "\0",
+        "A", "svc", "\u{e4}",
+    ];
+    let mut random = StdRng::seed_from_u64(7);
+    let mut store = NodeStore::new(LABEL.into(), FactMap::new(), AliasRules::default());
+    let mut good = 0;
+    for _ in 0..2_000 {
+        let name: String = (0..random.random_range(1..5))
+            .map(|_| PIECES[random.random_range(0..PIECES.len())])
+            .collect();
+        let is_edge = random.random_bool(0.5);
+        let change = node(
+            &name,
+            is_edge,
+            &[("InternalIP", "10.0.0.9"), ("Hostname", &name)],
+        );
+        let before: BTreeSet<String> = hosts(&store).lines().map(str::to_owned).collect();
+        let event = if random.random_bool(0.3) {
+            Event::Delete(change)
+        } else {
+            Event::Apply(change)
+        };
+        store.apply(vec![event]);
+        let text = hosts(&store);
+        let after: BTreeSet<String> = text.lines().map(str::to_owned).collect();
+        let own = name
+            .parse::<NodeName>()
+            .ok()
+            .filter(|own| own.as_str() == name);
+        for line in before.symmetric_difference(&after) {
+            let (_, of) = line.split_once('\t').unwrap();
+            assert_eq!(
+                Some(of),
+                own.as_ref().map(NodeName::as_str),
+                "{name:?} changed {line:?}"
+            );
+        }
+        let expected: BTreeSet<(IpAddr, String)> = set(&store)
+            .records(|_| false)
+            .iter()
+            .map(|node| {
+                let address = if node.place == Place::Edge {
+                    TUNNEL
+                } else {
+                    "10.0.0.9"
+                };
+                (address.parse().unwrap(), node.name.to_string())
+            })
+            .collect();
+        assert_eq!(parsed(&text), expected);
+        good += expected.len();
+    }
+    assert!(good > 10_000, "{good}");
+}
+
+#[test]
+fn cloud_nodes_and_their_pods_are_told_apart_from_those_at_the_edge() {
+    let facts = |is_edge: bool, address: &str, networks: &[&str]| {
+        let object = serde_json::json!({
+            "metadata": { "labels": { "edge": is_edge.to_string() } },
+            "spec": { "podCIDR": networks[0], "podCIDRs": networks },
+            "status": { "addresses": [{ "type": "InternalIP", "address": address }] },
+        });
+        NodeFacts::of(serde_json::from_value(object).unwrap(), "edge")
+    };
+    let nodes = [
+        (
+            "cloud-1".into(),
+            facts(false, "10.0.0.9", &["10.244.1.0/24", "fd00:1::/64", "odd"]),
+        ),
+        (
+            "edge-1".into(),
+            facts(true, "192.168.33.221", &["10.244.2.0/24"]),
+        ),
+    ];
+    let ranges = NodeSet::new(&nodes.into(), &AliasRules::default()).ranges();
+    let pods: Vec<_> = ranges
+        .pods
+        .iter()
+        .map(|pods| (pods.node.as_str(), pods.network.to_string()))
+        .collect();
+    let expected = [
+        ("cloud-1", "10.244.1.0/24"),
+        ("cloud-1", "fd00:1::/64"),
+        ("edge-1", "10.244.2.0/24"),
+    ];
+    assert_eq!(
+        pods,
+        expected.map(|(node, network)| (node, network.to_owned()))
+    );
+    let cloud: Vec<_> = ranges.cloud_nodes.into_iter().collect();
+    assert_eq!(
+        cloud,
+        [(
+            "cloud-1".parse().unwrap(),
+            vec!["10.0.0.9".parse().unwrap()]
+        )]
+    );
+}

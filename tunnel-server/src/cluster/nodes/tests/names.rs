@@ -1,0 +1,188 @@
+//! Node objects, hostile ones among them, with the records and routes that the names of each lead to.
+
+use std::collections::BTreeSet;
+
+use serde_json::json;
+
+use super::*;
+use crate::routing::routes::RouteTable;
+
+/// A Node's name and Hostname, and the alias that follows, if any. `--record-names` is `*.edge.example.com,gw-*`.
+const NAMES: [(&str, &str, Option<&str>); 34] = [
+    ("worker-1", "worker-1", None),
+    (
+        "worker-1",
+        "worker-1.example.com",
+        Some("worker-1.example.com"),
+    ),
+    (
+        "worker-1",
+        "Worker-1.Example.Com.",
+        Some("worker-1.example.com"),
+    ),
+    ("worker-1.site.example", "worker-1", Some("worker-1")),
+    (
+        "worker-1.site.example",
+        "worker-1.site.example.lan",
+        Some("worker-1.site.example.lan"),
+    ),
+    ("worker-1.site.example", "worker-1.site", None),
+    ("worker-1.site.example", "worker-1.example", None),
+    ("worker-1.site.example", "site", None),
+    ("worker-1.site.example", "example", None),
+    ("worker-1", "registry", None),
+    ("worker-1", "worker", None),
+    ("worker-1", "worker-10", None),
+    ("worker-1", "worker-1x.example", None),
+    ("worker-1", "xworker-1", None),
+    ("worker-1", "a.worker-1", None),
+    ("worker-1", "registry.example.com", None),
+    ("worker-1", "example.com", None),
+    ("worker-1", "worker-2", None),
+    ("worker-1", "master-1", None),
+    ("master-1.site.example", "master-1", None),
+    ("worker-1", "kubernetes", None),
+    ("kubernetes.site.example", "kubernetes", None),
+    ("worker-1", "worker-1.default.svc", None),
+    ("worker-1", "worker-1.cluster.local", None),
+    ("worker-1", "worker-1.localhost", None),
+    ("worker-1", "worker-1 10.0.0.1", None),
+    ("worker-1", "worker-1.*", None),
+    ("worker-1", "10.0.0.1", None),
+    (
+        "worker-1",
+        "site-1.edge.example.com",
+        Some("site-1.edge.example.com"),
+    ),
+    ("worker-1", "a.b.edge.example.com", None),
+    ("worker-1", "edge.example.com", None),
+    ("worker-1", "gw-7", Some("gw-7")),
+    ("worker-1", "gw-7.example.com", None),
+    ("worker-1", "gw", None),
+];
+
+#[test]
+fn names_of_hostile_nodes_make_no_foreign_record_or_route() {
+    let rules = AliasRules {
+        patterns: ["*.edge.example.com", "gw-*"]
+            .map(|text| text.parse().unwrap())
+            .into(),
+        owners: AliasOwners::new(),
+    };
+    for (own, hostname, alias) in NAMES {
+        let hostile = node(
+            own,
+            false,
+            &[("InternalIP", "6.6.6.6"), ("Hostname", hostname)],
+        );
+        let master = node("master-1", false, &[("InternalIP", "192.168.33.220")]);
+        let mut store = NodeStore::new(LABEL.into(), FactMap::new(), rules.clone());
+        store.apply(vec![Event::Apply(master), Event::Apply(hostile)]);
+        let set = store.nodes();
+        let tunnel = Addresses::first_of([TUNNEL.parse().unwrap()]);
+        let found = parsed(&RecordSet::new(&set.records(|_| false), tunnel).hosts());
+        let mut expected = BTreeSet::from([
+            ("192.168.33.220".parse().unwrap(), "master-1".to_owned()),
+            ("6.6.6.6".parse().unwrap(), own.to_owned()),
+        ]);
+        expected.extend(alias.map(|alias| ("6.6.6.6".parse().unwrap(), alias.to_owned())));
+        assert_eq!(found, expected, "{hostname:?} of {own}");
+        let is_refused = alias.is_none() && hostname != own;
+        assert_eq!(
+            set.refused().len(),
+            usize::from(is_refused),
+            "{hostname:?}: {set:?}"
+        );
+        let routes = RouteTable::merge(&set.routes());
+        if let Ok(name) = hostname.parse() {
+            let leads = routes.by_name(&name).map(|node| node.to_string());
+            let expected = match (alias, hostname) {
+                (Some(_), _) => Some(own),
+                (None, "master-1") => Some("master-1"),
+                (None, other) => Some(own).filter(|own| *own == other),
+            };
+            assert_eq!(leads.ok().as_deref(), expected, "{hostname:?} of {own}");
+        }
+    }
+}
+
+/// Two nodes whose first labels are equal.
+fn twin(name: &str, created: Option<&str>) -> NodeObject {
+    let mut object = node(
+        name,
+        false,
+        &[("InternalIP", "10.0.0.1"), ("Hostname", "a")],
+    );
+    let created = created.map(|text| serde_json::from_value(json!(text)).unwrap());
+    object.metadata.creation_timestamp = created;
+    object
+}
+
+fn owner(store: &mut NodeStore) -> Option<String> {
+    let owners = store.nodes().alias_owners();
+    owners.get("a").map(ToString::to_string)
+}
+
+#[test]
+fn contested_alias_stays_with_the_node_that_had_it_first() {
+    let old = twin("a.old", Some("2026-01-01T00:00:00Z"));
+    let new = twin("a.new", Some("2026-02-01T00:00:00Z"));
+    let mut both = store(&[]);
+    both.apply(vec![Event::Apply(new.clone()), Event::Apply(old.clone())]);
+    assert_eq!(
+        owner(&mut both).as_deref(),
+        Some("a.old"),
+        "the older object"
+    );
+    let refused = set(&both).refused().join("\n");
+    assert_eq!(
+        refused,
+        "host name \"a\" of node a.new: node a.old had it first"
+    );
+
+    let mut late = store(std::slice::from_ref(&new));
+    assert_eq!(owner(&mut late).as_deref(), Some("a.new"), "alone");
+    late.apply(vec![Event::Apply(old.clone())]);
+    assert_eq!(owner(&mut late).as_deref(), Some("a.new"), "had it before");
+
+    // Over a restart: what is on disk says who had it.
+    let facts = serde_json::to_string(&late.facts).unwrap();
+    let owners = serde_json::to_string(&late.aliases.owners).unwrap();
+    let rules = AliasRules {
+        owners: serde_json::from_str(&owners).unwrap(),
+        ..AliasRules::default()
+    };
+    let facts = serde_json::from_str(&facts).unwrap();
+    let mut restarted = NodeStore::new(LABEL.into(), facts, rules);
+    assert_eq!(owner(&mut restarted).as_deref(), Some("a.new"));
+    restarted.apply(vec![
+        Event::Init,
+        Event::InitApply(old.clone()),
+        Event::InitApply(new.clone()),
+        Event::InitDone,
+    ]);
+    assert_eq!(owner(&mut restarted).as_deref(), Some("a.new"));
+
+    restarted.apply(vec![Event::Delete(new.clone())]);
+    assert_eq!(
+        owner(&mut restarted).as_deref(),
+        Some("a.old"),
+        "the other is gone"
+    );
+    restarted.apply(vec![Event::Apply(new)]);
+    assert_eq!(
+        owner(&mut restarted).as_deref(),
+        Some("a.old"),
+        "came back too late"
+    );
+}
+
+#[test]
+fn contested_alias_of_nodes_of_unknown_age_is_nobodys() {
+    let mut store = store(&[
+        twin("a.one", None),
+        twin("a.two", Some("2026-01-01T00:00:00Z")),
+    ]);
+    assert_eq!(owner(&mut store), None);
+    assert_eq!(set(&store).refused().len(), 2);
+}

@@ -1,0 +1,435 @@
+//! Node objects, hostile ones among them, with the dials that each leads to.
+
+use serde_json::json;
+
+use super::*;
+use crate::ingress::connect::table::Setting;
+use crate::routing::dial_policy::LiveRanges;
+use crate::routing::routes::RouteTable;
+
+/// Networks of the cluster's Services, and addresses of the server.
+const SERVICES: &str = "10.96.0.0/12";
+const OWN_SERVICE: &str = "10.96.0.7";
+const OWN_POD: &str = "10.244.1.5";
+
+/// A Node object.
+#[derive(Debug, Clone, Copy)]
+struct Object<'a> {
+    name: &'a str,
+    is_edge: bool,
+    /// With an `x` in front: of type ExternalIP, else InternalIP.
+    addresses: &'a [&'a str],
+    networks: &'a [&'a str],
+}
+
+impl Object<'_> {
+    fn parsed(&self) -> NodeObject {
+        let addresses = self
+            .addresses
+            .iter()
+            .map(|text| match text.strip_prefix('x') {
+                Some(address) => json!({"type": "ExternalIP", "address": address}),
+                None => json!({"type": "InternalIP", "address": text}),
+            });
+        let addresses: Vec<_> = addresses.collect();
+        serde_json::from_value(json!({
+            "metadata": {"name": self.name, "labels": {LABEL: self.is_edge.to_string()}},
+            "spec": {"podCIDRs": self.networks},
+            "status": {"addresses": addresses},
+        }))
+        .unwrap()
+    }
+}
+
+/// The cluster before a hostile Node comes.
+const BASE: [Object<'_>; 3] = [
+    Object {
+        name: "cloud-1",
+        is_edge: false,
+        addresses: &["10.0.0.9"],
+        networks: &["10.244.1.0/24"],
+    },
+    Object {
+        name: "edge-1",
+        is_edge: true,
+        addresses: &["192.168.33.221"],
+        networks: &["10.244.2.0/24"],
+    },
+    Object {
+        name: "edge-2",
+        is_edge: true,
+        addresses: &["10.50.0.2"],
+        networks: &[],
+    },
+];
+
+/// Where CONNECTs lead in the cluster without further Nodes.
+const BEFORE: [(&str, &str); 12] = [
+    ("cloud-1:10250", "direct 10.0.0.9"),
+    ("10.0.0.9:10250", "direct 10.0.0.9"),
+    ("10.0.0.9:2379", "403"),
+    ("10.244.1.7:443", "direct 10.244.1.7"),
+    ("[::ffff:10.244.1.7]:443", "direct 10.244.1.7"),
+    ("10.96.0.10:443", "direct 10.96.0.10"),
+    ("192.168.33.221:10250", "agent edge-1"),
+    ("10.50.0.2:10250", "agent edge-2"),
+    ("10.244.2.7:443", "403"),
+    ("10.244.1.5:443", "403"),
+    ("10.96.0.7:443", "403"),
+    ("10.9.0.1:443", "403"),
+];
+
+/// The server of the cluster with these Nodes as well, and what an operator is shown.
+fn setting(more: &[Object<'_>]) -> (Setting, Vec<String>) {
+    let objects: Vec<_> = BASE.iter().chain(more).map(Object::parsed).collect();
+    let set = set(&store(&objects));
+    let services = [SERVICES.parse().unwrap()];
+    let ranges = LiveRanges::default();
+    ranges.set(ClusterRanges {
+        services: services.to_vec(),
+        own: vec![OWN_SERVICE.parse().unwrap()],
+        ..set.ranges()
+    });
+    let agents = ["edge-1", "edge-2", "agent-1"];
+    let setting = Setting {
+        routes: RouteTable::merge(&set.routes()),
+        ranges,
+        agents: agents.map(|name| name.parse().unwrap()).into(),
+        own: vec![OWN_POD.parse().unwrap()],
+    };
+    (setting, set.conflicts(&services))
+}
+
+#[test]
+fn without_hostile_nodes_everything_leads_where_it_should() {
+    let with_agent = Object {
+        name: "agent-1",
+        is_edge: false,
+        addresses: &["10.0.0.30"],
+        networks: &["10.244.5.0/24"],
+    };
+    let (setting, conflicts) = setting(&[with_agent]);
+    for (target, expected) in BEFORE {
+        assert_eq!(setting.leads(target), expected, "{target}");
+    }
+    // A node without the label whose agent is connected.
+    assert_eq!(setting.leads("10.0.0.30:10250"), "agent agent-1");
+    assert_eq!(setting.leads("10.244.5.7:443"), "403");
+    assert!(conflicts.is_empty(), "{conflicts:?}");
+}
+
+type Probes = &'static [(&'static str, &'static str)];
+
+/// A network of Pods of a Node without the label, and where CONNECTs lead then.
+const CLOUD_NETWORKS: [(&str, Probes); 26] = [
+    ("10.244.3.0/24", &[("10.244.3.7:443", "direct 10.244.3.7")]),
+    (
+        "fd00:10:244::/64",
+        &[("[fd00:10:244::7]:443", "direct fd00:10:244::7")],
+    ),
+    (
+        "::ffff:10.244.3.0/120",
+        &[("10.244.3.7:443", "direct 10.244.3.7")],
+    ),
+    // Not used.
+    (
+        "0.0.0.0/0",
+        &[("8.8.8.8:443", "403"), ("127.0.0.1:22", "403")],
+    ),
+    ("::/0", &[("[2001:db8::1]:443", "403"), ("[::1]:22", "403")]),
+    ("10.0.0.0/7", &[("10.9.0.1:443", "403")]),
+    ("fd00::/31", &[("[fd00::1]:443", "403")]),
+    ("::ffff:0:0/96", &[("8.8.8.8:443", "403")]),
+    (
+        "127.0.0.0/8",
+        &[("127.0.0.1:10265", "403"), ("[::ffff:127.0.0.1]:22", "403")],
+    ),
+    ("127.0.0.1/32", &[("127.0.0.1:22", "403")]),
+    ("::1/128", &[("[::1]:22", "403")]),
+    (
+        "::ffff:127.0.0.0/104",
+        &[("127.0.0.1:22", "403"), ("[::ffff:127.0.0.1]:22", "403")],
+    ),
+    ("0.0.0.0/8", &[("0.0.0.0:22", "403")]),
+    ("::/128", &[("[::]:22", "403")]),
+    (
+        "169.254.0.0/16",
+        &[("169.254.7.7:80", "403"), ("169.254.169.254:80", "403")],
+    ),
+    ("fe80::/64", &[("[fe80::1]:443", "403")]),
+    ("224.0.0.0/8", &[("224.0.0.1:443", "403")]),
+    ("ff02::/32", &[("[ff02::1]:443", "403")]),
+    ("255.255.255.255/32", &[("255.255.255.255:443", "403")]),
+    (
+        "100.100.100.0/24",
+        &[("100.100.100.200:80", "403"), ("100.100.100.7:80", "403")],
+    ),
+    ("fd00:ec2::/64", &[("[fd00:ec2::254]:80", "403")]),
+    ("64:ff9b::/96", &[("[64:ff9b::7f00:1]:80", "403")]),
+    ("2002:7f00::/32", &[("[2002:7f00:1::1]:80", "403")]),
+    // What others have is cut out, and the rest stays.
+    (
+        "10.0.0.0/8",
+        &[
+            ("10.9.0.1:443", "direct 10.9.0.1"),
+            ("10.50.0.3:443", "direct 10.50.0.3"),
+        ],
+    ),
+    ("10.244.2.0/24", &[("10.244.2.8:443", "403")]),
+    ("10.244.2.128/25", &[("10.244.2.200:443", "403")]),
+];
+
+/// The same of a Node with the label.
+const EDGE_NETWORKS: [(&str, Probes); 8] = [
+    ("10.244.4.0/24", &[("10.244.4.7:443", "403")]),
+    (
+        "10.244.1.64/26",
+        &[
+            ("10.244.1.70:443", "403"),
+            ("10.244.1.7:443", "direct 10.244.1.7"),
+        ],
+    ),
+    (
+        "10.244.1.0/24",
+        &[
+            ("10.244.1.7:443", "403"),
+            ("[::ffff:10.244.1.7]:443", "403"),
+        ],
+    ),
+    ("10.0.0.0/24", &[("10.0.0.9:10250", "direct 10.0.0.9")]),
+    ("10.96.0.0/12", &[("10.96.0.10:443", "direct 10.96.0.10")]),
+    ("0.0.0.0/0", &[("10.244.1.7:443", "direct 10.244.1.7")]),
+    ("::ffff:0:0/96", &[("10.244.1.7:443", "direct 10.244.1.7")]),
+    ("127.0.0.0/8", &[("127.0.0.1:22", "403")]),
+];
+
+#[test]
+fn networks_of_hostile_nodes_redirect_no_dial() {
+    let cloud = CLOUD_NETWORKS.iter().map(|row| (false, row));
+    for (is_edge, (network, probes)) in cloud.chain(EDGE_NETWORKS.iter().map(|row| (true, row))) {
+        let (setting, conflicts) = setting(&[Object {
+            name: "n-1",
+            is_edge,
+            addresses: &[],
+            networks: &[network],
+        }]);
+        check(
+            &setting,
+            probes,
+            |_| false,
+            &format!("{network}, edge: {is_edge}"),
+        );
+        let is_usual = ["10.244.3.", "10.244.4.", "fd00:10:"];
+        let is_usual = is_usual.iter().any(|start| network.contains(start));
+        let names_it = conflicts.iter().any(|line| line.contains("n-1"));
+        assert_eq!(names_it, !is_usual, "{network}: {conflicts:?}");
+    }
+}
+
+/// A Node's addresses, whether it has the label, and where CONNECTs lead then.
+const ADDRESSES: [(&[&str], bool, Probes); 28] = [
+    (
+        &["10.0.0.20"],
+        false,
+        &[("n-1:10250", "direct 10.0.0.20"), ("10.0.0.20:2379", "403")],
+    ),
+    (
+        &["172.16.0.2"],
+        true,
+        &[
+            ("172.16.0.2:10250", "agent n-1"),
+            ("n-1:10250", "agent n-1"),
+        ],
+    ),
+    (
+        &["::ffff:172.16.0.2"],
+        true,
+        &[("172.16.0.2:10250", "agent n-1")],
+    ),
+    // Of several nodes, whatever they are.
+    (
+        &["10.0.0.9"],
+        true,
+        &[("10.0.0.9:10250", "400"), ("cloud-1:10250", "400")],
+    ),
+    (
+        &["x10.0.0.9"],
+        true,
+        &[("10.0.0.9:10250", "400"), ("cloud-1:10250", "400")],
+    ),
+    (
+        &["::ffff:10.0.0.9"],
+        true,
+        &[("10.0.0.9:10250", "400"), ("cloud-1:10250", "400")],
+    ),
+    (
+        &["10.0.0.9"],
+        false,
+        &[("10.0.0.9:10250", "400"), ("cloud-1:10250", "400")],
+    ),
+    (
+        &["192.168.33.221"],
+        true,
+        &[("192.168.33.221:10250", "400"), ("n-1:10250", "agent n-1")],
+    ),
+    (
+        &["192.168.33.221"],
+        false,
+        &[("192.168.33.221:10250", "400"), ("n-1:10250", "400")],
+    ),
+    (
+        &["x192.168.33.221"],
+        false,
+        &[("192.168.33.221:10250", "400"), ("n-1:10250", "400")],
+    ),
+    (
+        &["::ffff:192.168.33.221"],
+        false,
+        &[("[::ffff:192.168.33.221]:10250", "400")],
+    ),
+    (
+        &["10.0.0.9", "10.0.0.20"],
+        false,
+        &[("cloud-1:10250", "400"), ("n-1:443", "direct 10.0.0.20")],
+    ),
+    // Of Services.
+    (
+        &["10.96.0.10"],
+        true,
+        &[
+            ("10.96.0.10:443", "400"),
+            ("10.96.0.11:443", "direct 10.96.0.11"),
+        ],
+    ),
+    (
+        &["10.96.0.10"],
+        false,
+        &[("10.96.0.10:443", "400"), ("n-1:443", "400")],
+    ),
+    (
+        &["10.96.0.7"],
+        false,
+        &[("10.96.0.7:443", "400"), ("n-1:443", "400")],
+    ),
+    // Of Pods: the one address is the node's, and the rest of the network stays.
+    (
+        &["10.244.1.7"],
+        true,
+        &[
+            ("10.244.1.7:443", "403"),
+            ("10.244.1.8:443", "direct 10.244.1.8"),
+        ],
+    ),
+    (&["10.244.1.9"], true, &[("10.244.1.9:10250", "agent n-1")]),
+    (
+        &["10.244.2.7"],
+        false,
+        &[
+            ("10.244.2.7:443", "direct 10.244.2.7"),
+            ("10.244.2.8:443", "403"),
+        ],
+    ),
+    // Of the server itself.
+    (
+        &["10.244.1.5"],
+        false,
+        &[("10.244.1.5:10264", "403"), ("n-1:10264", "403")],
+    ),
+    // Of no node.
+    (
+        &["127.0.0.1"],
+        false,
+        &[("127.0.0.1:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["::ffff:127.0.0.1"],
+        false,
+        &[("127.0.0.1:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["::1"],
+        false,
+        &[("[::1]:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["0.0.0.0"],
+        false,
+        &[("0.0.0.0:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["169.254.169.254"],
+        false,
+        &[("169.254.169.254:80", "403"), ("n-1:80", "direct ")],
+    ),
+    (
+        &["100.100.100.200"],
+        false,
+        &[("100.100.100.200:80", "403"), ("n-1:80", "direct ")],
+    ),
+    (
+        &["fe80::1"],
+        false,
+        &[("[fe80::1]:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["64:ff9b::7f00:1"],
+        false,
+        &[("[64:ff9b::7f00:1]:22", "403"), ("n-1:22", "direct ")],
+    ),
+    (
+        &["2002:7f00:1::1"],
+        false,
+        &[("[2002:7f00:1::1]:22", "403"), ("n-1:22", "direct ")],
+    ),
+];
+
+#[test]
+fn addresses_of_hostile_nodes_redirect_no_dial() {
+    for (addresses, is_edge, probes) in ADDRESSES {
+        let (mut setting, conflicts) = setting(&[Object {
+            name: "n-1",
+            is_edge,
+            addresses,
+            networks: &[],
+        }]);
+        if is_edge {
+            setting.agents.push("n-1".parse().unwrap());
+        }
+        let claims = addresses.iter().map(|address| {
+            address
+                .trim_start_matches('x')
+                .trim_start_matches("::ffff:")
+        });
+        let claims: Vec<_> = claims.collect();
+        let is_claimed = |target: &str| claims.iter().any(|claim| target.contains(claim));
+        check(
+            &setting,
+            probes,
+            is_claimed,
+            &format!("{addresses:?}, edge: {is_edge}"),
+        );
+        // Nodes behind agents may share an address, each in its own site.
+        let is_others = claims
+            .iter()
+            .any(|claim| claim.starts_with("10.") && *claim != "10.0.0.20")
+            || !is_edge && claims.contains(&"192.168.33.221");
+        let names_it = conflicts.iter().any(|line| line.contains("n-1"));
+        assert_eq!(
+            names_it, is_others,
+            "{addresses:?}, {is_edge}: {conflicts:?}"
+        );
+    }
+}
+
+/// Compares where targets lead, and that all others lead where they did before, unless they are what is claimed.
+fn check(setting: &Setting, probes: Probes, is_claimed: impl Fn(&str) -> bool, case: &str) {
+    for (target, expected) in probes {
+        assert_eq!(setting.leads(target), *expected, "{target} with {case}");
+    }
+    for (target, expected) in BEFORE {
+        let is_probed = probes.iter().any(|(probed, _)| *probed == target);
+        if !is_probed && !is_claimed(target) {
+            assert_eq!(setting.leads(target), expected, "{target} with {case}");
+        }
+    }
+}

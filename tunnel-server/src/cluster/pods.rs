@@ -1,0 +1,105 @@
+//! Answers which node a pod runs on: one GET each. Pods are never watched, and no answer is cached: a pod of the same name may
+//! start on another node at once, and a stream to the old one would reach somebody else's.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod as PodObject;
+use kube::{Api, Client};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tracing::debug;
+use tunnel_proto::wire::name::NodeName;
+
+use super::failure::{Failure, FailureKind};
+use crate::cluster::conditions::{Part, Problems};
+use crate::routing::pod_lookup::{LookupError, Pod, Question};
+
+/// Questions to the API server at once; more wait their time.
+const CALLS_MAX: usize = 16;
+/// One question.
+const CALL_LIMIT: Duration = Duration::from_secs(4);
+/// The condition while the right is missing.
+const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and port-forward of a kube-apiserver without \
+    --kubelet-certificate-authority fail: grant its ServiceAccount verb get on resource pods (the manifests of this version \
+    do), or set --pod-lookup=false";
+
+/// Answers until the listeners are gone.
+pub(super) async fn answer(
+    client: Client,
+    mut questions: mpsc::Receiver<Question>,
+    problems: Problems,
+) {
+    let mut calls: JoinSet<Option<Access>> = JoinSet::new();
+    loop {
+        let question = tokio::select! {
+            Some(ended) = calls.join_next(), if !calls.is_empty() => {
+                match ended {
+                    Ok(Some(Access::Granted)) => problems.set(Part::PodLookup, Vec::new()),
+                    Ok(Some(Access::Refused)) => {
+                        problems.set(Part::PodLookup, vec![FORBIDDEN.to_owned()]);
+                    }
+                    // A panic has been counted, and its asker got an error.
+                    Ok(None) | Err(_) => {}
+                }
+                continue;
+            }
+            question = questions.recv(), if calls.len() < CALLS_MAX => question,
+        };
+        let Some(question) = question else {
+            return;
+        };
+        if question.answer.is_closed() {
+            continue;
+        }
+        let api = Api::<PodObject>::namespaced(client.clone(), &question.pod.namespace);
+        calls.spawn(async move {
+            let found = node_of(api, &question.pod).await;
+            let access = Access::of(&found);
+            let _asker_is_gone = question.answer.send(found);
+            access
+        });
+    }
+}
+
+/// What an answer shows of the right to get Pods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Granted,
+    Refused,
+}
+
+impl Access {
+    /// None where the API server did not get to judge it.
+    fn of(found: &Result<NodeName, LookupError>) -> Option<Self> {
+        match found {
+            Ok(_)
+            | Err(LookupError::NotFound | LookupError::Unbound | LookupError::UnusableNode(_)) => {
+                Some(Self::Granted)
+            }
+            Err(LookupError::Forbidden) => Some(Self::Refused),
+            Err(LookupError::Unavailable(_) | LookupError::Timeout) => None,
+        }
+    }
+}
+
+async fn node_of(api: Api<PodObject>, pod: &Pod) -> Result<NodeName, LookupError> {
+    let found = tokio::time::timeout(CALL_LIMIT, api.get_opt(&pod.name)).await;
+    let found = found.map_or_else(
+        |_elapsed| Err(Failure::timeout()),
+        |found| found.map_err(|error| Failure::from(&error)),
+    );
+    let found = found.map_err(|failure| {
+        debug!(error = %failure, %pod, "cannot get a pod");
+        match failure.kind {
+            FailureKind::Forbidden => LookupError::Forbidden,
+            _ => LookupError::Unavailable(failure.to_string()),
+        }
+    })?;
+    let found = found.ok_or(LookupError::NotFound)?;
+    let node = found.spec.and_then(|spec| spec.node_name);
+    let node = node
+        .filter(|node| !node.is_empty())
+        .ok_or(LookupError::Unbound)?;
+    node.parse()
+        .map_err(|_unusable| LookupError::UnusableNode(node))
+}

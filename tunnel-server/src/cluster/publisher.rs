@@ -1,0 +1,156 @@
+//! From what was heard of the cluster to what this server serves and what should be written, whenever either changes.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tunnel_proto::process::networks::Cidr;
+use tunnel_proto::wire::name::NodeName;
+
+use super::metrics::ClusterMetrics;
+use super::nodes;
+use super::service;
+use super::watches::Seen;
+use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::state::{Desired, Own, World};
+use crate::dns::{RecordSet, Records};
+use crate::metrics::Metrics;
+use crate::policy::LivePolicy;
+use crate::routing::dial_policy::{ClusterRanges, LiveRanges};
+use crate::routing::registry::Registry;
+use crate::routing::routes::{Routes, Source};
+
+/// Puts what follows from the world in force, as soon as it changes.
+pub(super) struct Publisher {
+    pub(super) own: Own,
+    pub(super) routes: Routes,
+    pub(super) records: Records,
+    pub(super) policy: LivePolicy,
+    pub(super) ranges: Option<LiveRanges>,
+    /// When connected agents make edge nodes.
+    pub(super) agents: Option<Arc<Registry>>,
+    pub(super) route_metrics: Metrics,
+    pub(super) service: String,
+    pub(super) problems: Problems,
+    pub(super) metrics: ClusterMetrics,
+    pub(super) desired: watch::Sender<Desired>,
+    pub(super) last_nodes: Option<Arc<nodes::NodeSet>>,
+    pub(super) last_ranges: Option<RangeFacts>,
+}
+
+/// What the ranges of direct dials follow from.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct RangeFacts {
+    nodes: Arc<nodes::NodeSet>,
+    services: Arc<[Cidr]>,
+    own: Vec<IpAddr>,
+}
+
+impl Publisher {
+    pub(super) async fn run(mut self, mut world: watch::Receiver<World>) {
+        let mut agents = self.agents.as_ref().map(|registry| registry.changed());
+        loop {
+            let now = world.borrow_and_update().clone();
+            self.publish(&now);
+            let more = tokio::select! {
+                changed = world.changed() => changed.is_ok(),
+                changed = async {
+                    match &mut agents {
+                        Some(agents) => {
+                            let changed = agents.changed().await.is_ok();
+                            // A site that comes back brings many in a row.
+                            tokio::time::sleep(AGENTS_PAUSE).await;
+                            changed
+                        }
+                        None => std::future::pending().await,
+                    }
+                } => changed,
+            };
+            if !more {
+                return;
+            }
+        }
+    }
+
+    fn publish(&mut self, world: &World) {
+        let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
+        if !self.last_nodes.as_ref().is_some_and(is_same) {
+            self.last_nodes = Some(world.nodes.clone());
+            let table = self.routes.set(Source::Cluster, world.nodes.routes());
+            self.route_metrics
+                .routes(table.len(), table.conflicts().len());
+            self.problems
+                .set(Part::NodeNames, world.nodes.refused().to_vec());
+        }
+        self.publish_ranges(world);
+        let agents = self.agents.clone();
+        let derived = world.derive(&self.own, |node: &NodeName| {
+            agents.as_ref().is_some_and(|agents| agents.has(node))
+        });
+        let (records_heard, ports_heard) = world.is_heard();
+        self.policy.replace(derived.policy.clone());
+        self.problems.set(Part::PortLists, derived.mistakes);
+        self.problems
+            .set(Part::Service, self.service_problem(world));
+        let records = derived.records.map(|records| self.put(records));
+        let ports = service::wanted(&derived.policy, self.own.doors);
+        let desired = Desired {
+            records: records.filter(|_| records_heard),
+            ports: ports_heard.then_some(ports),
+        };
+        self.desired.send_if_modified(|last| {
+            let is_other = *last != desired;
+            if is_other {
+                *last = desired;
+            }
+            is_other
+        });
+    }
+
+    fn publish_ranges(&mut self, world: &World) {
+        let Some(ranges) = &self.ranges else { return };
+        let facts = RangeFacts {
+            nodes: world.nodes.clone(),
+            services: world.service_networks.clone(),
+            own: world.tunnel(),
+        };
+        if self.last_ranges.as_ref() == Some(&facts) {
+            return;
+        }
+        ranges.set(ClusterRanges {
+            services: facts.services.to_vec(),
+            own: facts.own.clone(),
+            ..facts.nodes.ranges()
+        });
+        self.problems
+            .set(Part::NodeClaims, facts.nodes.conflicts(&facts.services));
+        self.last_ranges = Some(facts);
+    }
+
+    fn put(&self, records: RecordSet) -> Arc<RecordSet> {
+        self.records.replace(records);
+        let records = self.records.load();
+        self.metrics.records(records.len(), records.hosts().len());
+        records
+    }
+
+    fn service_problem(&self, world: &World) -> Vec<String> {
+        let problem = match &world.service {
+            Seen::Unknown => None,
+            Seen::Absent => Some("is missing"),
+            Seen::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
+            Seen::Present(_) => None,
+        };
+        let line = problem.map(|what| {
+            format!(
+                "Service {} {what}: records stay as they are until it is there",
+                self.service
+            )
+        });
+        line.into_iter().collect()
+    }
+}
+
+/// Agents that come and go within this time count together.
+const AGENTS_PAUSE: Duration = Duration::from_millis(200);

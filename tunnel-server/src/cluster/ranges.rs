@@ -1,0 +1,138 @@
+//! The ranges of Services, for what the CONNECT doors dial without an agent; clusters tell them from Kubernetes 1.33 on.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use k8s_openapi::api::networking::v1::ServiceCIDR;
+use kube::api::ListParams;
+use kube::{Api, Client};
+use tokio::sync::watch;
+use tracing::debug;
+use tunnel_proto::process::networks::Cidr;
+
+use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::state::World;
+
+/// They hardly ever change.
+const EVERY: Duration = Duration::from_secs(60);
+/// After a failure: a server may start before its API server does, which calls it then.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Before Kubernetes 1.33.
+const UNPUBLISHED: &str = "this cluster does not publish the ranges of its Services, so webhooks and other Services are not \
+                           reached by their addresses: say them with --connect-direct, next to those of Pods and nodes";
+/// For one list.
+const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// Keeps the ranges equal to what the cluster tells. A cluster that does not tell, or does not want to, leaves them as they
+/// are; `problems` gets what to do about that where Services are dialed by these ranges alone (`are_needed`), and networks that
+/// cannot be believed. `namespace` is the server's. Cancel-safe.
+pub(super) async fn follow(
+    client: Client,
+    world: watch::Sender<World>,
+    problems: Problems,
+    are_needed: bool,
+    namespace: &str,
+) {
+    let say = |line: Option<String>| {
+        if are_needed {
+            problems.set(Part::ServiceRanges, line.into_iter().collect());
+        }
+    };
+    let never: Infallible = async {
+        let api = Api::<ServiceCIDR>::all(client);
+        loop {
+            let everything = ListParams::default();
+            let list = api.list(&everything);
+            let pause = match tokio::time::timeout(CALL_LIMIT, list).await {
+                Ok(Ok(list)) => {
+                    let (networks, wrong) = networks(&list.items);
+                    problems.set(Part::ServiceNetworks, wrong);
+                    world.send_if_modified(|world| {
+                        let is_other = *world.service_networks != *networks;
+                        if is_other {
+                            world.service_networks = networks.into();
+                        }
+                        is_other
+                    });
+                    say(None);
+                    EVERY
+                }
+                Ok(Err(kube::Error::Api(refused))) if refused.code == 403 => {
+                    say(Some(missing_right(&refused.message, namespace)));
+                    AGAIN
+                }
+                Ok(Err(kube::Error::Api(refused))) if refused.code == 404 => {
+                    say(Some(UNPUBLISHED.to_owned()));
+                    EVERY
+                }
+                Ok(Err(error)) => {
+                    debug!(%error, "cannot list the ranges of Services, trying again");
+                    AGAIN
+                }
+                Err(_elapsed) => AGAIN,
+            };
+            tokio::time::sleep(pause).await;
+        }
+    }
+    .await;
+    match never {}
+}
+
+/// What to do about a refusal. The account is that of the manifests.
+fn missing_right(refusal: &str, namespace: &str) -> String {
+    let name = "tunnel-server-ranges";
+    format!(
+        "{refusal}; webhooks and other Services are not reached by their addresses: apply the overlay egress-selector, say \
+         --connect-direct, or run: kubectl create clusterrole {name} --verb=list --resource=servicecidrs.networking.k8s.io && \
+         kubectl create clusterrolebinding {name} --clusterrole={name} --serviceaccount={namespace}:tunnel-server"
+    )
+}
+
+/// The networks that can be believed, and why others are not.
+fn networks(objects: &[ServiceCIDR]) -> (Vec<Cidr>, Vec<String>) {
+    let (mut networks, mut refused) = (Vec::new(), Vec::new());
+    for object in objects {
+        let spec = object.spec.as_ref();
+        let texts = spec.and_then(|spec| spec.cidrs.as_ref());
+        for network in texts
+            .into_iter()
+            .flatten()
+            .filter_map(|text| text.parse::<Cidr>().ok())
+        {
+            match network.check_claimed() {
+                Ok(()) => networks.push(network),
+                Err(why) => {
+                    let name = object.metadata.name.as_deref().unwrap_or_default();
+                    refused.push(format!(
+                        "ServiceCIDR {name}: {network} is not used, since {why}; list in --connect-direct what is meant"
+                    ));
+                }
+            }
+        }
+    }
+    (networks, refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn networks_of_services_are_judged_as_those_of_pods() {
+        let object = |name: &str, cidrs: &[&str]| {
+            let object = json!({"metadata": {"name": name}, "spec": {"cidrs": cidrs}});
+            serde_json::from_value::<ServiceCIDR>(object).unwrap()
+        };
+        let objects = [
+            object("kubernetes", &["10.96.0.0/12", "fd00:10:96::/112"]),
+            object("odd", &["127.0.0.0/8", "0.0.0.0/0", "::/0", "none"]),
+        ];
+        let (networks, refused) = networks(&objects);
+        let networks: Vec<_> = networks.iter().map(ToString::to_string).collect();
+        assert_eq!(networks, ["10.96.0.0/12", "fd00:10:96::/112"]);
+        assert_eq!(refused.len(), 3, "{refused:?}");
+        assert!(refused[0].starts_with("ServiceCIDR odd: 127.0.0.0/8 is not used"));
+    }
+}

@@ -1,0 +1,158 @@
+//! What callers of the TLS door call it in a cluster: the Service's names and addresses, and what its annotation adds.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use serde_json::Value;
+use tokio::sync::watch;
+use tracing::info;
+use tunnel_proto::wire::name::NodeName;
+
+use super::objects::NAMES_ANNOTATION;
+use super::watches::Seen;
+use crate::ca::DoorNames;
+use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::state::World;
+
+/// Names that an annotation may add; each makes the certificate larger, and every handshake sends it.
+const FURTHER_MAX: usize = 64;
+
+/// Keeps the door's names equal to the Service's. What was heard last stays while the Service is gone.
+pub(super) async fn follow(
+    names: DoorNames,
+    (namespace, domain): (String, String),
+    mut world: watch::Receiver<World>,
+    problems: Problems,
+) {
+    loop {
+        let service = world.borrow_and_update().service.clone();
+        if let Seen::Present(service) = service {
+            let found = of_service(&service, &namespace, &domain);
+            problems.set(Part::DoorNames, found.mistakes);
+            if names.set_further(&found.names, &found.addresses) {
+                info!(
+                    names = found.names.len(),
+                    addresses = found.addresses.len(),
+                    "names of the TLS door changed"
+                );
+            }
+        }
+        if world.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Found {
+    names: BTreeSet<String>,
+    addresses: BTreeSet<IpAddr>,
+    mistakes: Vec<String>,
+}
+
+impl Found {
+    fn add(&mut self, text: &str) -> bool {
+        if let Ok(address) = text.parse() {
+            self.addresses.insert(address);
+            return true;
+        }
+        // As strict as node names are: DNS subdomains.
+        match text.parse::<NodeName>() {
+            Ok(name) => self.names.insert(name.to_string()),
+            Err(_no_name) => return false,
+        };
+        true
+    }
+}
+
+/// All names and addresses under which the Service is reached; pure.
+fn of_service(service: &Value, namespace: &str, domain: &str) -> Found {
+    let mut found = Found::default();
+    let metadata = &service["metadata"];
+    if let Some(name) = metadata["name"].as_str() {
+        found.add(name);
+        found.add(&format!("{name}.{namespace}"));
+        found.add(&format!("{name}.{namespace}.svc"));
+        found.add(&format!("{name}.{namespace}.svc.{domain}"));
+    }
+    let spec = &service["spec"];
+    let ingress = &service["status"]["loadBalancer"]["ingress"];
+    let entry_points = ingress.as_array().into_iter().flatten();
+    let lists = ["clusterIPs", "externalIPs"].map(|list| spec[list].as_array());
+    let texts = lists.into_iter().flatten().flatten();
+    let texts = texts.chain([&spec["clusterIP"], &spec["loadBalancerIP"]]);
+    let texts = texts.chain(entry_points.flat_map(|entry| [&entry["ip"], &entry["hostname"]]));
+    for text in texts.filter_map(Value::as_str) {
+        // A headless Service says "None", which is no address, and must not be taken for a name.
+        if text != "None" && !text.is_empty() {
+            found.add(text);
+        }
+    }
+    let further = metadata["annotations"][NAMES_ANNOTATION].as_str();
+    let further = further.unwrap_or_default().split(',').map(str::trim);
+    for (index, text) in further.filter(|text| !text.is_empty()).enumerate() {
+        if index >= FURTHER_MAX {
+            let line = format!("{NAMES_ANNOTATION}: only the first {FURTHER_MAX} names are used");
+            found.mistakes.push(line);
+            break;
+        }
+        if !found.add(text) {
+            let line = format!("{NAMES_ANNOTATION}: {text:?} is neither a DNS name nor an IP");
+            found.mistakes.push(line);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn texts<T: ToString>(set: &BTreeSet<T>) -> Vec<String> {
+        set.iter().map(T::to_string).collect()
+    }
+
+    #[test]
+    fn a_service_is_called_by_its_names_addresses_and_annotation() {
+        let service = json!({
+            "metadata": { "name": "doors", "annotations": { NAMES_ANNOTATION: "tunnel.example, 192.0.2.9,,no name" } },
+            "spec": { "clusterIP": "10.96.0.7", "clusterIPs": ["10.96.0.7", "fd00::7"], "externalIPs": ["198.51.100.4"] },
+            "status": { "loadBalancer": { "ingress": [{ "ip": "203.0.113.5" }, { "hostname": "lb.example" }] } },
+        });
+        let found = of_service(&service, "ns", "cluster.local");
+        let names = [
+            "doors",
+            "doors.ns",
+            "doors.ns.svc",
+            "doors.ns.svc.cluster.local",
+            "lb.example",
+            "tunnel.example",
+        ];
+        assert_eq!(texts(&found.names), names);
+        let addresses = [
+            "10.96.0.7",
+            "192.0.2.9",
+            "198.51.100.4",
+            "203.0.113.5",
+            "fd00::7",
+        ];
+        assert_eq!(texts(&found.addresses), addresses);
+        assert_eq!(found.mistakes.len(), 1, "{:?}", found.mistakes);
+        assert!(found.mistakes[0].contains("no name"));
+    }
+
+    #[test]
+    fn headless_services_have_names_alone_and_annotations_have_a_limit() {
+        let many: Vec<_> = (0..100).map(|n| format!("n{n}.example")).collect();
+        let service = json!({
+            "metadata": { "name": "doors", "annotations": { NAMES_ANNOTATION: many.join(",") } },
+            "spec": { "clusterIP": "None", "clusterIPs": ["None"] },
+        });
+        let found = of_service(&service, "ns", "cluster.local");
+        assert_eq!(found.names.len(), 4 + FURTHER_MAX);
+        assert!(found.addresses.is_empty());
+        assert_eq!(found.mistakes.len(), 1);
+    }
+}

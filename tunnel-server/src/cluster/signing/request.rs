@@ -1,0 +1,101 @@
+//! CertificateSigningRequests: what is asked for, under which name, and what has become of it. Pure.
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::certificates::v1::{
+    CertificateSigningRequest, CertificateSigningRequestCondition, CertificateSigningRequestSpec,
+};
+use kube::api::ObjectMeta;
+use rcgen::{CertificateParams, DistinguishedName, DnType, PublicKeyData as _};
+use tunnel_proto::identity::sha256;
+use tunnel_proto::wire::enroll::hex;
+
+use crate::cluster::objects::KUBELET_CLIENT_NAME;
+use crate::cluster::signing::snapshot::{Kept, ends};
+
+/// Bytes of the digest in a request's name: two servers of a cluster never have one name.
+const DIGEST_BYTES: usize = 8;
+
+/// What has become of a request.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Course {
+    /// There is none.
+    Absent,
+    /// Nobody has approved or denied it.
+    Waits,
+    /// It is approved, and not signed yet.
+    Approved,
+    /// The chain, PEM.
+    Issued(Vec<u8>),
+    /// It was denied or has failed, and why.
+    Refused(&'static str, String),
+}
+
+/// The name of the request for the next certificate. It follows from the key and from the certificate that is there, so that
+/// a server finds its request again after a restart and replicas never share one.
+pub(super) fn request_name(kept: &Kept) -> String {
+    let last = kept.certificate.as_ref().and_then(|own| ends(own));
+    let last = last.and_then(|ends| ends.duration_since(std::time::UNIX_EPOCH).ok());
+    let last = last.map_or(0, |ends| ends.as_secs());
+    let mut named = kept.key.subject_public_key_info();
+    named.extend_from_slice(&last.to_be_bytes());
+    let digest = sha256(&named);
+    let digest = digest.get(..DIGEST_BYTES).unwrap_or_default();
+    format!("{KUBELET_CLIENT_NAME}-{}", hex(digest))
+}
+
+/// A request for a client certificate with our name and no group.
+pub(super) fn request(
+    name: &str,
+    signer: &str,
+    kept: &Kept,
+) -> Result<CertificateSigningRequest, rcgen::Error> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params
+        .distinguished_name
+        .push(DnType::CommonName, KUBELET_CLIENT_NAME);
+    let pem = params.serialize_request(&kept.key)?.pem()?;
+    Ok(CertificateSigningRequest {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        },
+        spec: CertificateSigningRequestSpec {
+            request: ByteString(pem.into_bytes()),
+            signer_name: signer.to_owned(),
+            usages: Some(vec!["digital signature".into(), "client auth".into()]),
+            ..CertificateSigningRequestSpec::default()
+        },
+        status: None,
+    })
+}
+
+/// What has become of a request, as it was found.
+pub(super) fn course(found: Option<&CertificateSigningRequest>) -> Course {
+    let Some(found) = found else {
+        return Course::Absent;
+    };
+    let status = found.status.clone().unwrap_or_default();
+    let conditions = status.conditions.unwrap_or_default();
+    let has = |kind: &str| conditions.iter().find(|condition| condition.type_ == kind);
+    if let Some(denied) = has("Denied") {
+        return Course::Refused("was denied", why(denied));
+    }
+    if let Some(failed) = has("Failed") {
+        return Course::Refused("has failed", why(failed));
+    }
+    match status.certificate {
+        Some(ByteString(chain)) if !chain.is_empty() => Course::Issued(chain),
+        Some(_) | None if has("Approved").is_some() => Course::Approved,
+        Some(_) | None => Course::Waits,
+    }
+}
+
+fn why(condition: &CertificateSigningRequestCondition) -> String {
+    let told = [&condition.reason, &condition.message];
+    let told: Vec<_> = told.into_iter().flatten().map(String::as_str).collect();
+    if told.is_empty() {
+        return "no reason given".to_owned();
+    }
+    told.join(", ")
+}

@@ -1,0 +1,101 @@
+//! The key and certificate for kubelets in the data directory. The key is made once and stays.
+
+use std::io;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rcgen::KeyPair;
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::PrivateKeyDer;
+use tracing::warn;
+use tunnel_proto::identity::validity;
+use tunnel_proto::process::files;
+use tunnel_proto::tls;
+use zeroize::Zeroizing;
+
+use crate::store::data_dir::DataDir;
+
+/// The part of a certificate's life after which it is renewed: between the two, as the kubelet does.
+const RENEW_AFTER: (f64, f64) = (0.7, 0.9);
+
+/// What there is.
+pub(super) struct Kept {
+    pub(super) key: KeyPair,
+    /// The last one, whether it has ended or not.
+    pub(super) certificate: Option<Arc<CertifiedKey>>,
+    /// Where in its life it is renewed.
+    part: f64,
+}
+
+/// Why a certificate cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum UnusableError {
+    #[error("it is not PEM")]
+    Pem(#[source] rustls_pki_types::pem::Error),
+    #[error("it is not for the key of this server")]
+    Key(#[source] rustls::Error),
+    #[error("it has ended")]
+    Ended,
+}
+
+impl Kept {
+    /// Reads both, or makes a key. A certificate that is not the key's is passed over. Blocks the thread.
+    pub(super) fn open(data: &DataDir) -> io::Result<Self> {
+        let path = data.kubelet_client_key();
+        let key = match files::read_secret(&path)? {
+            Some(pem) => {
+                let text = std::str::from_utf8(&pem).map_err(io::Error::other)?;
+                KeyPair::from_pem(text).map_err(|error| {
+                    let text = format!("{} holds no private key: {error}", path.display());
+                    io::Error::new(io::ErrorKind::InvalidData, text)
+                })?
+            }
+            None => {
+                let key = KeyPair::generate().map_err(io::Error::other)?;
+                files::replace(&path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
+                key
+            }
+        };
+        let (least, most) = RENEW_AFTER;
+        let mut kept = Self {
+            key,
+            certificate: None,
+            part: least + rand::random::<f64>() * (most - least),
+        };
+        let path = data.kubelet_client_certificate();
+        if let Some(chain) = files::read(&path)?
+            && let Err(error) = kept.take(&chain)
+        {
+            warn!(path = %path.display(), %error, "passing over a certificate");
+        }
+        Ok(kept)
+    }
+
+    /// Takes a chain, PEM, leaf first, if it is for the key and has not ended.
+    pub(super) fn take(&mut self, chain: &[u8]) -> Result<Arc<CertifiedKey>, UnusableError> {
+        let chain = tls::files::chain(chain).map_err(UnusableError::Pem)?;
+        let key = PrivateKeyDer::Pkcs8(self.key.serialize_der().into());
+        let own = tls::certified_key(chain, key).map_err(UnusableError::Key)?;
+        if ends(&own).is_none_or(|ends| ends <= SystemTime::now()) {
+            return Err(UnusableError::Ended);
+        }
+        self.certificate = Some(own.clone());
+        Ok(own)
+    }
+
+    /// When the next certificate is due; long ago when there is none.
+    pub(super) fn renew_at(&self) -> SystemTime {
+        let leaf = self.certificate.as_ref().and_then(|own| own.cert.first());
+        let times = leaf.and_then(|leaf| validity(leaf).ok());
+        times.map_or(SystemTime::UNIX_EPOCH, |(from, until)| {
+            let life = until.duration_since(from).unwrap_or_default();
+            from + life.mul_f64(self.part)
+        })
+    }
+}
+
+/// When a certificate ends.
+pub(super) fn ends(own: &CertifiedKey) -> Option<SystemTime> {
+    let leaf = own.cert.first()?;
+    validity(leaf).ok().map(|(_, until)| until)
+}

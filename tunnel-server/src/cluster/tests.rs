@@ -1,0 +1,503 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::mpsc::Sender;
+use tunnel_proto::transport::BufferPool;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::failure::Throttle;
+use super::testing::{ApiServer, Call, NAMESPACE, api_server};
+use super::*;
+use crate::config::{Config, ObjectNames, RawConfig, Surroundings};
+use crate::routing::pod_lookup::{LookupError, Pod, PodFinder};
+use crate::routing::registry::RegistryLimits;
+use crate::store::data_dir::testing::Scratch;
+use crate::testing::{POOL, eventually};
+
+/// A cluster's side with what it feeds, and the API server that the test plays.
+struct Bench {
+    server: ApiServer,
+    routes: Routes,
+    records: Records,
+    policy: LivePolicy,
+    readiness: Readiness,
+    pods: PodFinder,
+    shutdown: Shutdown,
+    writing: Writing,
+}
+
+fn bench(data: &DataDir) -> Bench {
+    let raw = RawConfig {
+        http_proxy_ports: Some("9200".into()),
+        ..RawConfig::default()
+    };
+    let config = Config::check(&raw, Surroundings { in_cluster: true }).unwrap();
+    let (client, server) = api_server();
+    let connection = Connection {
+        client,
+        throttle: Throttle::default(),
+        namespace: NAMESPACE.into(),
+    };
+    let mut counters = MetricsRegistry::default();
+    let (pods, questions) = PodFinder::new();
+    let policy = LivePolicy::default();
+    policy.replace(config.ports.clone());
+    let parts = Parts {
+        routes: Routes::default(),
+        records: Records::default(),
+        policy: policy.clone(),
+        registry: Arc::new(Registry::new(RegistryLimits {
+            streams_per_agent: 1,
+            buffer_pool: POOL,
+        })),
+        metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+        readiness: Readiness::default(),
+        data: data.clone(),
+        shutdown: Shutdown::new(),
+        doors: DoorPorts {
+            http: 10264,
+            https: 10263,
+        },
+        door_names: DoorNames::new(Vec::new(), Vec::new()),
+        questions: Some(questions),
+        attestations: None,
+        kubelets: None,
+        ranges: None,
+        dials_by_ranges: false,
+        signer: None,
+    };
+    let fed = (
+        parts.routes.clone(),
+        parts.records.clone(),
+        parts.readiness.clone(),
+        parts.shutdown.clone(),
+    );
+    let (routes, records, readiness, shutdown) = fed;
+    let settings = config.kubernetes.unwrap();
+    let side = ClusterSide::over(connection, &readiness, &mut counters);
+    Bench {
+        server,
+        routes,
+        records,
+        policy,
+        readiness,
+        pods,
+        shutdown,
+        writing: start(&settings, side, parts),
+    }
+}
+
+fn list(items: &[Value]) -> Value {
+    json!({"metadata": {"resourceVersion": "10"}, "items": items})
+}
+
+fn node(name: &str, address: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "resourceVersion": "11", "labels": {"openyurt.io/is-edge-worker": "true"}},
+        "status": {"addresses": [{"type": "InternalIP", "address": address}]},
+    })
+}
+
+fn service() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": "x-tunnel-server-internal-svc", "resourceVersion": "1"},
+        "spec": {"clusterIP": "10.106.217.16", "ports": [
+            {"name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": 10263},
+        ]},
+    })
+}
+
+fn ports(lists: &Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "data": lists,
+        "metadata": {"name": "yurt-tunnel-server-cfg", "namespace": NAMESPACE, "resourceVersion": "12", "uid": "u"},
+    })
+}
+
+/// Answers everything as a cluster at rest would, and keeps the watches by the object they are of.
+struct Cluster {
+    nodes: Value,
+    watches: BTreeMap<&'static str, Sender<String>>,
+    leases: usize,
+}
+
+impl Cluster {
+    fn new(nodes: Value) -> Self {
+        Self {
+            nodes,
+            watches: BTreeMap::new(),
+            leases: 0,
+        }
+    }
+
+    /// Answers a call of the start; gives others back.
+    fn answer(&mut self, call: Call) -> Option<Call> {
+        let what = call.what.clone();
+        let of = |part: &str| what.contains(part);
+        let (object, items) = if of("/nodes?") {
+            ("nodes", self.nodes.clone())
+        } else if of("/services?") {
+            ("service", list(&[service()]))
+        } else if of("metadata.name%3Dyurt-tunnel-server-cfg") {
+            (
+                "ports",
+                list(&[ports(&json!({"https-proxy-ports": "9100, x"}))]),
+            )
+        } else if of("metadata.name%3Dyurt-tunnel-nodes") {
+            ("records", list(&[]))
+        } else if of("/leases") {
+            self.leases += 1;
+            call.refuse(403, "Forbidden");
+            return None;
+        } else {
+            return Some(call);
+        };
+        if what.contains("watch=true") {
+            self.watches.insert(object, call.stream(&[]));
+        } else {
+            call.answer(&items);
+        }
+        None
+    }
+
+    /// Answers until something holds.
+    async fn play_until(
+        &mut self,
+        server: &mut ApiServer,
+        what: &str,
+        holds: impl FnMut() -> bool,
+    ) {
+        let playing = async {
+            loop {
+                let call = server.call().await;
+                if let Some(call) = self.answer(call) {
+                    panic!("unexpected {}", call.what);
+                }
+            }
+        };
+        tokio::select! {
+            () = playing => {}
+            () = eventually(what, holds) => {}
+        }
+    }
+
+    /// Answers until all four watches are there.
+    async fn play_until_watched(&mut self, server: &mut ApiServer) {
+        while self.watches.len() < 4 {
+            let call = server.call().await;
+            assert!(self.answer(call).is_none());
+        }
+    }
+
+    async fn tell(&self, object: &str, kind: &str, event: &Value) {
+        let line = format!("{}\n", json!({"type": kind, "object": event}));
+        self.watches[object].send(line).await.unwrap();
+    }
+}
+
+fn port(number: u16) -> Port {
+    Port::new(number).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_the_last() {
+    let scratch = Scratch::new();
+    let mut first = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
+    assert!(
+        first.policy.load().target(port(9200)).is_ok(),
+        "the flags' list"
+    );
+    assert_eq!(first.readiness.read().0, ["nodes of the cluster"]);
+    let (routes, records, policy) = (
+        first.routes.clone(),
+        first.records.clone(),
+        first.policy.clone(),
+    );
+    let readiness = first.readiness.clone();
+    let serves_9100 = |policy: &LivePolicy| policy.load().target(port(9100)).is_ok();
+    cluster
+        .play_until(&mut first.server, "nodes and ports", || {
+            records.load().hosts() == "10.106.217.16\tworker-1"
+                && serves_9100(&policy)
+                && policy.load().target(port(9200)).is_err()
+                && readiness.read().0.is_empty()
+        })
+        .await;
+    let address = "192.168.33.221".parse().unwrap();
+    assert!(routes.load().by_address(address).is_ok());
+    cluster.play_until_watched(&mut first.server).await;
+
+    cluster
+        .tell("nodes", "ADDED", &node("worker-2", "192.168.33.221"))
+        .await;
+    let both = "10.106.217.16\tworker-1\n10.106.217.16\tworker-2";
+    let told = tokio::time::Instant::now();
+    cluster
+        .play_until(&mut first.server, "the other node", || {
+            records.load().hosts() == both
+        })
+        .await;
+    assert!(
+        told.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        told.elapsed()
+    );
+    assert!(routes.load().by_address(address).is_err(), "shared by two");
+
+    let path = scratch.0.cluster();
+    cluster
+        .play_until(&mut first.server, "the last on disk", || {
+            std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"))
+        })
+        .await;
+    first.shutdown.drain().cancel();
+    first.writing.ended().await;
+    first.shutdown.finish().await;
+
+    let second = bench(&scratch.0);
+    // Nobody answers: the API server is away.
+    drop(second.server);
+    assert!(second.readiness.read().0.is_empty());
+    let records = second.records.clone();
+    eventually("what was kept", || records.load().hosts() == both).await;
+    assert!(serves_9100(&second.policy));
+    assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
+    second.shutdown.finish().await;
+}
+
+/// DNS-7: without the ports ConfigMap the flags' lists are in force; without the Service records stay as they were.
+#[tokio::test(start_paused = true)]
+async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
+    cluster.play_until_watched(&mut bench.server).await;
+    cluster.tell("ports", "DELETED", &ports(&json!({}))).await;
+    let policy = bench.policy.clone();
+    cluster
+        .play_until(&mut bench.server, "the flags' list", || {
+            policy.load().target(port(9200)).is_ok() && policy.load().target(port(9100)).is_err()
+        })
+        .await;
+    cluster.tell("service", "DELETED", &service()).await;
+    cluster
+        .tell("nodes", "ADDED", &node("worker-2", "10.0.0.2"))
+        .await;
+    let (routes, records) = (bench.routes.clone(), bench.records.clone());
+    cluster
+        .play_until(&mut bench.server, "the other node", || {
+            routes.load().knows(&"worker-2".parse().unwrap())
+        })
+        .await;
+    assert_eq!(records.load().hosts(), "10.106.217.16\tworker-1");
+    let mut moved = service();
+    moved["spec"]["clusterIP"] = "10.9.9.9".into();
+    cluster.tell("service", "ADDED", &moved).await;
+    cluster
+        .play_until(&mut bench.server, "the new address", || {
+            records.load().hosts() == "10.9.9.9\tworker-1\n10.9.9.9\tworker-2"
+        })
+        .await;
+    bench.shutdown.finish().await;
+}
+
+fn pod(name: &str) -> Pod {
+    Pod {
+        namespace: "default".into(),
+        name: name.into(),
+    }
+}
+
+fn pod_on(node: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"},
+        "spec": {"nodeName": node, "containers": []},
+    })
+}
+
+impl Bench {
+    /// The node of a pod, and the calls that the question came to; each is answered by `answer`.
+    async fn look_up(
+        &mut self,
+        cluster: &mut Cluster,
+        answer: impl Fn(Call),
+    ) -> (Result<NodeName, LookupError>, Vec<String>) {
+        let mut calls = Vec::new();
+        let mut asking = std::pin::pin!(self.pods.node_of(pod("web-0")));
+        loop {
+            tokio::select! {
+                biased;
+                found = &mut asking => return (found, calls),
+                call = self.server.call() => if let Some(call) = cluster.answer(call) {
+                    calls.push(call.what.clone());
+                    answer(call);
+                }
+            }
+        }
+    }
+}
+
+/// A pod of the same name may be on another node a moment later, so nothing is cached.
+#[tokio::test(start_paused = true)]
+async fn moved_pod_is_found_on_its_new_node_at_once() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    for name in ["worker-1", "worker-2"] {
+        let answer = |call: Call| call.answer(&pod_on(name));
+        let (found, calls) = bench.look_up(&mut cluster, answer).await;
+        assert_eq!(found.unwrap().as_str(), name);
+        assert_eq!(calls, ["GET /api/v1/namespaces/default/pods/web-0"]);
+    }
+    bench.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    let shown = |bench: &Bench| {
+        let notes = bench.readiness.notes();
+        let mut notes = notes.iter().filter(|(part, _)| *part == "pod lookup");
+        notes.any(|(_, line)| line.contains("verb get on resource pods"))
+    };
+    let refuse = |call: Call| call.refuse(403, "Forbidden");
+    let (found, _) = bench.look_up(&mut cluster, refuse).await;
+    assert_eq!(found, Err(LookupError::Forbidden));
+    assert!(found.unwrap_err().to_string().contains("'pods get'"));
+    eventually("the condition", || shown(&bench)).await;
+    // A failure of another kind says nothing of rights.
+    let fail = |call: Call| call.refuse(503, "ServiceUnavailable");
+    let (found, _) = bench.look_up(&mut cluster, fail).await;
+    assert!(
+        matches!(found, Err(LookupError::Unavailable(_))),
+        "{found:?}"
+    );
+    assert!(shown(&bench));
+    let (found, _) = bench
+        .look_up(&mut cluster, |call| call.refuse(404, "NotFound"))
+        .await;
+    assert_eq!(found, Err(LookupError::NotFound));
+    eventually("no condition", || !shown(&bench)).await;
+    let unbound = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"}, "spec": {"containers": []},
+    });
+    let (found, _) = bench
+        .look_up(&mut cluster, |call| call.answer(&unbound))
+        .await;
+    assert_eq!(found, Err(LookupError::Unbound));
+    bench.shutdown.finish().await;
+}
+
+/// 200 execs at once: 16 are asked for at a time, and the others wait.
+#[tokio::test(start_paused = true)]
+async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
+    let scratch = Scratch::new();
+    let mut bench = bench(&scratch.0);
+    let mut cluster = Cluster::new(list(&[]));
+    cluster.play_until_watched(&mut bench.server).await;
+    let mut asking = tokio::task::JoinSet::new();
+    for number in 0..200 {
+        let pods = bench.pods.clone();
+        asking.spawn(async move { pods.node_of(pod(&format!("web-{number}"))).await });
+    }
+    let mut waiting = Vec::new();
+    let mut answered = 0;
+    while answered < 200 {
+        while waiting.len() < 16.min(200 - answered) {
+            if let Some(call) = cluster.answer(bench.server.call().await) {
+                waiting.push(call);
+            }
+        }
+        let more = async {
+            loop {
+                let call = bench.server.call().await;
+                if let Some(call) = cluster.answer(call) {
+                    return call.what;
+                }
+            }
+        };
+        let more = tokio::time::timeout(Duration::from_millis(10), more).await;
+        assert!(more.is_err(), "a seventeenth call: {more:?}");
+        answered += waiting.len();
+        for call in waiting.drain(..) {
+            call.answer(&pod_on("worker-1"));
+        }
+    }
+    let answers = asking.join_all().await;
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    bench.shutdown.finish().await;
+}
+
+/// Every right is one that something here uses, and no other verb is asked for.
+#[test]
+fn rights_are_least() {
+    for right in objects::RIGHTS {
+        assert!(
+            !right.verbs.contains(&"*") && !right.resource.contains('*'),
+            "{right:?}"
+        );
+        assert!(
+            !right.verbs.contains(&"delete") && !right.verbs.contains(&"patch"),
+            "{right:?}"
+        );
+        // A review is a question: nothing of it is kept.
+        let is_review = right.resource.ends_with("reviews");
+        assert_eq!(
+            right.verbs == ["create"] && !is_review,
+            right.scope == objects::Scope::Namespace,
+            "{right:?}"
+        );
+    }
+}
+
+/// The reference names every object, key, label, port and right as the code has them.
+#[test]
+fn reference_says_what_the_code_does() {
+    let page = include_str!("../../../docs/reference/kubernetes.md");
+    assert!(
+        page.contains(&objects::rights_table()),
+        "expected:\n{}",
+        objects::rights_table()
+    );
+    let names = ObjectNames::default();
+    let doors = [
+        tunnel_proto::wire::PORT_HTTP,
+        tunnel_proto::wire::PORT_HTTPS,
+    ]
+    .map(|port| port.to_string());
+    for word in [
+        &*names.nodes_config_map,
+        &names.ports_config_map,
+        &names.internal_service,
+        &names.leader_lease,
+        crate::config::EDGE_LABEL,
+        crate::config::LOCALHOST_PORTS,
+        objects::RECORDS_KEY,
+        objects::HTTP_PORTS_KEY,
+        objects::HTTPS_PORTS_KEY,
+        objects::LOCALHOST_PORTS_KEY,
+        objects::PORT_PAIRS_KEY,
+        objects::EXTRA_PORT_PREFIX,
+        objects::KUBELET_CLIENT_NAME,
+        &doors[0],
+        &doors[1],
+    ] {
+        assert!(page.contains(word), "{word} is not in the reference");
+    }
+    let mut counters = MetricsRegistry::default();
+    let metrics = ClusterMetrics::new(&mut counters);
+    metrics.wrote(Object::Records, "ok");
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &counters).unwrap();
+    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let name = line.split(' ').next().unwrap();
+        assert!(page.contains(name), "{name} is not in the reference");
+    }
+}

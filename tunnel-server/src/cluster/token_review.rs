@@ -1,0 +1,262 @@
+//! Answers which node a ServiceAccount token is bound to: a TokenReview, and for older API servers, which tell no node, one
+//! GET of the token's Pod.
+
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::PostParams;
+use kube::{Api, Client};
+use serde::Deserialize;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tracing::{debug, warn};
+use tunnel_proto::identity::sha256;
+use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::wire::name::NodeName;
+
+use super::failure::{Failure, FailureKind};
+use crate::ca::attestation::{AccountToken, AttestError, Attested, Question};
+use crate::config::AgentTokens;
+
+/// Tokens that are asked about at once; the rest waits its turn.
+const CALLS_MAX: usize = 16;
+/// All calls for one token together.
+const CALL_LIMIT: Duration = Duration::from_secs(4);
+/// What the API server says of a token (Kubernetes `pkg/serviceaccount/claims.go`, `apiserver/pkg/authentication/serviceaccount`).
+const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
+const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
+const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
+const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
+
+/// Answers until nobody asks any more.
+pub(super) async fn answer(
+    client: Client,
+    mut questions: mpsc::Receiver<Question>,
+    settings: AgentTokens,
+) {
+    let mut calls: JoinSet<()> = JoinSet::new();
+    loop {
+        let question = tokio::select! {
+            question = questions.recv(), if calls.len() < CALLS_MAX => question,
+            Some(_ended) = calls.join_next(), if !calls.is_empty() => continue,
+        };
+        let Some(Question { token, answer }) = question else {
+            return;
+        };
+        let (client, settings) = (client.clone(), settings.clone());
+        calls.spawn(attend(client, token, settings, answer));
+    }
+}
+
+/// Anybody who reaches the port of agents can cause these lines.
+static UNREVIEWED: LineLimit = LineLimit::new("ServiceAccount tokens cannot be reviewed");
+
+async fn attend(
+    client: Client,
+    token: AccountToken,
+    settings: AgentTokens,
+    answer: oneshot::Sender<Result<Attested, AttestError>>,
+) {
+    let attested = tokio::time::timeout(CALL_LIMIT, attest(&client, &token, &settings)).await;
+    let attested = attested.unwrap_or_else(|_elapsed| {
+        if UNREVIEWED.admit() {
+            warn!(error = %Failure::timeout(), "cannot review a ServiceAccount token");
+        }
+        Err(AttestError::Unavailable)
+    });
+    let _enrolment_is_over = answer.send(attested);
+}
+
+async fn attest(
+    client: &Client,
+    token: &AccountToken,
+    settings: &AgentTokens,
+) -> Result<Attested, AttestError> {
+    // What is no token at all need not be sent to anyone.
+    let not_accepted = || AttestError::NotAccepted(settings.audience.clone());
+    let claims = Claims::of(token).ok_or_else(not_accepted)?;
+    let review = TokenReview {
+        spec: TokenReviewSpec {
+            audiences: Some(vec![settings.audience.clone()]),
+            token: Some(token.reveal().to_owned()),
+        },
+        ..TokenReview::default()
+    };
+    let reviews = Api::<TokenReview>::all(client.clone());
+    let reviewed = reviews.create(&PostParams::default(), &review).await;
+    let status = reviewed
+        .map_err(|error| unavailable("tokenreviews", &error))?
+        .status
+        .unwrap_or_default();
+    let vouched = match judge(&status, settings) {
+        Err(AttestError::NotAccepted(_)) if claims.has_ended(SystemTime::now()) => {
+            return Err(AttestError::Ended);
+        }
+        judged => judged?,
+    };
+    let node = match vouched.bound {
+        Bound::Node(node) => node,
+        Bound::Pod(pod) => {
+            let pods = Api::<Pod>::namespaced(client.clone(), &pod.namespace);
+            let found = pods.get_opt(&pod.name).await;
+            let found = found.map_err(|error| unavailable("pods", &error))?;
+            node_of(&pod, found.as_ref())?
+        }
+    };
+    Ok(Attested {
+        node,
+        account: vouched.account,
+        issued: claims.issued(),
+        ends: claims.ends(),
+        token: sha256(token.reveal().as_bytes()),
+    })
+}
+
+fn unavailable(resource: &str, error: &kube::Error) -> AttestError {
+    let failure = Failure::from(error);
+    let hint = match failure.kind {
+        FailureKind::Forbidden => "; grant create on tokenreviews and get on pods of the agents",
+        _ => "",
+    };
+    if UNREVIEWED.admit() {
+        warn!(error = %failure, resource, "cannot review a ServiceAccount token{hint}");
+    }
+    AttestError::Unavailable
+}
+
+/// What the API server vouches for.
+#[derive(Debug, PartialEq, Eq)]
+struct Vouched {
+    account: String,
+    bound: Bound,
+}
+
+/// What a token is bound to.
+#[derive(Debug, PartialEq, Eq)]
+enum Bound {
+    Node(NodeName),
+    Pod(BoundPod),
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct BoundPod {
+    namespace: String,
+    name: String,
+    uid: String,
+}
+
+/// Pure: a review's answer → what it vouches for.
+fn judge(status: &TokenReviewStatus, settings: &AgentTokens) -> Result<Vouched, AttestError> {
+    let has_audience = status
+        .audiences
+        .iter()
+        .flatten()
+        .any(|audience| *audience == settings.audience);
+    // One that knows no audiences returns none: then the token may be meant for the API server itself.
+    if status.authenticated != Some(true) || !has_audience {
+        debug!(
+            error = status.error.as_deref().unwrap_or_default(),
+            "the API server does not accept a ServiceAccount token"
+        );
+        return Err(AttestError::NotAccepted(settings.audience.clone()));
+    }
+    let user = status.user.as_ref();
+    let account = user.and_then(|user| user.username.clone());
+    let account = account.unwrap_or_default();
+    if !settings.accounts.contains(&account) {
+        return Err(AttestError::OtherAccount(account));
+    }
+    let extra = |key: &str| {
+        let values = user.and_then(|user| user.extra.as_ref()?.get(key));
+        match values.map(Vec::as_slice) {
+            Some([value]) => Some(value.as_str()),
+            Some(_) | None => None,
+        }
+    };
+    let bound = match (extra(NODE_NAME), extra(POD_NAME), extra(POD_UID)) {
+        (Some(node), _, _) => Bound::Node(node_name(node)?),
+        (None, Some(name), Some(uid)) => {
+            let inside = account.strip_prefix(ACCOUNT_PREFIX);
+            let inside = inside.and_then(|account| account.split_once(':'));
+            let (namespace, _) = inside.ok_or(AttestError::NotBound)?;
+            Bound::Pod(BoundPod {
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+                uid: uid.to_owned(),
+            })
+        }
+        (None, _, _) => return Err(AttestError::NotBound),
+    };
+    Ok(Vouched { account, bound })
+}
+
+/// Pure: the Pod that was found → its node, if it is the one that the token is bound to.
+fn node_of(bound: &BoundPod, found: Option<&Pod>) -> Result<NodeName, AttestError> {
+    let is_it = |pod: &&Pod| pod.metadata.uid.as_deref() == Some(&*bound.uid);
+    let gone = || AttestError::PodGone(format!("{}/{}", bound.namespace, bound.name));
+    let pod = found.filter(is_it).ok_or_else(gone)?;
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    node_name(node.ok_or(AttestError::NoNode)?)
+}
+
+fn node_name(text: &str) -> Result<NodeName, AttestError> {
+    let node = text.parse().map_err(|_syntax| AttestError::NoNode);
+    node.and_then(|node: NodeName| {
+        let is_same = node.as_str() == text;
+        is_same.then_some(node).ok_or(AttestError::NoNode)
+    })
+}
+
+/// What a token says of itself; to be believed only when the API server has accepted the token.
+#[derive(Debug, Deserialize)]
+struct Claims {
+    iat: u64,
+    exp: Option<u64>,
+}
+
+impl Claims {
+    /// The middle one of the three parts of a JSON web token (RFC 7519, section 3).
+    fn of(token: &AccountToken) -> Option<Self> {
+        let mut parts = token.reveal().split('.');
+        let (Some(_), Some(payload), Some(_), None) =
+            (parts.next(), parts.next(), parts.next(), parts.next())
+        else {
+            return None;
+        };
+        // base64url without padding (RFC 7515, section 2) as the base64 that the decoder knows.
+        let mut plain = payload.replace('-', "+").replace('_', "/");
+        while !plain.len().is_multiple_of(4) {
+            plain.push('=');
+        }
+        let bytes: ByteString = serde_json::from_value(plain.into()).ok()?;
+        serde_json::from_slice(&bytes.0).ok()
+    }
+
+    fn issued(&self) -> SystemTime {
+        at(self.iat)
+    }
+
+    /// Tokens that are bound to a Pod or a node have an end; one without is remembered for long.
+    fn ends(&self) -> SystemTime {
+        self.exp.map_or_else(|| at(self.iat) + ENDLESS, at)
+    }
+
+    fn has_ended(&self, now: SystemTime) -> bool {
+        self.exp.is_some_and(|exp| at(exp) <= now)
+    }
+}
+
+fn at(seconds: u64) -> SystemTime {
+    let epoch = SystemTime::UNIX_EPOCH;
+    epoch
+        .checked_add(Duration::from_secs(seconds))
+        .unwrap_or(epoch)
+}
+
+/// The longest that a cluster issues bound tokens for.
+const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
+
+#[cfg(test)]
+mod tests;

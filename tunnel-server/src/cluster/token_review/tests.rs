@@ -1,0 +1,184 @@
+use serde_json::{Value, json};
+
+use super::super::testing::api_server;
+use super::*;
+use crate::ca::attestation::Attestor;
+
+const ACCOUNT: &str = "system:serviceaccount:kube-system:tunnel-agent";
+
+fn settings() -> AgentTokens {
+    AgentTokens {
+        audience: "tunnel-server".into(),
+        accounts: vec![ACCOUNT.into()],
+    }
+}
+
+/// A token with these claims and a signature that nobody looks at here.
+fn token(claims: &Value) -> AccountToken {
+    let encoded = json!(ByteString(claims.to_string().into_bytes()));
+    let payload = encoded.as_str().unwrap().trim_end_matches('=').to_owned();
+    let payload = payload.replace('+', "-").replace('/', "_");
+    AccountToken::new(&format!("eyJhbGciOiJSUzI1NiJ9.{payload}.c2lnbmF0dXJl\n"))
+}
+
+fn judged(status: Value) -> Result<Vouched, AttestError> {
+    judge(&serde_json::from_value(status).unwrap(), &settings())
+}
+
+fn accepted(user: &str, extra: &Value) -> Value {
+    json!({
+        "authenticated": true, "audiences": ["tunnel-server"],
+        "user": { "username": user, "groups": ["system:serviceaccounts"], "extra": extra },
+    })
+}
+
+#[test]
+fn node_of_the_token_is_taken_from_what_the_api_server_says() {
+    let extra = json!({ NODE_NAME: ["worker-1"], POD_NAME: ["p"], POD_UID: ["u"] });
+    let vouched = judged(accepted(ACCOUNT, &extra)).unwrap();
+    assert_eq!(vouched.bound, Bound::Node("worker-1".parse().unwrap()));
+    let older = json!({ POD_NAME: ["p"], POD_UID: ["u"] });
+    let pod = BoundPod {
+        namespace: "kube-system".into(),
+        name: "p".into(),
+        uid: "u".into(),
+    };
+    let vouched = judged(accepted(ACCOUNT, &older)).unwrap();
+    assert_eq!(vouched.bound, Bound::Pod(pod));
+}
+
+#[test]
+fn answers_that_vouch_for_nothing_are_refused() {
+    let bound = json!({ NODE_NAME: ["worker-1"] });
+    let other = "system:serviceaccount:default:tunnel-agent";
+    let not_accepted = AttestError::NotAccepted("tunnel-server".into());
+    let mut without_audience = accepted(ACCOUNT, &bound);
+    without_audience["audiences"] = json!([]);
+    let mut no_field = accepted(ACCOUNT, &bound);
+    no_field["audiences"] = Value::Null;
+    let mut other_audience = accepted(ACCOUNT, &bound);
+    other_audience["audiences"] = json!(["https://kubernetes.default.svc"]);
+    let mut refused = accepted(ACCOUNT, &bound);
+    refused["authenticated"] = false.into();
+    for (status, expected) in [
+        (json!({}), not_accepted.clone()),
+        (json!({ "error": "no" }), not_accepted.clone()),
+        (refused, not_accepted.clone()),
+        (without_audience, not_accepted.clone()),
+        (no_field, not_accepted.clone()),
+        (other_audience, not_accepted),
+        (
+            accepted(other, &bound),
+            AttestError::OtherAccount(other.into()),
+        ),
+        (
+            accepted("worker-1", &bound),
+            AttestError::OtherAccount("worker-1".into()),
+        ),
+        (accepted(ACCOUNT, &json!({})), AttestError::NotBound),
+        (
+            accepted(ACCOUNT, &json!({ POD_NAME: ["p"] })),
+            AttestError::NotBound,
+        ),
+        (
+            accepted(ACCOUNT, &json!({ POD_UID: ["u"] })),
+            AttestError::NotBound,
+        ),
+        (
+            accepted(ACCOUNT, &json!({ NODE_NAME: ["a", "b"] })),
+            AttestError::NotBound,
+        ),
+        (
+            accepted(ACCOUNT, &json!({ NODE_NAME: ["Worker_1"] })),
+            AttestError::NoNode,
+        ),
+        (
+            accepted(ACCOUNT, &json!({ NODE_NAME: [""] })),
+            AttestError::NoNode,
+        ),
+    ] {
+        assert_eq!(judged(status.clone()), Err(expected), "{status}");
+    }
+}
+
+#[test]
+fn pod_counts_only_when_it_is_the_very_one_and_runs_somewhere() {
+    let bound = BoundPod {
+        namespace: "kube-system".into(),
+        name: "p".into(),
+        uid: "u".into(),
+    };
+    let pod = |uid: &str, spec: Value| -> Pod {
+        serde_json::from_value(json!({ "metadata": { "uid": uid }, "spec": spec })).unwrap()
+    };
+    let spec = |node: &str| json!({ "containers": [], "nodeName": node });
+    let gone = AttestError::PodGone("kube-system/p".into());
+    assert_eq!(
+        node_of(&bound, Some(&pod("u", spec("worker-1")))),
+        Ok("worker-1".parse().unwrap())
+    );
+    assert_eq!(node_of(&bound, None), Err(gone.clone()));
+    assert_eq!(
+        node_of(&bound, Some(&pod("v", spec("worker-1")))),
+        Err(gone)
+    );
+    for nowhere in [json!({ "containers": [] }), Value::Null, spec("")] {
+        assert_eq!(
+            node_of(&bound, Some(&pod("u", nowhere))),
+            Err(AttestError::NoNode)
+        );
+    }
+}
+
+#[tokio::test]
+async fn review_asks_for_the_audience_and_an_older_server_for_the_pod() {
+    let (client, mut server) = api_server();
+    let (attestor, questions) = Attestor::new();
+    let side = answer(client, questions, settings());
+    let token = token(&json!({ "iat": 1_700_000_000 }));
+    let sent = token.reveal().to_owned();
+    let asked = async move {
+        let now = SystemTime::now();
+        attestor.node_of(token, now).await
+    };
+    let api = async {
+        let call = server
+            .expect("POST /apis/authentication.k8s.io/v1/tokenreviews?")
+            .await;
+        let spec = &call.body["spec"];
+        assert_eq!(spec["audiences"], json!(["tunnel-server"]));
+        assert_eq!(spec["token"], sent);
+        let older = json!({ POD_NAME: ["agent-x"], POD_UID: ["u"] });
+        call.answer(&json!({ "metadata": {}, "spec": {}, "status": accepted(ACCOUNT, &older) }));
+        let call = server
+            .expect("GET /api/v1/namespaces/kube-system/pods/agent-x")
+            .await;
+        call.answer(&json!({
+            "metadata": { "name": "agent-x", "uid": "u" },
+            "spec": { "containers": [], "nodeName": "worker-1" },
+        }));
+    };
+    let (attested, (), ()) = tokio::join!(asked, api, side);
+    let attested = attested.unwrap();
+    assert_eq!(attested.node.as_str(), "worker-1");
+    assert_eq!(attested.issued, at(1_700_000_000));
+}
+
+#[tokio::test]
+async fn ended_token_is_told_apart_and_what_is_no_token_reaches_nobody() {
+    let (client, mut server) = api_server();
+    let refused = json!({ "metadata": {}, "spec": {}, "status": { "error": "token has expired" } });
+    let ended = token(&json!({ "iat": 1, "exp": 2 }));
+    let settings = settings();
+    let api = async {
+        server.call().await.answer(&refused);
+    };
+    let (attested, ()) = tokio::join!(attest(&client, &ended, &settings), api);
+    assert_eq!(attested, Err(AttestError::Ended));
+    for garbage in ["", "eyJ", "eyJ.e30.x", "eyJ.e30", "a.b.c.d", "eyJ.!!!.x"] {
+        // Without an answer this would wait for ever.
+        let attested = attest(&client, &AccountToken::new(garbage), &settings).await;
+        let expected = AttestError::NotAccepted("tunnel-server".into());
+        assert_eq!(attested, Err(expected), "{garbage:?}");
+    }
+}

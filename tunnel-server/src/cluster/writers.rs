@@ -1,0 +1,393 @@
+//! What only the holder of the Lease does: records into the nodes ConfigMap, ports into the Service, problems as Events.
+//!
+//! Level-triggered: any change makes all of it due; what is as it should be is not written.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Service};
+use kube::api::{ApiResource, DynamicObject, PostParams};
+use kube::{Api, Client, ResourceExt as _};
+use serde_json::Value;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::events::EventLog;
+use super::failure::{Backoff, Failure, FailureKind, Throttle};
+use super::hosts::{self, HostsPlan};
+use super::metrics::{ClusterMetrics, Object};
+use super::objects::CONFIG_MAP_MAX_BYTES;
+use super::service;
+use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::leader_election::Leadership;
+use crate::cluster::state::{Desired, World};
+use crate::config::ObjectNames;
+
+/// Changes wait for this much quiet, so that a burst is one write.
+const QUIET: Duration = Duration::from_millis(300);
+/// And no longer than this together.
+const BURST_MAX: Duration = Duration::from_secs(1);
+/// One call.
+const CALL_LIMIT: Duration = Duration::from_secs(5);
+/// Writes of one object that may conflict in a row before the writer backs off.
+const CONFLICTS_MAX: u32 = 5;
+/// Objects are read anew, whatever was watched.
+const RESYNC: Duration = Duration::from_secs(300);
+
+/// The writers' side of the cluster.
+#[derive(Debug)]
+pub(super) struct Writers {
+    pub(super) maps: Api<ConfigMap>,
+    pub(super) services: Api<DynamicObject>,
+    pub(super) events: EventLog,
+    pub(super) names: ObjectNames,
+    pub(super) world: watch::Receiver<World>,
+    pub(super) desired: watch::Receiver<Desired>,
+    pub(super) leadership: Leadership,
+    pub(super) throttle: Throttle,
+    pub(super) problems: Problems,
+    pub(super) metrics: ClusterMetrics,
+    /// The ConfigMap as written last, with the version that it was made from: until the watch tells, it is newer.
+    pub(super) written: Option<(Option<String>, ConfigMap)>,
+}
+
+/// The Service as JSON with its fields kept, whatever they are.
+pub(super) fn services(client: Client, namespace: &str) -> Api<DynamicObject> {
+    Api::namespaced_with(client, namespace, &ApiResource::erase::<Service>(&()))
+}
+
+impl Writers {
+    /// Writes whenever something differs and this server leads, until `stop`.
+    pub(super) async fn run(&mut self, stop: &CancellationToken) {
+        let mut backoff = Backoff::default();
+        let mut due = Due::at(Instant::now());
+        let mut fresh_at = Instant::now();
+        let mut led = false;
+        loop {
+            let now = Instant::now();
+            let leads = self.leadership.until(now).is_some();
+            if leads && !led {
+                // Another one may have written until just now.
+                (due, fresh_at) = (Due::at(now), now);
+            }
+            if led && !leads {
+                // What cannot be written is now another one's trouble.
+                for object in [Object::Records, Object::Service] {
+                    self.problems.set(Part::Writing(object), Vec::new());
+                }
+            }
+            led = leads;
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                changed = self.leadership.changed() => if !changed { return },
+                changed = self.world.changed() => {
+                    if changed.is_err() { return }
+                    due.change(Instant::now());
+                }
+                changed = self.desired.changed() => {
+                    if changed.is_err() { return }
+                    due.change(Instant::now());
+                }
+                () = sleep_until(due.when()), if leads => {
+                    let is_fresh = Instant::now() >= fresh_at;
+                    // Writes carry the version that they change, so one may be left off midway.
+                    let synced = tokio::select! {
+                        biased;
+                        () = stop.cancelled() => return,
+                        synced = self.sync(is_fresh) => synced,
+                    };
+                    match synced {
+                        Ok(()) => {
+                            backoff.reset();
+                            if is_fresh {
+                                fresh_at = Instant::now() + RESYNC;
+                            }
+                            due = Due::at(fresh_at);
+                        }
+                        Err(failure) => {
+                            let now = Instant::now();
+                            let wait = backoff.after(&failure, now, rand::random());
+                            due = Due::not_before(now + wait.max(self.throttle.left(now)));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Brings every object to what is desired; with `is_fresh` by a new look at each. All are tried, the first failure
+    /// is told.
+    async fn sync(&mut self, is_fresh: bool) -> Result<(), Failure> {
+        let world = self.world.borrow_and_update().clone();
+        let desired = self.desired.borrow_and_update().clone();
+        let records = self.sync_records(&world, &desired, is_fresh).await;
+        self.settle(Object::Records, &records);
+        let ports = self.sync_ports(&world, &desired, is_fresh).await;
+        self.settle(Object::Service, &ports);
+        let events = self.say(&world).await;
+        if let Err(failure) = &events {
+            self.metrics.wrote(Object::Events, failure.kind.label());
+        }
+        // An Event that cannot be written is no reason to do the rest again: it is said when the next change comes.
+        records.and(ports)
+    }
+
+    fn settle(&self, object: Object, result: &Result<(), Failure>) {
+        match result {
+            Ok(()) => {
+                self.metrics.synced(object);
+                self.problems.set(Part::Writing(object), Vec::new());
+            }
+            Err(failure) => {
+                let line = format!("{} cannot be written: {failure}", object.label());
+                self.problems.set(Part::Writing(object), vec![line]);
+            }
+        }
+    }
+
+    async fn sync_records(
+        &mut self,
+        world: &World,
+        desired: &Desired,
+        is_fresh: bool,
+    ) -> Result<(), Failure> {
+        let name = self.names.nodes_config_map.clone();
+        let hosts = desired.records.as_ref().map(|records| records.hosts());
+        let mut known = world.records_map.is_known() && !is_fresh;
+        for _ in 0..CONFLICTS_MAX {
+            let found = if known {
+                world.records_map.present().map(|map| self.newest(map))
+            } else {
+                self.call(self.maps.get_opt(&name)).await?
+            };
+            known = false;
+            let based_on = found.as_ref().and_then(ConfigMap::resource_version);
+            let parameters = PostParams::default();
+            let plan = hosts::plan(&name, found.as_ref(), hosts.as_deref());
+            if let (HostsPlan::Nothing, None) = (&plan, &hosts) {
+                return Ok(());
+            }
+            self.note_size(&plan);
+            let is_absent = found.is_none();
+            let written = match plan {
+                HostsPlan::Nothing | HostsPlan::TooLarge(_) => return Ok(()),
+                HostsPlan::Create(map) => self.write(self.maps.create(&parameters, &map)).await,
+                HostsPlan::Update(map) => {
+                    self.write(self.maps.replace(&name, &parameters, &map))
+                        .await
+                }
+            };
+            let written = self.wrote(Object::Records, written).map_err(|failure| {
+                let namespace = self.maps.namespace().unwrap_or_default();
+                if is_absent {
+                    failure.of_creation(Object::Records, namespace, &name)
+                } else {
+                    failure
+                }
+            })?;
+            match written {
+                Some(map) => {
+                    info!(
+                        config_map = name,
+                        records = desired.records.as_ref().map_or(0, |all| all.len()),
+                        "wrote the records"
+                    );
+                    self.written = Some((based_on, map));
+                    return Ok(());
+                }
+                None => pause_after_conflict().await,
+            }
+        }
+        Err(Failure::new(
+            FailureKind::Conflict,
+            "somebody else keeps changing it",
+        ))
+    }
+
+    /// The ConfigMap that the watch tells, or our own later one that it has not told yet.
+    fn newest(&self, told: &ConfigMap) -> ConfigMap {
+        match &self.written {
+            Some((based_on, ours)) if *based_on == told.resource_version() => ours.clone(),
+            Some(_) | None => told.clone(),
+        }
+    }
+
+    fn note_size(&self, plan: &HostsPlan) {
+        let bytes = match plan {
+            HostsPlan::TooLarge(bytes) => Some(*bytes),
+            HostsPlan::Nothing | HostsPlan::Create(_) | HostsPlan::Update(_) => None,
+        };
+        self.metrics.records_too_large(bytes.is_some());
+        let line = bytes.map(|bytes| {
+            format!(
+                "the ConfigMap {} would have {bytes} bytes, more than {CONFIG_MAP_MAX_BYTES}: its old records stay; the                  embedded DNS has no such limit",
+                self.names.nodes_config_map
+            )
+        });
+        self.problems
+            .set(Part::RecordsSize, line.into_iter().collect());
+    }
+
+    async fn sync_ports(
+        &self,
+        world: &World,
+        desired: &Desired,
+        is_fresh: bool,
+    ) -> Result<(), Failure> {
+        let Some(wanted) = &desired.ports else {
+            return Ok(());
+        };
+        let name = &self.names.internal_service;
+        let ports = |service: &Value| {
+            service["spec"]["ports"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default()
+        };
+        if world.service.is_known() && !is_fresh {
+            let is_settled = world
+                .service
+                .present()
+                .is_none_or(|service| service::plan(&ports(service), wanted).is_none());
+            if is_settled {
+                return Ok(());
+            }
+        }
+        for _ in 0..CONFLICTS_MAX {
+            let Some(mut found) = self.call(self.services.get_opt(name)).await? else {
+                return Ok(());
+            };
+            let Some(planned) = service::plan(&ports(&found.data), wanted) else {
+                return Ok(());
+            };
+            found.data["spec"]["ports"] = planned.into();
+            let parameters = PostParams::default();
+            let written = self
+                .write(self.services.replace(name, &parameters, &found))
+                .await;
+            if self.wrote(Object::Service, written)?.is_some() {
+                info!(service = name, "wrote the ports");
+                return Ok(());
+            }
+            pause_after_conflict().await;
+        }
+        Err(Failure::new(
+            FailureKind::Conflict,
+            "somebody else keeps changing it",
+        ))
+    }
+
+    async fn say(&mut self, world: &World) -> Result<(), Failure> {
+        let until = self.until()?;
+        let ports = self.problems.of(Part::PortLists);
+        let size = self.problems.of(Part::RecordsSize);
+        let ports_map = world.ports_map.present().map(AsRef::as_ref);
+        let records_map = world.records_map.present().map(AsRef::as_ref);
+        let saying = async {
+            let map = (self.names.ports_config_map.as_str(), ports_map);
+            self.events.say(Part::PortLists, &ports, map).await?;
+            let map = (self.names.nodes_config_map.as_str(), records_map);
+            self.events.say(Part::RecordsSize, &size, map).await
+        };
+        let said = timeout_at(until, saying).await;
+        said.unwrap_or_else(|_elapsed| Err(Failure::timeout()))
+    }
+
+    /// Counts a write; `None` after a conflict, which a new look and another try may mend.
+    fn wrote<T>(&self, object: Object, written: Result<T, Failure>) -> Result<Option<T>, Failure> {
+        match written {
+            Ok(written) => {
+                self.metrics.wrote(object, "ok");
+                Ok(Some(written))
+            }
+            Err(failure) => {
+                self.metrics.wrote(object, failure.kind.label());
+                match failure.kind {
+                    FailureKind::Conflict | FailureKind::NotFound => Ok(None),
+                    _ => {
+                        warn!(object = object.label(), error = %failure, "cannot write, trying again");
+                        Err(failure)
+                    }
+                }
+            }
+        }
+    }
+
+    /// A write, which ends with the term at the latest.
+    async fn write<T>(
+        &self,
+        call: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, Failure> {
+        let until = self.until()?;
+        match timeout_at(until, call).await {
+            Ok(done) => done.map_err(|error| Failure::from(&error)),
+            Err(_elapsed) => Err(Failure::timeout()),
+        }
+    }
+
+    async fn call<T>(
+        &self,
+        call: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, Failure> {
+        match timeout_at(Instant::now() + CALL_LIMIT, call).await {
+            Ok(done) => done.map_err(|error| Failure::from(&error)),
+            Err(_elapsed) => Err(Failure::timeout()),
+        }
+    }
+
+    fn until(&self) -> Result<Instant, Failure> {
+        let now = Instant::now();
+        let term = self.leadership.until(now);
+        let term =
+            term.ok_or_else(|| Failure::new(FailureKind::Deposed, "the Lease was lost meanwhile"))?;
+        Ok(term.min(now + CALL_LIMIT))
+    }
+}
+
+/// Two writers that met once should not meet again.
+async fn pause_after_conflict() {
+    let pause = Duration::from_millis(20).mul_f64(1.0 + rand::random::<f64>() * 9.0);
+    tokio::time::sleep(pause).await;
+}
+
+/// When to write next.
+#[derive(Debug, Clone, Copy)]
+struct Due {
+    when: Instant,
+    /// A burst of changes began then.
+    burst: Option<Instant>,
+    earliest: Instant,
+}
+
+impl Due {
+    fn at(when: Instant) -> Self {
+        Self {
+            when,
+            burst: None,
+            earliest: when.min(Instant::now()),
+        }
+    }
+
+    fn not_before(earliest: Instant) -> Self {
+        Self {
+            when: earliest,
+            burst: None,
+            earliest,
+        }
+    }
+
+    /// Something changed.
+    fn change(&mut self, now: Instant) {
+        let burst = *self.burst.get_or_insert(now);
+        self.when = (now + QUIET).min(burst + BURST_MAX);
+    }
+
+    fn when(&self) -> Instant {
+        self.when.max(self.earliest)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! The last records on disk: what is answered after a cold start, before anybody has told the nodes again.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use tracing::{info, warn};
+use tunnel_proto::process::files;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::NodeName;
+
+use super::{Addresses, RecordSet, Records};
+use crate::store::data_dir::DataDir;
+
+/// Puts the records kept of the last run in force, unless there are records already. A damaged file is told and left
+/// behind: the next change replaces it. Blocks the thread.
+pub fn restore(data: &DataDir, records: &Records) {
+    match read(data) {
+        Ok(Some(kept)) if records.load().is_empty() => {
+            info!(records = kept.len(), "answering from the last records kept");
+            records.replace(kept);
+        }
+        Ok(_) => {}
+        Err(error) => warn!(%error, "cannot use the last DNS records"),
+    }
+}
+
+/// Keeps the records on disk, soon after each change and once more when the drain begins.
+pub(super) fn keep(data: &DataDir, records: &Records, shutdown: &Shutdown) {
+    let (data, mut changed) = (data.clone(), records.changed());
+    let drain = shutdown.drain().clone();
+    let mut kept = read(&data).ok().flatten().unwrap_or_default();
+    shutdown.spawn_service(async move {
+        loop {
+            let current = changed.borrow_and_update().clone();
+            if *current != kept {
+                let (data, records) = (data.clone(), current.clone());
+                match tokio::task::spawn_blocking(move || write(&data, &records)).await {
+                    Ok(Ok(())) => kept = RecordSet::clone(&current),
+                    Ok(Err(error)) => warn!(%error, "cannot keep the DNS records"),
+                    Err(error) => warn!(%error, "keeping the DNS records failed"),
+                }
+            }
+            if drain.is_cancelled() {
+                return;
+            }
+            tokio::select! {
+                () = drain.cancelled() => {}
+                alive = changed.changed() => {
+                    if alive.is_err() {
+                        return;
+                    }
+                    // Nodes come in bursts.
+                    tokio::select! {
+                        () = drain.cancelled() => {}
+                        () = tokio::time::sleep(SAVE_PAUSE) => {}
+                    }
+                }
+            }
+        }
+    });
+}
+
+fn read(data: &DataDir) -> io::Result<Option<RecordSet>> {
+    let path = data.dns_records();
+    let Some(content) = files::read(&path)? else {
+        return Ok(None);
+    };
+    let damaged = |why: String| {
+        let message = format!("{} is damaged: {why}", path.display());
+        io::Error::new(io::ErrorKind::InvalidData, message)
+    };
+    let kept: BTreeMap<String, Vec<IpAddr>> =
+        serde_json::from_slice(&content).map_err(|error| damaged(error.to_string()))?;
+    let mut records = Vec::with_capacity(kept.len());
+    for (name, addresses) in kept {
+        let parsed = name.parse::<NodeName>();
+        let name = parsed.map_err(|error| damaged(format!("{name:?}: {error}")))?;
+        records.push((name, Addresses::first_of(addresses)));
+    }
+    Ok(Some(RecordSet::of(records)))
+}
+
+fn write(data: &DataDir, records: &RecordSet) -> io::Result<()> {
+    let kept: BTreeMap<&str, Vec<IpAddr>> = records
+        .iter()
+        .map(|(name, addresses)| (name.as_str(), addresses.iter().collect()))
+        .collect();
+    let content = serde_json::to_vec(&kept).map_err(io::Error::other)?;
+    files::replace(&data.dns_records(), &content)
+}
+
+/// Changes within this time are written together.
+const SAVE_PAUSE: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::data_dir::testing::Scratch;
+
+    fn records(names: &[(&str, &[&str])]) -> RecordSet {
+        RecordSet::of(names.iter().map(|(name, addresses)| {
+            let addresses = addresses.iter().map(|text| text.parse().unwrap());
+            (name.parse().unwrap(), Addresses::first_of(addresses))
+        }))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn records_outlive_the_process_and_a_new_feed_wins() {
+        let scratch = Scratch::new();
+        let before = Records::default();
+        let shutdown = Shutdown::new();
+        keep(&scratch.0, &before, &shutdown);
+        let set = records(&[("a", &["10.0.0.1", "fd00::1"]), ("b", &["10.0.0.2"])]);
+        before.replace(set.clone());
+        shutdown.drain().cancel();
+        shutdown.drain_within(Duration::from_secs(1)).await;
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        shutdown.finish().await;
+
+        let after = Records::default();
+        restore(&scratch.0, &after);
+        assert_eq!(*after.load(), set);
+        let fed = Records::default();
+        fed.replace(records(&[("c", &["10.0.0.3"])]));
+        restore(&scratch.0, &fed);
+        assert_eq!(fed.load().len(), 1);
+    }
+
+    #[test]
+    fn damaged_files_are_no_records() {
+        let scratch = Scratch::new();
+        for content in [&b"{"[..], br#"{"a b":["10.0.0.1"]}"#, br#"{"a":["x"]}"#] {
+            files::replace(&scratch.0.dns_records(), content).unwrap();
+            let error = read(&scratch.0).unwrap_err().to_string();
+            assert!(error.contains("dns-records.json is damaged"), "{error}");
+            let records = Records::default();
+            restore(&scratch.0, &records);
+            assert!(records.load().is_empty());
+        }
+        std::fs::remove_file(scratch.0.dns_records()).unwrap();
+        assert!(read(&scratch.0).unwrap().is_none());
+    }
+}

@@ -1,0 +1,176 @@
+//! What a request to a CONNECT door asks for, and which way leads there; pure.
+
+use std::net::IpAddr;
+
+use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
+use http::{HeaderMap, Method, Uri};
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use crate::ingress::error::{Failure, Outcome};
+use crate::policy::PortPolicy;
+use crate::routing::decision::{Destination, Host, HostPort, bad, check_path, route_failure};
+use crate::routing::dial_policy::{ClusterRanges, Owner};
+use crate::routing::routes::{RouteError, RouteTable};
+
+/// What a caller wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::ingress) struct Goal {
+    pub(in crate::ingress) form: Form,
+    pub(in crate::ingress) host: Host,
+    pub(in crate::ingress) port: Port,
+}
+
+/// How the target is to be spoken to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::ingress) enum Form {
+    /// Bytes both ways.
+    Connect,
+    /// One plain HTTP request that only reads.
+    Read,
+}
+
+impl std::fmt::Display for Goal {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{}:{}", self.host, self.port)
+    }
+}
+
+impl Goal {
+    /// Reads a request's head.
+    ///
+    /// # Errors
+    /// A [`Failure`] with the answer for the caller.
+    pub(in crate::ingress) fn of(
+        method: &Method,
+        uri: &Uri,
+        headers: &HeaderMap,
+    ) -> Result<Self, Failure> {
+        if *method == Method::CONNECT {
+            return Self::of_connect(uri, headers);
+        }
+        let Some(scheme) = uri.scheme() else {
+            return Err(bad(
+                "this port is a proxy: send CONNECT HOST:PORT, or GET with the whole http:// URL",
+            ));
+        };
+        if *method != Method::GET && *method != Method::HEAD {
+            return Err(refused("only CONNECT, GET and HEAD are offered here"));
+        }
+        // A protocol of its own inside a plain request would make a shell of a password for metrics.
+        if headers.contains_key(UPGRADE) || names_upgrade(headers) {
+            return Err(refused("upgrades are not offered here; send CONNECT"));
+        }
+        if *scheme != http::uri::Scheme::HTTP {
+            return Err(bad("only http:// URLs are asked for; send CONNECT for TLS"));
+        }
+        check_path(uri, headers)?;
+        let (host, port) = host_and_port(uri)?;
+        let port = port
+            .or_else(|| Port::new(80))
+            .ok_or_else(|| bad("no port"))?;
+        Ok(Self {
+            form: Form::Read,
+            host,
+            port,
+        })
+    }
+
+    fn of_connect(uri: &Uri, headers: &HeaderMap) -> Result<Self, Failure> {
+        if uri.scheme().is_some() || uri.path_and_query().is_some() {
+            return Err(bad("CONNECT needs HOST:PORT and nothing else"));
+        }
+        // Nobody could say where such a body ends and the tunnel begins (RFC 9110, section 9.3.6).
+        if headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH) {
+            return Err(bad("CONNECT has no body"));
+        }
+        let (host, port) = host_and_port(uri)?;
+        let port = port.ok_or_else(|| bad("CONNECT needs a port"))?;
+        Ok(Self {
+            form: Form::Connect,
+            host,
+            port,
+        })
+    }
+
+    /// Which way leads there. `has_agent` tells of connected agents.
+    ///
+    /// # Errors
+    /// A [`Failure`] with the answer for the caller.
+    pub(in crate::ingress) fn way(
+        &self,
+        routes: &RouteTable,
+        policy: &PortPolicy,
+        cluster: &ClusterRanges,
+        has_agent: impl Fn(&NodeName) -> bool,
+    ) -> Result<Way, Failure> {
+        let direct = |address: IpAddr| Way::Direct(Place::Addresses(vec![address.to_canonical()]));
+        let node = match &self.host {
+            Host::Name(name) => match routes.by_name(name) {
+                Ok(node) => node,
+                Err(RouteError::UnknownName(name)) => return Ok(Way::Direct(Place::Name(name))),
+                Err(
+                    error @ (RouteError::UnknownAddress(_)
+                    | RouteError::Ambiguous(..)
+                    | RouteError::AmbiguousName(..)),
+                ) => return Err(route_failure(&error)),
+            },
+            Host::Address(address) => match cluster.owner(*address, routes, &has_agent) {
+                Owner::Agent(node) => node,
+                Owner::CloudNode | Owner::Network | Owner::Unknown => return Ok(direct(*address)),
+                Owner::Contested(contest) => {
+                    return Err(Failure::new(Outcome::AmbiguousAddress, contest.to_string()));
+                }
+            },
+        };
+        // A node in the cloud has no agent, and the server reaches it as everybody does.
+        if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
+            return Ok(Way::Direct(Place::Addresses(addresses.to_vec())));
+        }
+        let port = self.port;
+        let target = policy.target(port).map_err(|refusal| {
+            let text = format!("{node} port {port}: {refusal}");
+            Failure::new(Outcome::RefusedByPolicy, text)
+        })?;
+        Ok(Way::Agent(Destination { node, target }))
+    }
+}
+
+/// How a goal is reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::ingress) enum Way {
+    /// Through the node's agent.
+    Agent(Destination),
+    /// By a connection of the server's own, if it may be dialled.
+    Direct(Place),
+}
+
+/// What the server may dial itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::ingress) enum Place {
+    /// A name to be resolved.
+    Name(NodeName),
+    /// Addresses, in order of preference.
+    Addresses(Vec<IpAddr>),
+}
+
+fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), Failure> {
+    let parsed = uri
+        .authority()
+        .and_then(|text| HostPort::parse(text.as_str()));
+    let parsed = parsed.ok_or_else(|| bad("the target is not a name or address with a port"))?;
+    Ok((parsed.host, parsed.port))
+}
+
+fn names_upgrade(headers: &HeaderMap) -> bool {
+    let values = headers.get_all(CONNECTION).iter();
+    values
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .any(|option| option.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
+}
+
+fn refused(text: &str) -> Failure {
+    Failure::new(Outcome::RefusedByPolicy, text)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,377 @@
+//! The doors' own answers: one code for the status, the header `X-Tunnel-Error`, the log and the metric label.
+
+use http::{HeaderName, HeaderValue, Response, StatusCode};
+use hyper::ext::ReasonPhrase;
+use prometheus_client::encoding::EncodeLabelValue;
+use tunnel_proto::transport::{StreamCut, cause_in};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::{Refusal, one_line};
+
+use crate::config::Limit;
+use crate::ingress::http::body::DoorBody;
+use crate::routing::registry::OpenError;
+
+/// Header with the code of an answer that is ours and not the target's.
+pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-error");
+/// Seconds after which a caller may try again when the agent is full.
+const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
+
+/// What the CONNECT door asks for (RFC 7617, section 2).
+const CHALLENGE: HeaderValue = HeaderValue::from_static("Basic realm=\"tunnel-server\"");
+
+/// How a request or stream ended, as far as the tunnel is concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// The target's answer or bytes were passed completely.
+    Ok,
+    /// The request is malformed or contradicts itself.
+    BadRequest,
+    /// Host names no known node.
+    UnknownNode,
+    /// Host is an address of several nodes.
+    AmbiguousAddress,
+    /// The server's or the agent's policy forbids the target.
+    RefusedByPolicy,
+    /// The CONNECT door wants a name and password that it knows.
+    ProxyAuth,
+    /// The request target is longer than 8 KiB.
+    UriTooLong,
+    /// The target refused the connection or cannot be reached.
+    TargetRefused,
+    /// TLS with the target failed.
+    TargetTls,
+    /// The target's answer is not HTTP, not complete or does not fit the request.
+    TargetBadResponse,
+    /// The session with the agent was lost.
+    AgentLost,
+    /// No agent is connected for the node, or it may be gone.
+    NoAgent,
+    /// The agent has as many streams as it may have, or stalled readers hold as much memory as they may.
+    TooManyStreams,
+    /// The agent is stopping.
+    Draining,
+    /// The target did not accept the connection in time.
+    TargetTimeout,
+    /// The agent did not answer in time.
+    AgentTimeout,
+    /// After the answer began: the target or the tunnel cut it.
+    Cut,
+    /// The caller went away first.
+    CallerGone,
+}
+
+impl Outcome {
+    /// Every outcome, for documentation and tests.
+    pub const ALL: [Self; 18] = [
+        Self::Ok,
+        Self::BadRequest,
+        Self::UnknownNode,
+        Self::AmbiguousAddress,
+        Self::RefusedByPolicy,
+        Self::ProxyAuth,
+        Self::UriTooLong,
+        Self::TargetRefused,
+        Self::TargetTls,
+        Self::TargetBadResponse,
+        Self::AgentLost,
+        Self::NoAgent,
+        Self::TooManyStreams,
+        Self::Draining,
+        Self::TargetTimeout,
+        Self::AgentTimeout,
+        Self::Cut,
+        Self::CallerGone,
+    ];
+
+    /// The word in `X-Tunnel-Error`, logs and labels.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::BadRequest => "bad_request",
+            Self::UnknownNode => "unknown_node",
+            Self::AmbiguousAddress => "ambiguous_address",
+            Self::RefusedByPolicy => "refused_by_policy",
+            Self::ProxyAuth => "proxy_auth_required",
+            Self::UriTooLong => "uri_too_long",
+            Self::TargetRefused => "target_refused",
+            Self::TargetTls => "target_tls",
+            Self::TargetBadResponse => "target_bad_response",
+            Self::AgentLost => "agent_lost",
+            Self::NoAgent => "no_agent",
+            Self::TooManyStreams => "too_many_streams",
+            Self::Draining => "draining",
+            Self::TargetTimeout => "target_timeout",
+            Self::AgentTimeout => "agent_timeout",
+            Self::Cut => "cut",
+            Self::CallerGone => "caller_gone",
+        }
+    }
+
+    /// The HTTP status of an answer with this code.
+    #[must_use]
+    pub fn status(self) -> StatusCode {
+        match self {
+            Self::Ok => StatusCode::OK,
+            Self::BadRequest | Self::UnknownNode | Self::AmbiguousAddress => {
+                StatusCode::BAD_REQUEST
+            }
+            Self::RefusedByPolicy => StatusCode::FORBIDDEN,
+            Self::ProxyAuth => StatusCode::PROXY_AUTHENTICATION_REQUIRED,
+            Self::UriTooLong => StatusCode::URI_TOO_LONG,
+            Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
+                StatusCode::BAD_GATEWAY
+            }
+            Self::NoAgent | Self::TooManyStreams | Self::Draining => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Self::TargetTimeout | Self::AgentTimeout => StatusCode::GATEWAY_TIMEOUT,
+            // Never sent as an answer: the connection is aborted instead.
+            Self::Cut | Self::CallerGone => StatusCode::BAD_GATEWAY,
+        }
+    }
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(self.label())
+    }
+}
+
+impl EncodeLabelValue for Outcome {
+    fn encode(
+        &self,
+        encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
+    ) -> Result<(), std::fmt::Error> {
+        self.label().encode(encoder)
+    }
+}
+
+/// A failure before an answer began: its code, and one line that names node and target.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct Failure {
+    /// The code.
+    pub outcome: Outcome,
+    /// One line for the caller.
+    pub text: String,
+    /// The limit of this server that was reached.
+    pub limit: Option<Limit>,
+}
+
+impl Failure {
+    /// A failure with its line.
+    #[must_use]
+    pub fn new(outcome: Outcome, text: impl Into<String>) -> Self {
+        Self {
+            outcome,
+            text: text.into(),
+            limit: None,
+        }
+    }
+
+    /// The failure, for the reason that a limit was reached, which the line names.
+    #[must_use]
+    pub fn at(self, limit: Limit) -> Self {
+        Self {
+            text: format!("{} (limits.{})", self.text, limit.name()),
+            limit: Some(limit),
+            ..self
+        }
+    }
+
+    /// The failure of opening a stream; `place` names node and target.
+    #[must_use]
+    pub fn from_open(error: &OpenError, place: &str) -> Self {
+        let outcome = match error {
+            OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
+            OpenError::TooManyStreams(_) | OpenError::NoRoom(_) => Outcome::TooManyStreams,
+            OpenError::Draining => Outcome::Draining,
+            OpenError::Lost(_) => Outcome::AgentLost,
+            OpenError::Timeout => Outcome::AgentTimeout,
+        };
+        let limit = match error {
+            OpenError::TooManyStreams(_) => Some(Limit::StreamsPerAgent),
+            OpenError::NoRoom(_) => Some(Limit::BufferPool),
+            OpenError::Timeout => Some(Limit::OpenTimeout),
+            OpenError::NoAgent
+            | OpenError::Suspect(_)
+            | OpenError::Draining
+            | OpenError::Lost(_) => None,
+        };
+        Self {
+            limit,
+            ..Self::new(outcome, format!("{place}: {error}"))
+        }
+    }
+
+    /// The failure behind an error of the stream, however deep: a refusal or a cut says what it is, anything else is
+    /// `otherwise`.
+    #[must_use]
+    pub fn from_stream(
+        error: &(dyn std::error::Error + 'static),
+        place: &str,
+        otherwise: Outcome,
+    ) -> Self {
+        if let Some(refusal) = cause_in::<Refusal>(error) {
+            let failure = Self::new(
+                refusal_outcome(refusal.code),
+                format!("{place}: {}", refusal.detail),
+            );
+            return match refusal.code {
+                RefusalCode::TargetTimeout => failure.at(Limit::TargetDialTimeout),
+                _ => failure,
+            };
+        }
+        let cut = cause_in::<StreamCut>(error);
+        let outcome = match cut {
+            Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
+            Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
+            Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => Outcome::TargetBadResponse,
+            None => otherwise,
+        };
+        let reason = match cut {
+            Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => {
+                "the target cut the connection".to_owned()
+            }
+            Some(cut) => cut.to_string(),
+            None => innermost(error),
+        };
+        let failure = Self::new(outcome, format!("{place}: {reason}"));
+        match cut {
+            Some(StreamCut::ReplyTimeout) => failure.at(Limit::OpenTimeout),
+            Some(_) | None => failure,
+        }
+    }
+
+    /// The answer.
+    #[must_use]
+    pub fn response(&self) -> Response<DoorBody> {
+        let mut response = Response::new(DoorBody::text(format!("{}\n", one_line(&self.text))));
+        *response.status_mut() = self.outcome.status();
+        let headers = response.headers_mut();
+        headers.insert(ERROR_HEADER, HeaderValue::from_static(self.outcome.label()));
+        headers.insert(
+            http::header::CONTENT_TYPE,
+            HeaderValue::from_static("text/plain; charset=utf-8"),
+        );
+        match self.outcome {
+            Outcome::TooManyStreams => {
+                headers.insert(http::header::RETRY_AFTER, RETRY_AFTER);
+            }
+            // Where such a request ends may be in doubt; what follows it is not read as a further one.
+            Outcome::BadRequest => {
+                headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            Outcome::ProxyAuth => {
+                headers.insert(http::header::PROXY_AUTHENTICATE, CHALLENGE);
+                // Who has no password has no connection to guess on either.
+                headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            _ => {}
+        }
+        response
+    }
+
+    /// The answer to a CONNECT: its line is in the status line too, since kube-apiserver shows nothing else of it.
+    #[must_use]
+    pub fn connect_response(&self) -> Response<DoorBody> {
+        let mut response = self.response();
+        let mut reason = one_line(&self.text).into_bytes();
+        reason.truncate(REASON_MAX_BYTES);
+        if let Ok(reason) = ReasonPhrase::try_from(reason) {
+            response.extensions_mut().insert(reason);
+        }
+        response
+    }
+}
+
+/// Longest reason in a status line.
+const REASON_MAX_BYTES: usize = 512;
+
+fn refusal_outcome(code: RefusalCode) -> Outcome {
+    match code {
+        RefusalCode::Policy => Outcome::RefusedByPolicy,
+        RefusalCode::TargetRefused => Outcome::TargetRefused,
+        RefusalCode::TargetTimeout => Outcome::TargetTimeout,
+        RefusalCode::TooManyStreams => Outcome::TooManyStreams,
+        RefusalCode::Draining => Outcome::Draining,
+        RefusalCode::BadHeader | RefusalCode::Internal | RefusalCode::Unknown(_) => {
+            Outcome::AgentLost
+        }
+    }
+}
+
+/// The most specific message of an error, without what wraps it.
+fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut deepest = error;
+    while let Some(source) = deepest.source() {
+        deepest = source;
+    }
+    one_line(&deepest.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::routing::registry::{Exhausted, Share, Suspicion};
+
+    #[test]
+    fn refusals_and_cuts_are_found_inside_wrapped_errors() {
+        let refusal = Refusal {
+            code: RefusalCode::Policy,
+            detail: "--localhost-ports does not list 1".into(),
+        };
+        let wrapped = std::io::Error::other(std::io::Error::new(
+            std::io::ErrorKind::ConnectionRefused,
+            refusal,
+        ));
+        let failure = Failure::from_stream(&wrapped, "worker-1 node:1", Outcome::TargetBadResponse);
+        assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
+        assert_eq!(
+            failure.text,
+            "worker-1 node:1: --localhost-ports does not list 1"
+        );
+        let lost = std::io::Error::from(StreamCut::SessionLost);
+        assert_eq!(
+            Failure::from_stream(&lost, "x", Outcome::TargetTls).outcome,
+            Outcome::AgentLost
+        );
+        let other = std::io::Error::other("odd");
+        assert_eq!(
+            Failure::from_stream(&other, "x", Outcome::TargetTls).outcome,
+            Outcome::TargetTls
+        );
+    }
+
+    #[test]
+    fn agent_that_may_be_gone_and_a_full_pool_are_503() {
+        let answer = |error| {
+            let failure = Failure::from_open(&error, "worker-1 node:9100");
+            assert!(failure.text.starts_with("worker-1 node:9100: "));
+            let response = failure.response();
+            let code = response.headers()[ERROR_HEADER]
+                .to_str()
+                .unwrap()
+                .to_owned();
+            let retry = response.headers().contains_key(http::header::RETRY_AFTER);
+            (response.status().as_u16(), code, retry)
+        };
+        let suspect = OpenError::Suspect(Suspicion::Unheard);
+        assert_eq!(answer(suspect), (503, "no_agent".into(), false));
+        let full = OpenError::NoRoom(1 << 20);
+        assert_eq!(answer(full), (503, "too_many_streams".into(), true));
+        let busy = OpenError::TooManyStreams(Exhausted {
+            share: Share::UnverifiedCaller,
+            streams: 128,
+        });
+        assert_eq!(answer(busy), (503, "too_many_streams".into(), true));
+    }
+
+    #[test]
+    fn labels_are_distinct() {
+        let labels: std::collections::BTreeSet<_> =
+            Outcome::ALL.iter().map(|outcome| outcome.label()).collect();
+        assert_eq!(labels.len(), Outcome::ALL.len());
+    }
+}

@@ -1,0 +1,204 @@
+//! Bodies on the doors: a caller's, our own short texts, and a target's, which notices when it is not passed whole.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+
+use super::upstream::Carrier;
+use crate::ingress::access_log::Record;
+use crate::ingress::caller_stream::Unfinished;
+use crate::ingress::error::Outcome;
+use crate::ingress::http::headers::strip_trailers;
+use crate::ingress::http::timeouts::Underway;
+
+/// A body of the doors' answers.
+#[derive(Debug)]
+pub struct DoorBody {
+    inner: Inner,
+    /// Ends the request's time on the caller's connection.
+    _underway: Option<Underway>,
+}
+
+#[derive(Debug)]
+enum Inner {
+    Own(Full<Bytes>),
+    Target(Box<TargetBody>),
+}
+
+/// A target's body on its way to the caller.
+#[derive(Debug)]
+struct TargetBody {
+    body: Incoming,
+    /// Present until the body has ended.
+    passing: Option<Passing>,
+    /// Dropping it midway drops the connection to the target, which closes the target's side at once.
+    carrier: Option<Carrier>,
+}
+
+/// A caller's body on its way to the target.
+#[derive(Debug)]
+pub(crate) struct RequestBody(pub(crate) Incoming);
+
+/// What is settled when a body ends: the caller's connection and the access record.
+#[derive(Debug)]
+pub struct Passing {
+    /// Cuts the caller's connection unless finished.
+    pub unfinished: Unfinished,
+    /// Written when it goes.
+    pub record: Record,
+}
+
+impl Passing {
+    /// Everything was passed.
+    pub fn finish(mut self) {
+        self.record.set(Outcome::Ok);
+        self.unfinished.finish();
+    }
+}
+
+impl DoorBody {
+    /// A short text of our own.
+    #[must_use]
+    pub fn text(text: String) -> Self {
+        Self::new(Inner::Own(Full::new(text.into())))
+    }
+
+    /// Nothing.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self::new(Inner::Own(Full::default()))
+    }
+
+    /// A target's body, which comes over `carrier`.
+    #[must_use]
+    pub(crate) fn target(body: Incoming, passing: Passing, carrier: Carrier) -> Self {
+        Self::new(Inner::Target(Box::new(TargetBody {
+            body,
+            passing: Some(passing),
+            carrier: Some(carrier),
+        })))
+    }
+
+    /// The body with which a request ends.
+    #[must_use]
+    pub(crate) fn ending(self, underway: Underway) -> Self {
+        Self {
+            inner: self.inner,
+            _underway: Some(underway),
+        }
+    }
+
+    fn new(inner: Inner) -> Self {
+        Self {
+            inner,
+            _underway: None,
+        }
+    }
+}
+
+impl Body for DoorBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut self.inner {
+            Inner::Own(body) => Pin::new(body)
+                .poll_frame(cx)
+                .map_err(|never| match never {}),
+            Inner::Target(target) => {
+                let frame = ready!(poll_passed(&mut target.body, cx));
+                match &frame {
+                    // Nothing comes behind trailer fields, and hyper does not ask.
+                    Some(Ok(frame)) if frame.is_trailers() => target.finish(),
+                    Some(Ok(_)) => {}
+                    Some(Err(_)) => target.cut(),
+                    None => target.finish(),
+                }
+                Poll::Ready(frame)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            Inner::Own(body) => body.is_end_stream(),
+            Inner::Target(target) => target.body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            Inner::Own(body) => body.size_hint(),
+            Inner::Target(target) => target.body.size_hint(),
+        }
+    }
+}
+
+/// The next frame of a body, its trailer fields without what is one hop's or the tunnel's.
+fn poll_passed(
+    body: &mut Incoming,
+    cx: &mut Context<'_>,
+) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    let frame = ready!(Pin::new(body).poll_frame(cx));
+    Poll::Ready(frame.map(|frame| {
+        let mut frame = frame?;
+        if let Some(trailers) = frame.trailers_mut() {
+            strip_trailers(trailers);
+        }
+        Ok(frame)
+    }))
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        poll_passed(&mut self.0, cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
+    }
+}
+
+impl TargetBody {
+    fn finish(&mut self) {
+        if let Some(carrier) = self.carrier.take() {
+            carrier.answered();
+        }
+        if let Some(passing) = self.passing.take() {
+            passing.finish();
+        }
+    }
+
+    fn cut(&mut self) {
+        if let Some(mut passing) = self.passing.take() {
+            passing.record.set(Outcome::Cut);
+        }
+    }
+}
+
+impl Drop for TargetBody {
+    fn drop(&mut self) {
+        // hyper does not poll a body of known length to its end, nor one that the request does not ask for (HEAD).
+        if self.body.is_end_stream() {
+            self.finish();
+        } else if let Some(mut passing) = self.passing.take() {
+            passing.record.set(Outcome::CallerGone);
+        }
+    }
+}

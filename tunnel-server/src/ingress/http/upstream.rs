@@ -1,0 +1,360 @@
+//! The connection to a target: a stream of the node's agent, TLS in it for the TLS doors, and an HTTP client on top.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{Either, Empty};
+use hyper::body::{Body as _, Incoming};
+use hyper::client::conn::http1::{Builder, SendRequest};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tracing::debug;
+use tunnel_proto::transport::{ByteCount, Stream};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::SessionId;
+
+use crate::config::Limit;
+
+use super::body::RequestBody;
+use crate::ingress::Doors;
+use crate::ingress::access_log::Record;
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::target_tls::{Leg, server_name};
+use crate::routing::decision::{Destination, Scheme};
+use crate::routing::registry::CallerKey;
+
+mod heard;
+mod pool;
+
+pub(crate) use crate::ingress::http::upstream::pool::{Kept, Purpose};
+use heard::{Heard, Listened};
+
+/// How long a connection to a target may take to close after a whole answer.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Largest head of a target's answer, and largest part of its trailer fields; Go's clients take 1 MiB, but nothing that
+/// runs on nodes needs it.
+const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
+
+/// Interim answers (1xx) to one request that are passed over; more are no answer.
+const INTERIM_MAX: usize = 64;
+
+/// The caller's body, or none for a request that is sent again.
+type SentBody = Either<RequestBody, Empty<Bytes>>;
+
+/// What sends requests over a connection, and what drives it.
+type Connection = (SendRequest<SentBody>, AbortOnDropHandle<()>);
+
+/// A connection to a target.
+#[derive(Debug)]
+pub(crate) struct Upstream {
+    sender: SendRequest<SentBody>,
+    /// Drives the connection; dropping it closes the target's side at once.
+    driver: AbortOnDropHandle<()>,
+    /// None for a connection that the server dialled itself.
+    session: Option<SessionId>,
+    bytes: Arc<ByteCount>,
+    heard: Heard,
+}
+
+/// Where requests of one kind go, and how.
+#[derive(Debug)]
+pub(crate) struct Way<'a> {
+    /// What all doors share.
+    pub(crate) doors: &'a Arc<Doors>,
+    /// Whether there is TLS in the stream.
+    pub(crate) scheme: Scheme,
+    /// TLS on behalf of the caller.
+    pub(crate) leg: Leg,
+    /// The node and its port.
+    pub(crate) destination: &'a Destination,
+    /// Whose streams they count as.
+    pub(crate) caller: &'a CallerKey,
+    /// For the agent's record.
+    pub(crate) trace_parent: String,
+    /// The connection of an earlier request and what the request needs it for, where the request may use it.
+    pub(crate) kept: Option<(&'a Kept, &'a Purpose)>,
+}
+
+/// An exchange that failed, and the session that carried it, if one did.
+struct Attempt {
+    failure: Failure,
+    session: Option<SessionId>,
+}
+
+/// A request that got no answer over a connection.
+struct Unanswered {
+    failure: Failure,
+    /// The request, if not a byte of it was sent.
+    unsent: Option<Request<SentBody>>,
+}
+
+impl Way<'_> {
+    /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
+    /// started at the target: a request that is complete with its head then goes over another session of the node, once.
+    /// The same holds for a kept connection that ended before it said anything about the request: servers close idle
+    /// connections, and whoever reuses one has to ask again (RFC 9112, section 9.3.1).
+    ///
+    /// # Errors
+    /// A [`Failure`] with the answer for the caller.
+    pub(crate) async fn exchange(
+        &self,
+        request: Request<RequestBody>,
+        record: &mut Record,
+    ) -> Result<(Response<Incoming>, Upstream), Failure> {
+        let (head, body) = request.into_parts();
+        let again = body.is_end_stream().then(|| head.clone());
+        let mut request = Request::from_parts(head, Either::Left(body));
+        if let Some(mut upstream) = self
+            .kept
+            .and_then(|(kept, purpose)| kept.take(purpose, &self.doors.registry))
+        {
+            record.carried(upstream.session, upstream.bytes.clone());
+            let before = upstream.heard.bytes();
+            let place = self.destination.to_string();
+            match send(&mut upstream, request, &place).await {
+                Ok(response) => return Ok((response, upstream)),
+                Err(unanswered) => {
+                    let ended = unanswered.failure.outcome == Outcome::TargetBadResponse
+                        && upstream.heard.bytes() == before;
+                    request = match (unanswered.unsent, &again) {
+                        (Some(unsent), _) => unsent,
+                        (None, Some(head)) if ended => {
+                            Request::from_parts(head.clone(), Either::Right(Empty::new()))
+                        }
+                        (None, _) => return Err(unanswered.failure),
+                    };
+                }
+            }
+        }
+        let refused = match self.attempt(request, None, record).await {
+            Ok(answered) => return Ok(answered),
+            Err(attempt) => attempt,
+        };
+        let stopping = refused.failure.outcome == Outcome::Draining && refused.session.is_some();
+        let Some(head) = again.filter(|_| stopping) else {
+            return Err(refused.failure);
+        };
+        let request = Request::from_parts(head, Either::Right(Empty::new()));
+        let second = self.attempt(request, refused.session, record).await;
+        second.map_err(|attempt| match attempt.session {
+            Some(_) => attempt.failure,
+            // There was no other way, so the refusal is the answer.
+            None => refused.failure,
+        })
+    }
+
+    async fn attempt(
+        &self,
+        request: Request<SentBody>,
+        except: Option<SessionId>,
+        record: &mut Record,
+    ) -> Result<(Response<Incoming>, Upstream), Attempt> {
+        let place = self.destination.to_string();
+        let kind = StreamKind::Target(self.destination.target.clone());
+        let header = StreamHeader {
+            kind,
+            trace_parent: self.trace_parent.clone(),
+        };
+        let (node, limit) = (&self.destination.node, self.doors.limits.open);
+        let began = Instant::now();
+        let registry = &self.doors.registry;
+        let opened = registry.open(node, &header, self.caller, limit, except);
+        let opened = opened.await.map_err(|error| Attempt {
+            failure: Failure::from_open(&error, &place),
+            session: None,
+        })?;
+        let (session, bytes) = (opened.session, opened.stream.bytes());
+        record.opened(session, bytes.clone(), began.elapsed());
+        let exchanged = async {
+            let heard = Heard::default();
+            let (sender, driver) = self.connect(opened.stream, &heard, &place).await?;
+            let mut upstream = Upstream {
+                sender,
+                driver,
+                session: Some(session),
+                bytes,
+                heard,
+            };
+            let response = send(&mut upstream, request, &place).await;
+            Ok((response.map_err(|unanswered| unanswered.failure)?, upstream))
+        };
+        exchanged.await.map_err(|failure| Attempt {
+            failure,
+            session: Some(session),
+        })
+    }
+
+    /// Prepares a stream for a request. Does not wait for the agent's reply on plain doors: the request follows the
+    /// header at once, and a refusal surfaces as the request's error.
+    async fn connect(
+        &self,
+        stream: Stream,
+        heard: &Heard,
+        place: &str,
+    ) -> Result<Connection, Failure> {
+        let doors = self.doors;
+        match self.scheme {
+            Scheme::Http => handshake(doors, stream, heard, place).await,
+            Scheme::Https => {
+                let name = server_name(&self.destination.node);
+                let name = name.map_err(|error| {
+                    Failure::new(Outcome::TargetTls, format!("{place}: {error}"))
+                })?;
+                let connecting = TlsConnector::from(self.leg.tls.clone()).connect(name, stream);
+                // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
+                let limit = doors.limits.open + doors.limits.handshake;
+                let stream = match timeout(limit, connecting).await {
+                    Ok(Ok(stream)) => stream,
+                    Ok(Err(error)) => return Err(tls_failure(&error, place)),
+                    Err(_elapsed) => {
+                        let text =
+                            format!("{place}: the target did not finish the TLS handshake in time");
+                        let failure = Failure::new(Outcome::TargetTimeout, text);
+                        return Err(failure.at(Limit::HandshakeTimeout));
+                    }
+                };
+                handshake(doors, stream, heard, place).await
+            }
+        }
+    }
+}
+
+/// Sends a request over a connection and waits for the final head.
+async fn send(
+    upstream: &mut Upstream,
+    mut request: Request<SentBody>,
+    place: &str,
+) -> Result<Response<Incoming>, Box<Unanswered>> {
+    let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
+    let tell = too_many.clone();
+    hyper::ext::on_informational(&mut request, move |_| {
+        if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
+            tell.notify_one();
+        }
+    });
+    let sent = tokio::select! {
+        biased;
+        sent = upstream.sender.try_send_request(request) => sent,
+        () = too_many.notified() => {
+            let text = format!("{place}: the target sent more than {INTERIM_MAX} interim answers");
+            let failure = Failure::new(Outcome::TargetBadResponse, text);
+            return Err(Box::new(Unanswered { failure, unsent: None }));
+        }
+    };
+    sent.map_err(|mut error| {
+        let unsent = error.take_message();
+        let bad = Outcome::TargetBadResponse;
+        let failure = Failure::from_stream(&error.into_error(), place, bad);
+        Box::new(Unanswered { failure, unsent })
+    })
+}
+
+/// Sends a request over a plain connection that the server has dialled itself, and that serves this request alone.
+///
+/// # Errors
+/// A [`Failure`] with the answer for the caller.
+pub(crate) async fn exchange_direct<S>(
+    doors: &Arc<Doors>,
+    (connection, bytes): (S, Arc<ByteCount>),
+    request: Request<RequestBody>,
+    place: &str,
+) -> Result<(Response<Incoming>, Upstream), Failure>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let heard = Heard::default();
+    let (sender, driver) = handshake(doors, connection, &heard, place).await?;
+    let mut upstream = Upstream {
+        sender,
+        driver,
+        session: None,
+        bytes,
+        heard,
+    };
+    let sent = send(&mut upstream, request.map(Either::Left), place).await;
+    Ok((sent.map_err(|unanswered| unanswered.failure)?, upstream))
+}
+
+/// The connection of an answer that is under way. Dropped midway, it closes the target's side at once.
+#[derive(Debug)]
+pub(crate) struct Carrier {
+    pub(crate) upstream: Upstream,
+    pub(crate) doors: Arc<Doors>,
+    /// Where the connection is kept for a further request to the same destination.
+    pub(crate) keep: Option<(Arc<Kept>, Purpose)>,
+}
+
+impl Carrier {
+    /// The answer has come to its end.
+    pub(crate) fn answered(self) {
+        match self.keep {
+            Some((kept, purpose)) => {
+                kept.put(self.upstream, purpose, &self.doors.registry);
+            }
+            None => self.upstream.close(&self.doors.drivers),
+        }
+    }
+}
+
+impl Upstream {
+    /// Ends the connection in order, so that the target sees an end and no reset; unless it still waits for the target to
+    /// take the rest of a request that nobody wants any more.
+    pub(crate) fn close(self, drivers: &TaskTracker) {
+        let Self { sender, driver, .. } = self;
+        drop(sender);
+        drivers.spawn(timeout(CLOSE_LIMIT, driver));
+    }
+}
+
+fn tls_failure(error: &std::io::Error, place: &str) -> Failure {
+    let failure = Failure::from_stream(error, place, Outcome::TargetTls);
+    match failure.outcome {
+        // A target that cuts or ends the connection in the handshake does not speak TLS.
+        Outcome::TargetBadResponse | Outcome::TargetTls => Failure::new(
+            Outcome::TargetTls,
+            format!("{place}: TLS with the target failed: {error}"),
+        ),
+        _ => failure,
+    }
+}
+
+async fn handshake<S>(
+    doors: &Arc<Doors>,
+    stream: S,
+    heard: &Heard,
+    place: &str,
+) -> Result<Connection, Failure>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let stream = Listened {
+        stream,
+        heard: heard.clone(),
+    };
+    let built = client().handshake(TokioIo::new(stream)).await;
+    let (sender, connection) =
+        built.map_err(|error| Failure::from_stream(&error, place, Outcome::TargetBadResponse))?;
+    let drive = async move {
+        if let Err(error) = connection.with_upgrades().await {
+            debug!(%error, "connection to a target ended");
+        }
+    };
+    Ok((sender, AbortOnDropHandle::new(doors.drivers.spawn(drive))))
+}
+
+/// How targets are spoken to.
+pub(crate) fn client() -> Builder {
+    let mut builder = Builder::new();
+    builder
+        .preserve_header_case(true)
+        .max_header_size(ANSWER_HEAD_MAX_BYTES);
+    builder
+}

@@ -1,0 +1,300 @@
+//! From a request's facts to the node and port it is for, or a rejection; pure (`contract` section "Addressing").
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use http::header::HOST;
+use http::{HeaderMap, HeaderName, Method, Uri};
+use tunnel_proto::wire::header::Target;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::http::headers::is_plainly_coded;
+use crate::policy::{PortPolicy, PortRefusal};
+use crate::routing::routes::RouteTable;
+
+pub(crate) mod delegated;
+
+/// Selector: the node, for callers that must dial the server by address.
+pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
+/// Selector: host and port.
+pub const SELECT_DEST: HeaderName = HeaderName::from_static("x-tunnel-proxy-dest");
+/// Longest request target, bytes.
+const URI_MAX_BYTES: usize = 8 * 1024;
+
+/// Whether a door speaks TLS to its callers and so to its targets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scheme {
+    /// Plain HTTP.
+    Http,
+    /// HTTP over TLS.
+    Https,
+}
+
+impl Scheme {
+    /// The port that Host means when it names none.
+    #[must_use]
+    pub fn default_port(self) -> u16 {
+        match self {
+            Self::Http => 80,
+            Self::Https => 443,
+        }
+    }
+}
+
+/// What a request says about where it wants to go.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts<'a> {
+    /// The method.
+    pub method: &'a Method,
+    /// The request target.
+    pub uri: &'a Uri,
+    /// All header fields.
+    pub headers: &'a HeaderMap,
+    /// The door's scheme.
+    pub scheme: Scheme,
+    /// The port of an extra proxy port, used when Host has none.
+    pub implied_port: Option<Port>,
+}
+
+/// Where a request goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Destination {
+    /// The node whose agent carries it.
+    pub node: NodeName,
+    /// What the agent dials.
+    pub target: Target,
+}
+
+impl Destination {
+    /// The Host field that the target expects: `node:port`, or the loopback address for loopback targets.
+    #[must_use]
+    pub fn host_field(&self) -> String {
+        match &self.target {
+            Target::Loopback(port) => format!("127.0.0.1:{port}"),
+            Target::Node(port) => format!("{}:{port}", self.node),
+            Target::Host(host, port) => format!("{host}:{port}"),
+        }
+    }
+}
+
+impl std::fmt::Display for Destination {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{} {}", self.node, self.target)
+    }
+}
+
+/// Decides where a request goes.
+///
+/// # Errors
+/// A [`Failure`] with the answer for the caller.
+pub fn decide(
+    facts: &Facts<'_>,
+    routes: &RouteTable,
+    policy: &PortPolicy,
+) -> Result<Destination, Failure> {
+    check_form(facts)?;
+    let host = single(facts.headers, &HOST)?.ok_or_else(|| bad("the request has no Host"))?;
+    let host = HostPort::parse(host)
+        .ok_or_else(|| bad("Host is not a name or address with an optional port"))?;
+    let select_host = single(facts.headers, &SELECT_HOST)?
+        .map(|text| {
+            text.parse::<NodeName>()
+                .map_err(|error| bad(format!("{SELECT_HOST}: {error}")))
+        })
+        .transpose()?;
+    let select_dest = single(facts.headers, &SELECT_DEST)?
+        .map(|text| HostPort::parse(text).filter(|dest| dest.port.is_some()))
+        .map(|parsed| parsed.ok_or_else(|| bad(format!("{SELECT_DEST} is not host:port"))))
+        .transpose()?;
+
+    let port = select_dest
+        .as_ref()
+        .and_then(|dest| dest.port)
+        .or(host.port)
+        .or(facts.implied_port);
+    let port = port
+        .or_else(|| Port::new(facts.scheme.default_port()))
+        .ok_or_else(|| bad("no port"))?;
+    let node = choose_node(
+        &host.host,
+        select_host.as_ref(),
+        select_dest.as_ref().map(|dest| &dest.host),
+        routes,
+    )?;
+    let target = policy
+        .target(port)
+        .map_err(|refusal| refused_port(&node, port, &refusal))?;
+    Ok(Destination { node, target })
+}
+
+fn refused_port(node: &NodeName, port: Port, refusal: &PortRefusal) -> Failure {
+    let text = format!("{node} port {port}: {refusal}");
+    Failure::new(Outcome::RefusedByPolicy, text)
+}
+
+/// Only origin-form requests are for a node: these doors are no forward proxy.
+fn check_form(facts: &Facts<'_>) -> Result<(), Failure> {
+    if *facts.method == Method::CONNECT {
+        return Err(bad("CONNECT is not offered on this port"));
+    }
+    if facts.uri.scheme().is_some() || facts.uri.authority().is_some() {
+        return Err(bad(
+            "absolute-form requests are not offered on this port; send the path and put the node in Host",
+        ));
+    }
+    check_path(facts.uri, facts.headers)
+}
+
+/// A path, and nothing behind the head that another reader would take for a request.
+pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), Failure> {
+    if !is_plainly_coded(headers) {
+        return Err(bad("Transfer-Encoding other than chunked is not offered"));
+    }
+    if !uri.path().starts_with('/') {
+        return Err(bad("the request target is not a path"));
+    }
+    let target = uri.path_and_query().map_or("", |target| target.as_str());
+    if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(bad(
+            "the request target has bytes that no URI has (RFC 3986); percent-encode them",
+        ));
+    }
+    if target.len() > URI_MAX_BYTES {
+        return Err(Failure::new(
+            Outcome::UriTooLong,
+            format!("the request target is longer than {URI_MAX_BYTES} bytes"),
+        ));
+    }
+    Ok(())
+}
+
+fn choose_node(
+    host: &Host,
+    select_host: Option<&NodeName>,
+    select_dest: Option<&Host>,
+    routes: &RouteTable,
+) -> Result<NodeName, Failure> {
+    let contradiction = |header: &HeaderName, node: &NodeName| {
+        bad(format!("{header} names another node than Host ({node})"))
+    };
+    let resolve = |host: &Host| match host {
+        Host::Name(name) => routes.by_name(name),
+        Host::Address(address) => routes.by_address(*address),
+    };
+    let route = |found: Result<NodeName, crate::routing::routes::RouteError>| {
+        found.map_err(|error| route_failure(&error))
+    };
+    match (host, select_host, select_dest) {
+        (Host::Name(name), select_host, select_dest) => {
+            if select_host.is_some_and(|selected| selected != name) {
+                return Err(contradiction(&SELECT_HOST, name));
+            }
+            // A Dest that is an address names the same node only if that address is its own and nobody else's.
+            let same = match select_dest {
+                None => true,
+                Some(Host::Name(dest)) => dest == name,
+                Some(dest @ Host::Address(_)) => resolve(dest).is_ok_and(|node| node == *name),
+            };
+            if !same {
+                return Err(contradiction(&SELECT_DEST, name));
+            }
+            route(routes.by_name(name))
+        }
+        (Host::Address(_), Some(selected), Some(Host::Name(dest))) if dest != selected => Err(bad(
+            format!("{SELECT_HOST} and {SELECT_DEST} name different nodes"),
+        )),
+        // An address that is one other node's own names that node; one that nobody or several have names none.
+        (Host::Address(_), Some(selected), Some(dest))
+            if resolve(dest).is_ok_and(|node| node != *selected) =>
+        {
+            Err(bad(format!(
+                "{SELECT_HOST} and {SELECT_DEST} name different nodes"
+            )))
+        }
+        (Host::Address(_), Some(selected), _) => route(routes.by_name(selected)),
+        (Host::Address(_), None, Some(dest)) => route(resolve(dest)),
+        (Host::Address(_), None, None) => route(resolve(host)),
+    }
+}
+
+pub(crate) fn route_failure(error: &crate::routing::routes::RouteError) -> Failure {
+    use crate::routing::routes::RouteError;
+    let outcome = match error {
+        RouteError::UnknownName(_) | RouteError::UnknownAddress(_) => Outcome::UnknownNode,
+        RouteError::Ambiguous(..) | RouteError::AmbiguousName(..) => Outcome::AmbiguousAddress,
+    };
+    Failure::new(outcome, error.to_string())
+}
+
+/// The only value of a field, `None` when it is absent.
+fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Failure> {
+    let mut values = headers.get_all(name).iter();
+    let first = values.next();
+    if values.next().is_some() {
+        return Err(bad(format!("{name} is given more than once")));
+    }
+    first
+        .map(|value| {
+            value
+                .to_str()
+                .map_err(|_binary| bad(format!("{name} is not plain text")))
+        })
+        .transpose()
+}
+
+pub(crate) fn bad(text: impl Into<String>) -> Failure {
+    Failure::new(Outcome::BadRequest, text)
+}
+
+/// What a caller names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Host {
+    Name(NodeName),
+    Address(IpAddr),
+}
+
+impl std::fmt::Display for Host {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Name(name) => name.fmt(formatter),
+            Self::Address(IpAddr::V4(address)) => address.fmt(formatter),
+            Self::Address(IpAddr::V6(address)) => write!(formatter, "[{address}]"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HostPort {
+    pub(crate) host: Host,
+    pub(crate) port: Option<Port>,
+}
+
+impl HostPort {
+    /// `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]`, `[v6]:port` (RFC 9110, section 7.2).
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        if let Some(rest) = text.strip_prefix('[') {
+            let (address, rest) = rest.split_once(']')?;
+            let address: Ipv6Addr = address.parse().ok()?;
+            let port = match rest {
+                "" => None,
+                rest => Some(rest.strip_prefix(':')?.parse().ok()?),
+            };
+            return Some(Self {
+                host: Host::Address(IpAddr::V6(address).to_canonical()),
+                port,
+            });
+        }
+        let (host, port) = match text.split_once(':') {
+            Some((host, port)) => (host, Some(port.parse().ok()?)),
+            None => (text, None),
+        };
+        let host = match host.parse::<IpAddr>() {
+            Ok(address) => Host::Address(address),
+            Err(_name) => Host::Name(host.parse().ok()?),
+        };
+        Some(Self { host, port })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,341 @@
+use std::net::IpAddr;
+
+use http::{HeaderValue, Method, Uri};
+
+use super::super::Scheme;
+use super::*;
+use crate::routing::routes::RouteNode;
+
+const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
+/// In place of an answer of the cluster, for requests that must not ask it.
+const NO_QUESTION: &str = "";
+
+fn node(text: &str) -> NodeName {
+    text.parse().unwrap()
+}
+
+/// Two edge nodes that share an address and have one each; the first has a host name and another port of its kubelet. And the
+/// node of kube-apiserver, which has an agent, too.
+fn routes() -> RouteTable {
+    let route = |name: &str, hostname: Option<&str>, addresses: &[&str], port: Option<u16>| {
+        let addresses = addresses.iter().map(|text| text.parse::<IpAddr>().unwrap());
+        RouteNode {
+            name: node(name),
+            hostname: hostname.map(node),
+            addresses: addresses.collect(),
+            kubelet_port: port.and_then(Port::new),
+        }
+    };
+    let shared = "192.168.33.221";
+    RouteTable::merge(&[
+        route("edge-1", Some("host-1"), &[shared, "10.0.0.1"], Some(10350)),
+        route("edge-2", Some("twin"), &[shared, "10.0.0.2"], None),
+        route("master-1", Some("twin"), &["10.77.100.3"], None),
+    ])
+}
+
+fn policy() -> PortPolicy {
+    PortPolicy {
+        http: "9100".parse().unwrap(),
+        https: "9443".parse().unwrap(),
+        localhost: "10266".parse().unwrap(),
+        own: Vec::new(),
+    }
+}
+
+/// What is asked: method and path, the name in TLS (`-` for none), Host.
+type Asked<'a> = (&'a str, &'a str, &'a str);
+
+/// `node target`, with `, own Host` where the target sees a Host of ours, or the code and, after a colon, what the text has to
+/// say. `on` is the node that the cluster names for a pod.
+fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
+    let (request, server_name, host) = asked;
+    let (method, path) = request.split_once(' ').unwrap();
+    let mut headers = HeaderMap::new();
+    for (name, value) in [&[("host", host)][..], fields].concat() {
+        let name = http::HeaderName::try_from(name).unwrap();
+        headers.append(name, HeaderValue::from_str(value).unwrap());
+    }
+    let (method, uri): (Method, Uri) = (method.parse().unwrap(), path.parse().unwrap());
+    let server_name = (server_name != "-").then(|| node(server_name));
+    let request = DelegatedRequest {
+        facts: Facts {
+            method: &method,
+            uri: &uri,
+            headers: &headers,
+            scheme: Scheme::Https,
+            implied_port: None,
+        },
+        server_name: server_name.as_ref(),
+    };
+    let (routes, policy) = (routes(), policy());
+    let decided = match decide(&request, &routes, &policy) {
+        Ok(Decision::Forward(addressed)) => Ok(addressed),
+        Ok(Decision::LookUp(_)) if on == NO_QUESTION => return "asked".to_owned(),
+        Ok(Decision::LookUp(pod)) => {
+            decide_by_pod(&request, (&pod, Ok(node(on))), &routes, &policy)
+        }
+        Err(failure) => Err(failure),
+    };
+    match decided {
+        Ok(addressed) if addressed.keeps_host => addressed.destination.to_string(),
+        Ok(addressed) => format!("{}, own Host", addressed.destination),
+        Err(failure) if failure.text.contains("--kubelet-certificate-authority") => {
+            format!("{}: --kubelet-certificate-authority", failure.outcome)
+        }
+        Err(failure) => failure.outcome.to_string(),
+    }
+}
+
+const SPDY: &[(&str, &str)] = &[("connection", "Upgrade"), ("upgrade", "SPDY/3.1")];
+const WEBSOCKET: &[(&str, &str)] = &[("connection", "Upgrade"), ("upgrade", "websocket")];
+/// Hosts that users write: the API server by a Node's address or name, by others, and what wants to be another node.
+const HOSTS: &[&str] = &[
+    "10.77.100.3:6443",
+    "master-1:6443",
+    "10.0.0.2:6443",
+    "10.0.0.2:10250",
+    "10.0.0.2",
+    "192.168.33.221:6443",
+    "edge-2:10250",
+    "edge-2",
+    "localhost:16443",
+    "kubernetes.default.svc",
+    "[fd00::3]:6443",
+    "my_api:6443",
+    "203.0.113.9:10250",
+];
+
+#[test]
+fn streams_go_to_the_node_by_tls_else_of_the_pod_whatever_host_says() {
+    for request in [
+        "GET /exec/default/web-0/app?command=sh",
+        "GET /attach/default/web-0/app",
+        "GET /portForward/default/web-0",
+        "POST /exec/default/web-0/app",
+        "POST /attach/default/web-0/0a1b/app",
+        "POST /portForward/default/web-0",
+    ] {
+        let fields = if request.starts_with("GET") {
+            WEBSOCKET
+        } else {
+            SPDY
+        };
+        for &host in HOSTS {
+            for server_name in ["edge-1", "host-1"] {
+                let by_tls = answer((request, server_name, host), fields, NO_QUESTION);
+                assert_eq!(by_tls, "edge-1 node:10350", "{request} {host}");
+            }
+            for server_name in ["-", "tunnel-server.example"] {
+                let by_pod = answer((request, server_name, host), fields, "edge-1");
+                assert_eq!(by_pod, "edge-1 node:10350", "{request} {host}");
+            }
+        }
+    }
+    let logs = "GET /containerLogs/default/web-0/app";
+    for &host in HOSTS {
+        assert_eq!(
+            answer((logs, "-", host), &[], "edge-2"),
+            "edge-2 node:10250"
+        );
+    }
+}
+
+/// kube-apiserver may be at a port of a node with an agent: its port is in no list, and the path is a kubelet's.
+#[test]
+fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
+    let exec = "POST /exec/default/web-0/app";
+    for (asked, on, expected) in [
+        (
+            (exec, "-", "10.77.100.3:6443"),
+            "master-1",
+            "master-1 node:10250",
+        ),
+        (
+            (exec, "master-1", "master-1:6443"),
+            "",
+            "master-1 node:10250",
+        ),
+        ((exec, "master-1", "master-1"), "", "master-1 node:10250"),
+        // What API servers before 1.36 send.
+        ((exec, "-", "edge-1:10350"), "edge-1", "edge-1 node:10350"),
+        ((exec, "-", "edge-2:10250"), "edge-2", "edge-2 node:10250"),
+        ((exec, "edge-2", "EDGE-2.:10250"), "", "edge-2 node:10250"),
+    ] {
+        assert_eq!(answer(asked, SPDY, on), expected, "{asked:?}");
+    }
+    let get = "GET /metrics";
+    for (asked, expected) in [
+        ((get, "edge-1", "edge-1:9100"), "edge-1 node:9100, own Host"),
+        ((get, "edge-1", "host-1:9443"), "edge-1 node:9443, own Host"),
+        (
+            (get, "edge-1", "10.0.0.1:9100"),
+            "edge-1 node:9100, own Host",
+        ),
+        (
+            (get, "edge-1", "edge-1:10266"),
+            "edge-1 loopback:10266, own Host",
+        ),
+        ((get, "edge-1", "edge-1:22"), "refused_by_policy"),
+        ((get, "-", "edge-1:9100"), "edge-1 node:9100, own Host"),
+        ((get, "-", "edge-1:22"), "refused_by_policy"),
+        ((get, "-", "edge-1"), "refused_by_policy"),
+        ((get, "-", "192.168.33.221:9100"), "ambiguous_address"),
+        ((get, "-", "my_api:9100"), "bad_request"),
+        ((get, "-", "10.0.0.1:6443"), "refused_by_policy"),
+        // The node proxy, also by an API server that is on the node itself.
+        ((get, "master-1", "10.77.100.3:6443"), "master-1 node:10250"),
+        ((get, "edge-1", "10.0.0.1:6443"), "edge-1 node:10350"),
+        ((get, "edge-1", "10.0.0.1"), "edge-1 node:10350"),
+        ((get, "edge-1", "10.77.100.3:6443"), "edge-1 node:10350"),
+        ((get, "edge-1", "edge-2:9100"), "edge-1 node:10350"),
+        ((get, "edge-1", "my_api:6443"), "edge-1 node:10350"),
+    ] {
+        assert_eq!(answer(asked, &[], NO_QUESTION), expected, "{asked:?}");
+    }
+}
+
+/// What a user writes into Host, Connection or selectors never leads to another node.
+#[test]
+fn upgrades_without_a_node_by_tls_are_never_judged_by_host() {
+    let own: &[&[(&str, &str)]] = &[
+        SPDY,
+        WEBSOCKET,
+        &[("connection", "Upgrade")],
+        &[("upgrade", "websocket")],
+        // kube-apiserver looks for the word anywhere in the field.
+        &[("connection", "keep-alive"), ("connection", "x-UPGRADEs")],
+    ];
+    for fields in own {
+        for &host in HOSTS {
+            for request in ["GET /metrics", "POST /run/default/web-0/app", "GET /"] {
+                for server_name in ["-", "tunnel-server.example"] {
+                    let asked = (request, server_name, host);
+                    assert_eq!(answer(asked, fields, NO_QUESTION), WITHOUT, "{asked:?}");
+                }
+            }
+        }
+    }
+    for path in [
+        "/exec",
+        "/exec/default",
+        "/exec/../web-0/app",
+        "/exec/NS/web-0/app",
+    ] {
+        let request = format!("GET {path}");
+        let asked = (&*request, "-", "edge-2:10250");
+        assert_eq!(answer(asked, &[], NO_QUESTION), "bad_request", "{path}");
+    }
+}
+
+#[test]
+fn selectors_are_not_read() {
+    let selectors = [
+        ("x-tunnel-proxy-host", "edge-2"),
+        ("x-tunnel-proxy-host", "a b"),
+        ("x-tunnel-proxy-dest", "edge-2:10250"),
+        ("x-tunnel-proxy-dest", ""),
+    ];
+    for (asked, fields, on) in [
+        (
+            ("GET /exec/ns/pod/c", "-", "edge-2:10250"),
+            WEBSOCKET,
+            "edge-1",
+        ),
+        (("GET /pods", "edge-1", "10.77.100.3:6443"), &[][..], ""),
+        (("GET /pods", "-", "edge-1:10350"), &[][..], ""),
+    ] {
+        let fields = [fields, &selectors].concat();
+        assert_eq!(answer(asked, &fields, on), "edge-1 node:10350", "{asked:?}");
+    }
+}
+
+#[test]
+fn failed_lookup_is_the_answer_and_host_is_not() {
+    let (method, uri) = (Method::GET, Uri::from_static("/exec/default/web-0/app"));
+    let host = HeaderValue::from_static("edge-2:10250");
+    let headers = HeaderMap::from_iter([(HOST, host)]);
+    let request = DelegatedRequest {
+        facts: Facts {
+            method: &method,
+            uri: &uri,
+            headers: &headers,
+            scheme: Scheme::Https,
+            implied_port: None,
+        },
+        server_name: None,
+    };
+    let (routes, policy) = (routes(), policy());
+    let Ok(Decision::LookUp(pod)) = decide(&request, &routes, &policy) else {
+        panic!("no question");
+    };
+    for (found, says) in [
+        (Err(LookupError::NotFound), "no such pod"),
+        (Err(LookupError::Unbound), "no node"),
+        (Err(LookupError::Forbidden), "the right 'pods get'"),
+        (Err(LookupError::Timeout), "within 10 s"),
+        (Err(LookupError::Unavailable("away".into())), "away"),
+        (Ok(node("edge-9")), "it runs on edge-9, which is no node"),
+        // The alias of another node.
+        (Ok(node("host-1")), "it runs on host-1, which is no node"),
+    ] {
+        let failure = decide_by_pod(&request, (&pod, found), &routes, &policy).unwrap_err();
+        assert_eq!(failure.outcome, Outcome::UnknownNode);
+        assert!(failure.text.contains("pod default/web-0"), "{failure}");
+        assert!(failure.text.contains(says), "{failure}");
+    }
+}
+
+/// With `--pod-lookup=false`, or without a cluster.
+#[test]
+fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
+    let (method, uri) = (
+        Method::GET,
+        Uri::from_static("/containerLogs/default/web-0/app"),
+    );
+    let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("edge-2:10250"))]);
+    let (routes, policy) = (routes(), policy());
+    let ask = |headers: &HeaderMap| {
+        let facts = Facts {
+            method: &method,
+            uri: &uri,
+            headers,
+            scheme: Scheme::Https,
+            implied_port: None,
+        };
+        let request = DelegatedRequest {
+            facts,
+            server_name: None,
+        };
+        decide_by_host(&request, &routes, &policy)
+    };
+    let addressed = ask(&headers).unwrap();
+    assert_eq!(addressed.destination.to_string(), "edge-2 node:10250");
+    headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+    let failure = ask(&headers).unwrap_err();
+    assert!(failure.text.contains("--pod-lookup"), "{failure}");
+}
+
+#[test]
+fn form_of_a_request_is_judged_as_that_of_any_other() {
+    for (request, fields) in [
+        ("GET http://edge-1:10250/pods", &[][..]),
+        ("GET /pods", &[("host", "edge-1:10250")][..]),
+        ("GET /pods", &[("transfer-encoding", "gzip")][..]),
+    ] {
+        let asked = (request, "edge-1", "edge-1:10250");
+        assert_eq!(
+            answer(asked, fields, NO_QUESTION),
+            "bad_request",
+            "{request}"
+        );
+    }
+}
+
+#[test]
+fn name_in_tls_that_several_nodes_share_is_never_judged_by_host() {
+    for request in ["GET /pods/", "GET /exec/ns/pod/container"] {
+        let answer = answer((request, "twin", "edge-2:10250"), &[], NO_QUESTION);
+        assert!(answer.starts_with("ambiguous_address"), "{answer}");
+    }
+}

@@ -1,0 +1,342 @@
+//! Known nodes, kept across restarts: who was given a token or a certificate, and which addresses belong to them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Notify, watch};
+use tracing::warn;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::store::data_dir::{
+    DataDir, SharedFile, Stamp, time_text, time_text_option, whole_seconds,
+};
+
+/// The known nodes of a data directory. Changes are in memory at once and on disk after [`KnownNodes::save`], which
+/// [`KnownNodes::start`] calls soon after each change that matters.
+#[derive(Debug)]
+pub struct KnownNodes {
+    file: SharedFile,
+    state: Mutex<State>,
+    /// Held while writing, so that an older state never replaces a newer one.
+    writing: Mutex<()>,
+    version: watch::Sender<u64>,
+    dirty: Notify,
+}
+
+/// One node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct KnownNode {
+    /// Addresses that an operator gave the node, in order; what an agent claims is not here.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
+    /// When it became known.
+    #[serde(with = "time_text")]
+    pub first_seen: SystemTime,
+    /// When it last connected, to about ten minutes.
+    #[serde(default, with = "time_text_option")]
+    pub last_seen: Option<SystemTime>,
+    /// End of the last certificate that it connected with.
+    #[serde(default, with = "time_text_option")]
+    pub certificate_not_after: Option<SystemTime>,
+}
+
+/// Nodes by name.
+pub type NodeMap = BTreeMap<NodeName, KnownNode>;
+
+impl KnownNodes {
+    /// Opens the known nodes of a data directory.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is damaged, with its path.
+    pub fn open(dir: &DataDir) -> io::Result<Self> {
+        let file = SharedFile::new(dir, dir.nodes());
+        let mut state = State::default();
+        state.refresh(&file)?;
+        Ok(Self {
+            file,
+            state: Mutex::new(state),
+            writing: Mutex::default(),
+            version: watch::Sender::new(0),
+            dirty: Notify::new(),
+        })
+    }
+
+    /// Writes changes to disk soon after they come, again after a pause where that failed, and once more when the drain
+    /// begins.
+    pub fn start(self: &Arc<Self>, shutdown: &Shutdown) {
+        let nodes = self.clone();
+        let drain = shutdown.drain().clone();
+        shutdown.spawn_service(async move {
+            let mut has_failed = false;
+            loop {
+                let is_draining = tokio::select! {
+                    () = drain.cancelled() => true,
+                    () = nodes.dirty.notified() => false,
+                    () = tokio::time::sleep(SAVE_AGAIN), if has_failed => false,
+                };
+                if !is_draining {
+                    // A site that comes back brings many changes in a row.
+                    tokio::select! {
+                        () = drain.cancelled() => {}
+                        () = tokio::time::sleep(SAVE_PAUSE) => {}
+                    }
+                }
+                let saving = nodes.clone();
+                let saved = tokio::task::spawn_blocking(move || saving.save()).await;
+                has_failed = !matches!(saved, Ok(Ok(())));
+                match saved {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => warn!(%error, "cannot keep the known nodes"),
+                    Err(error) => warn!(%error, "keeping the known nodes failed"),
+                }
+                if is_draining {
+                    return;
+                }
+            }
+        });
+    }
+
+    /// Makes a node known. Addresses replace those given before; none leaves them as they are.
+    pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
+        let given: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
+        self.change(|state| {
+            let is_new = !state.nodes.contains_key(node);
+            let known = entry(&mut state.nodes, node, SystemTime::now());
+            let given: Vec<IpAddr> = given.into_iter().collect();
+            if !given.is_empty() && known.addresses != given {
+                known.addresses = given;
+                return Change::Routes;
+            }
+            if is_new { Change::Routes } else { Change::None }
+        });
+    }
+
+    /// Notes that a node connected with a certificate that ends at `not_after`.
+    pub fn seen(&self, node: &NodeName, not_after: SystemTime) {
+        self.seen_at(node, not_after, SystemTime::now());
+    }
+
+    fn seen_at(&self, node: &NodeName, not_after: SystemTime, now: SystemTime) {
+        let (now, not_after) = (whole_seconds(now), whole_seconds(not_after));
+        self.change(|state| {
+            let is_new = !state.nodes.contains_key(node);
+            let known = entry(&mut state.nodes, node, now);
+            let is_recent = known
+                .last_seen
+                .and_then(|last| now.duration_since(last).ok())
+                .is_some_and(|age| age < LAST_SEEN_GRAIN);
+            if is_recent && known.certificate_not_after == Some(not_after) {
+                return Change::None;
+            }
+            known.last_seen = Some(now);
+            known.certificate_not_after = Some(not_after);
+            if is_new {
+                Change::Routes
+            } else {
+                Change::Facts
+            }
+        });
+    }
+
+    /// Forgets a node. Says whether it was known.
+    pub fn forget(&self, node: &NodeName) -> bool {
+        let mut was_known = false;
+        self.change(|state| {
+            was_known = state.nodes.remove(node).is_some();
+            if !was_known {
+                return Change::None;
+            }
+            state.forgotten.insert(node.clone());
+            Change::Routes
+        });
+        was_known
+    }
+
+    /// Whether a node is known.
+    #[must_use]
+    pub fn knows(&self, node: &NodeName) -> bool {
+        self.lock().nodes.contains_key(node)
+    }
+
+    /// All known nodes at this moment.
+    #[must_use]
+    pub fn snapshot(&self) -> Arc<NodeMap> {
+        let mut state = self.lock();
+        if let Some(shared) = &state.shared {
+            return shared.clone();
+        }
+        let shared = Arc::new(state.nodes.clone());
+        state.shared = Some(shared.clone());
+        shared
+    }
+
+    /// Changes whenever names or addresses do.
+    #[must_use]
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// Addresses that several nodes have, with all of them.
+    #[must_use]
+    pub fn conflicts(&self) -> BTreeMap<IpAddr, Vec<NodeName>> {
+        let mut owners: BTreeMap<IpAddr, Vec<NodeName>> = BTreeMap::new();
+        for (name, node) in self.snapshot().iter() {
+            for address in &node.addresses {
+                owners.entry(*address).or_default().push(name.clone());
+            }
+        }
+        owners.retain(|_, names| names.len() > 1);
+        owners
+    }
+
+    /// Writes all changes to disk. Blocks the thread.
+    ///
+    /// # Errors
+    /// When the file cannot be read or replaced, with its path.
+    pub fn save(&self) -> io::Result<()> {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.lock().is_dirty {
+            return Ok(());
+        }
+        let _changing = self.file.lock()?;
+        let (content, forgotten, has_more) = {
+            let mut state = self.lock();
+            let has_more = state.refresh(&self.file)?;
+            state.is_dirty = false;
+            let forgotten = state.forgotten.clone();
+            (Content::of(&state.nodes), forgotten, has_more)
+        };
+        let written = self.file.write(&content);
+        {
+            let mut state = self.lock();
+            match written {
+                Ok(()) => {
+                    state.stamp = self.file.stamp();
+                    state.forgotten.retain(|node| !forgotten.contains(node));
+                }
+                Err(_) => state.is_dirty = true,
+            }
+        }
+        if has_more {
+            self.version.send_modify(|version| *version += 1);
+        }
+        written
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State) -> Change) {
+        let changed = {
+            let mut state = self.lock();
+            let changed = change(&mut state);
+            if changed != Change::None {
+                state.is_dirty = true;
+                state.shared = None;
+            }
+            changed
+        };
+        match changed {
+            Change::None => return,
+            Change::Facts => {}
+            Change::Routes => self.version.send_modify(|version| *version += 1),
+        }
+        self.dirty.notify_one();
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    nodes: NodeMap,
+    /// `nodes` as last handed out, until it changes.
+    shared: Option<Arc<NodeMap>>,
+    is_dirty: bool,
+    /// Forgotten since the last write, so that the file does not bring them back.
+    forgotten: BTreeSet<NodeName>,
+    /// The file as last read or written.
+    stamp: Option<Stamp>,
+}
+
+/// What a change means for others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Change {
+    None,
+    /// Times only.
+    Facts,
+    /// Names or addresses.
+    Routes,
+}
+
+/// The form of the file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Content {
+    nodes: BTreeMap<String, KnownNode>,
+}
+
+impl Content {
+    fn of(nodes: &NodeMap) -> Self {
+        Self {
+            nodes: nodes
+                .iter()
+                .map(|(name, node)| (name.to_string(), node.clone()))
+                .collect(),
+        }
+    }
+}
+
+impl State {
+    /// Takes in nodes that a verb added to the file. Says whether there were any.
+    fn refresh(&mut self, file: &SharedFile) -> io::Result<bool> {
+        let stamp = file.stamp();
+        if stamp.is_none() || stamp == self.stamp {
+            return Ok(false);
+        }
+        let Some(content) = file.read::<Content>()? else {
+            return Ok(false);
+        };
+        let mut has_more = false;
+        for (name, node) in content.nodes {
+            let name: NodeName = name.parse().map_err(|error| {
+                io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("{} is damaged: {name:?}: {error}", file.path().display()),
+                )
+            })?;
+            if !self.nodes.contains_key(&name) && !self.forgotten.contains(&name) {
+                self.nodes.insert(name, node);
+                has_more = true;
+            }
+        }
+        self.stamp = stamp;
+        if has_more {
+            self.shared = None;
+        }
+        Ok(has_more)
+    }
+}
+
+fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mut KnownNode {
+    nodes.entry(node.clone()).or_insert_with(|| KnownNode {
+        addresses: Vec::new(),
+        first_seen: whole_seconds(now),
+        last_seen: None,
+        certificate_not_after: None,
+    })
+}
+
+/// Changes within this time are written together.
+const SAVE_PAUSE: Duration = Duration::from_secs(1);
+/// How long to wait after a write that failed.
+const SAVE_AGAIN: Duration = Duration::from_secs(10);
+/// A reconnect within this time changes nothing that is kept.
+const LAST_SEEN_GRAIN: Duration = Duration::from_secs(10 * 60);
+
+#[cfg(test)]
+mod tests;

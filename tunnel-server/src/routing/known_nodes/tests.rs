@@ -1,0 +1,171 @@
+use super::*;
+use crate::store::data_dir::testing::Scratch;
+
+fn name(text: &str) -> NodeName {
+    text.parse().unwrap()
+}
+
+fn at(seconds: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
+}
+
+#[test]
+fn nodes_survive_a_restart_until_they_are_forgotten() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
+    nodes.seen_at(&name("worker-2"), at(5_000), at(1_000));
+    nodes.save().unwrap();
+
+    let again = KnownNodes::open(&scratch.0).unwrap();
+    assert_eq!(again.snapshot(), nodes.snapshot());
+    let known = again.snapshot();
+    assert_eq!(
+        known[&name("worker-2")].certificate_not_after,
+        Some(at(5_000))
+    );
+    assert!(again.forget(&name("worker-1")));
+    assert!(!again.forget(&name("worker-1")));
+    again.save().unwrap();
+    assert!(
+        !KnownNodes::open(&scratch.0)
+            .unwrap()
+            .knows(&name("worker-1"))
+    );
+}
+
+#[test]
+fn shared_addresses_are_conflicts_in_any_notation() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
+    nodes.record(
+        &name("worker-2"),
+        &["::ffff:192.168.33.221".parse().unwrap()],
+    );
+    nodes.record(&name("worker-3"), &["192.168.33.222".parse().unwrap()]);
+    let conflicts = nodes.conflicts();
+    assert_eq!(conflicts.len(), 1);
+    assert_eq!(
+        conflicts[&"192.168.33.221".parse::<IpAddr>().unwrap()],
+        [name("worker-1"), name("worker-2")]
+    );
+    nodes.record(&name("worker-2"), &["10.0.0.9".parse().unwrap()]);
+    assert!(nodes.conflicts().is_empty());
+    nodes.record(&name("worker-2"), &[]);
+    assert_eq!(nodes.snapshot()[&name("worker-2")].addresses.len(), 1);
+}
+
+#[test]
+fn reconnects_change_neither_routes_nor_the_file() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    let changed = nodes.changed();
+    nodes.seen_at(&name("worker-1"), at(90_000), at(1_000));
+    assert_eq!(*changed.borrow(), 1);
+    nodes.save().unwrap();
+    let stamp = nodes.file.stamp();
+    nodes.seen_at(&name("worker-1"), at(90_000), at(1_010));
+    nodes.save().unwrap();
+    assert_eq!(nodes.file.stamp(), stamp);
+    nodes.seen_at(&name("worker-1"), at(99_000), at(1_020));
+    nodes.save().unwrap();
+    assert_ne!(nodes.file.stamp(), stamp);
+    assert_eq!(*changed.borrow(), 1);
+}
+
+#[test]
+fn node_added_by_a_verb_is_taken_in_and_a_forgotten_one_is_not() {
+    let scratch = Scratch::new();
+    let server = KnownNodes::open(&scratch.0).unwrap();
+    server.record(&name("worker-1"), &[]);
+    server.save().unwrap();
+    let verb = KnownNodes::open(&scratch.0).unwrap();
+    verb.record(&name("worker-2"), &[]);
+    verb.save().unwrap();
+    server.forget(&name("worker-1"));
+    server.save().unwrap();
+    assert!(server.knows(&name("worker-2")));
+    assert!(!server.knows(&name("worker-1")));
+    assert_eq!(KnownNodes::open(&scratch.0).unwrap().snapshot().len(), 1);
+}
+
+#[test]
+fn damaged_file_is_named() {
+    let scratch = Scratch::new();
+    for text in [
+        "{",
+        "{\"nodes\":{\"a b\":{\"firstSeen\":\"2025-01-01T00:00:00Z\"}}}",
+    ] {
+        tunnel_proto::process::files::replace(&scratch.0.nodes(), text.as_bytes()).unwrap();
+        let error = KnownNodes::open(&scratch.0).unwrap_err().to_string();
+        assert!(error.contains("nodes.json is damaged"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn changes_reach_the_disk_by_themselves_and_at_the_drain() {
+    let scratch = Scratch::new();
+    let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+    let shutdown = Shutdown::new();
+    nodes.start(&shutdown);
+    nodes.record(&name("worker-1"), &[]);
+    while nodes.file.stamp().is_none() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    nodes.record(&name("worker-2"), &[]);
+    shutdown.drain().cancel();
+    while KnownNodes::open(&scratch.0).unwrap().snapshot().len() < 2 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_could_not_be_written_is_written_again_without_another_change() {
+    let scratch = Scratch::new();
+    let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+    let (shutdown, path) = (Shutdown::new(), scratch.0.nodes());
+    std::fs::create_dir(&path).unwrap();
+    nodes.start(&shutdown);
+    nodes.record(&name("worker-1"), &[]);
+    tokio::time::sleep(SAVE_PAUSE + SAVE_AGAIN / 2).await;
+    assert!(nodes.lock().is_dirty);
+    std::fs::remove_dir(&path).unwrap();
+    let written = async {
+        while nodes.lock().is_dirty {
+            tokio::time::sleep(SAVE_PAUSE).await;
+        }
+    };
+    tokio::time::timeout(SAVE_AGAIN * 2, written).await.unwrap();
+    let again = KnownNodes::open(&scratch.0).unwrap();
+    assert!(again.knows(&name("worker-1")));
+    shutdown.finish().await;
+}
+
+#[test]
+fn forgotten_node_stays_forgotten_when_the_file_cannot_be_written_at_first() {
+    let scratch = Scratch::new();
+    let (there, away) = (
+        scratch.0.path().join("there"),
+        scratch.0.path().join("away"),
+    );
+    std::fs::create_dir(&there).unwrap();
+    let open = || KnownNodes {
+        file: SharedFile::new(&scratch.0, there.join("nodes.json")),
+        ..KnownNodes::open(&scratch.0).unwrap()
+    };
+    let server = open();
+    server.record(&name("worker-1"), &[]);
+    server.save().unwrap();
+    std::fs::rename(&there, &away).unwrap();
+    assert!(server.forget(&name("worker-1")));
+    server.save().unwrap_err();
+    std::fs::rename(&away, &there).unwrap();
+    let verb = open();
+    verb.record(&name("worker-2"), &[]);
+    verb.save().unwrap();
+    server.save().unwrap();
+    assert!(server.knows(&name("worker-2")));
+    assert!(!server.knows(&name("worker-1")));
+}

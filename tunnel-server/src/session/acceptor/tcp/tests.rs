@@ -1,0 +1,337 @@
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use rcgen::{CertificateParams, KeyPair};
+use rustls::sign::CertifiedKey;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpListener;
+use tokio::time::Instant;
+use tokio_rustls::TlsConnector;
+use tunnel_proto::tcp::{Direct, Remote};
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::h2::H2Dialer;
+use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, TransportKind, control};
+use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::name::InstanceId;
+
+use super::*;
+use crate::ca::LocalCa;
+use crate::ca::tokens::TokenStore;
+use crate::routing::known_nodes::KnownNodes;
+use crate::routing::registry::CallerKey;
+use crate::store::data_dir::testing::Scratch;
+use crate::testing::{Bench, eventually, header, node};
+use tunnel_proto::process::places::{PlaceLimits, Places};
+
+const PLACES: usize = 8;
+/// For loopback, on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Port 10262 on TCP.
+struct Door {
+    bench: Bench,
+    ca: Arc<LocalCa>,
+    address: SocketAddr,
+    places: Arc<Places>,
+    _scratch: Scratch,
+}
+
+fn settings() -> SessionSettings {
+    SessionSettings {
+        stream_window: 1 << 20,
+        streams: 16,
+        keep_alive: None,
+        idle_timeout: Duration::from_secs(30),
+        congestion: CongestionControl::default(),
+        pool: BufferPool::new(64 << 20),
+    }
+}
+
+impl Door {
+    async fn open(handshake_limit: Duration) -> Self {
+        let (bench, scratch) = (Bench::new(), Scratch::new());
+        let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
+        let own = ca.server_resolver(Box::new(|_| {}));
+        let roots = tls::roots([ca.root().clone()]).unwrap();
+        let entry = Arc::new(TcpEntry {
+            session_tls: tls::session_server(own.clone(), roots, ALPN_SESSION_TCP).unwrap(),
+            settings: settings(),
+            enroll_tls: tls::enroll_server(own).unwrap(),
+            enrollment: Enrollment {
+                renewals: None,
+                tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
+                nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                attestor: None,
+            },
+        });
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let places = Places::new(PlaceLimits {
+            per_source: PLACES,
+            total: 2 * PLACES,
+        });
+        let (sessions, free) = (Arc::new(bench.sessions.clone()), places.clone());
+        let accept = async move {
+            loop {
+                let (socket, peer) = listener.accept().await.unwrap();
+                let Ok(place) = free.enter(peer.ip()) else {
+                    continue;
+                };
+                let stranger = Stranger {
+                    sessions: sessions.clone(),
+                    deadline: Instant::now() + handshake_limit,
+                    place,
+                };
+                let entry = entry.clone();
+                let serve = async move { entry.serve(socket, peer, stranger).await };
+                sessions.shutdown.spawn_service(serve);
+            }
+        };
+        bench.sessions.shutdown.spawn_service(accept);
+        Self {
+            bench,
+            ca,
+            address,
+            places,
+            _scratch: scratch,
+        }
+    }
+
+    fn agent_key(&self) -> Arc<CertifiedKey> {
+        let key = KeyPair::generate().unwrap();
+        let request = CertificateParams::default()
+            .serialize_request(&key)
+            .unwrap();
+        let issued = self.ca.issue_agent(request.der(), &node()).unwrap();
+        let key = key.serialize_der().try_into().unwrap();
+        tls::certified_key(issued.chain, key).unwrap()
+    }
+
+    /// What a client with these protocols, and a certificate or none, gets to hear: the protocol that was agreed on, or
+    /// the error that ends its connection.
+    async fn knock(
+        &self,
+        offer: &[&[u8]],
+        key: Option<Arc<CertifiedKey>>,
+    ) -> Result<String, String> {
+        let trust = Trust::Pin(self.ca.spki_sha256());
+        let config = match key {
+            Some(key) => tls::session_client(key, trust, b"").unwrap(),
+            None => tls::enroll_client(trust).unwrap(),
+        };
+        let mut config = rustls::ClientConfig::clone(&config);
+        config.alpn_protocols = offer.iter().map(|id| id.to_vec()).collect();
+        let socket = TcpStream::connect(self.address).await.unwrap();
+        let name = "any.invalid".try_into().unwrap();
+        let connect = TlsConnector::from(Arc::new(config)).connect(name, socket);
+        let mut stream = within(connect).await.map_err(|error| error.to_string())?;
+        let agreed = stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec);
+        // In TLS 1.3 the server judges after the client's handshake has returned: its first bytes tell. Enrolment waits
+        // for the client's.
+        if offer != [ALPN_ENROLL] {
+            within(stream.read_u8())
+                .await
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(String::from_utf8(agreed.unwrap_or_default()).unwrap())
+    }
+
+    fn handshakes(&self, result: &str) -> Option<u64> {
+        let metric = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
+        self.bench.metric(&metric)
+    }
+
+    async fn all_places_are_free(&self) {
+        eventually("every place is free", || self.places.taken() == 0).await;
+    }
+}
+
+#[test]
+fn enrolment_must_be_offered_alone() {
+    let of = |ids: &[&'static [u8]]| Offer::of(ids.iter().copied());
+    assert_eq!(of(&[ALPN_ENROLL]), Offer::Enrollment);
+    assert_eq!(of(&[ALPN_SESSION_TCP]), Offer::Session);
+    assert_eq!(of(&[b"http/1.1", ALPN_SESSION_TCP]), Offer::Session);
+    let unsuitable: BTreeSet<Vec<&'static [u8]>> = [
+        vec![],
+        vec![&b"http/1.1"[..]],
+        vec![&b""[..]],
+        vec![ALPN_ENROLL, ALPN_SESSION_TCP],
+        vec![ALPN_SESSION_TCP, ALPN_ENROLL],
+        vec![ALPN_ENROLL, ALPN_ENROLL],
+        vec![ALPN_ENROLL, b"http/1.1"],
+    ]
+    .into();
+    for ids in unsuitable {
+        assert_eq!(of(&ids), Offer::Unsuitable, "{ids:?}");
+    }
+}
+
+#[tokio::test]
+async fn other_protocols_none_and_both_end_in_the_handshake() {
+    let door = Door::open(Duration::from_secs(5)).await;
+    let offers: [&[&[u8]]; 5] = [
+        &[],
+        &[b"http/1.1"],
+        &[b"culvert/1"],
+        &[ALPN_ENROLL, ALPN_SESSION_TCP],
+        &[ALPN_SESSION_TCP, ALPN_ENROLL],
+    ];
+    for offer in offers {
+        for key in [None, Some(door.agent_key())] {
+            let told = door.knock(offer, key).await.unwrap_err();
+            assert!(told.contains("NoApplicationProtocol"), "{offer:?}: {told}");
+        }
+    }
+    assert_eq!(door.handshakes("unknown_protocol"), Some(10));
+    door.all_places_are_free().await;
+}
+
+#[tokio::test]
+async fn enrolment_needs_no_certificate_and_a_session_does() {
+    let door = Door::open(Duration::from_secs(5)).await;
+    let agreed = door.knock(&[ALPN_ENROLL], None).await;
+    assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
+    let told = door.knock(&[ALPN_SESSION_TCP], None).await.unwrap_err();
+    assert!(told.contains("CertificateRequired"), "{told}");
+    eventually("the failure is counted", || {
+        door.handshakes("handshake_failed") == Some(1)
+    })
+    .await;
+    let agreed = door
+        .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
+        .await;
+    assert_eq!(agreed.as_deref(), Ok("h2"));
+    door.all_places_are_free().await;
+}
+
+#[tokio::test]
+async fn certificate_of_another_ca_ends_in_the_handshake() {
+    let (door, other) = (
+        Door::open(Duration::from_secs(5)).await,
+        Door::open(Duration::from_secs(5)).await,
+    );
+    let told = door
+        .knock(&[ALPN_SESSION_TCP], Some(other.agent_key()))
+        .await;
+    assert!(
+        told.as_ref().is_err_and(|told| told.contains("UnknownCA")),
+        "{told:?}"
+    );
+    assert!(door.bench.sessions.registry.all().is_empty());
+}
+
+#[tokio::test]
+async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
+    let door = Door::open(Duration::from_secs(5)).await;
+    let trust = Trust::Pin(door.ca.spki_sha256());
+    let tls = tls::session_client(door.agent_key(), trust, ALPN_SESSION_TCP).unwrap();
+    let dialer = H2Dialer::new(tls, settings(), Arc::new(Direct));
+    let remote = Remote {
+        name: door.address.to_string(),
+        address: Some(door.address),
+    };
+    let session = within(dialer.dial(&remote)).await.unwrap();
+    let incoming = within(session.accept()).await.unwrap();
+    let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    stream.accept("").await.unwrap();
+    let (mut reader, mut writer) = control::split(stream);
+    let hello = Hello {
+        versions: (1, 1),
+        capabilities: vec![],
+        node_name: node(),
+        instance: InstanceId::new([1; 16]),
+        software: "played".into(),
+        node_ip: String::new(),
+    };
+    writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+    let answer = within(reader.receive()).await.unwrap();
+    assert!(matches!(answer, Some(ControlMessage::Welcome(_))));
+    let registered = door.bench.sessions.registry.of_node(&node());
+    assert_eq!(registered[0].session.transport(), TransportKind::H2);
+    assert_eq!(
+        registered[0].session.health().remote.ip(),
+        door.address.ip()
+    );
+    eventually("the agent is counted", || {
+        door.bench.metric("tunnel_server_agents{transport=\"h2\"}") == Some(1)
+    })
+    .await;
+    let registry = &door.bench.sessions.registry;
+    let operator = CallerKey::Local(None);
+    let opened = within(registry.open(&node(), &header(), &operator, PATIENCE, None)).await;
+    let mut opened = opened.unwrap().stream;
+    let incoming = within(session.accept()).await.unwrap();
+    let (asked, mut accepted) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    assert_eq!(asked, header());
+    accepted.accept("").await.unwrap();
+    accepted.write_all(b"!").await.unwrap();
+    assert_eq!(within(opened.read_u8()).await.unwrap(), b'!');
+    assert_eq!(door.handshakes("ok"), Some(1));
+    assert_eq!(door.places.taken(), 0);
+}
+
+#[tokio::test]
+async fn stranger_that_stays_silent_gives_its_place_back() {
+    let door = Door::open(Duration::from_millis(100)).await;
+    let mut socket = TcpStream::connect(door.address).await.unwrap();
+    let ended = within(socket.read_u8()).await;
+    assert!(ended.is_err(), "the connection was not ended");
+    eventually("the timeout is counted", || {
+        door.handshakes("timeout") == Some(1)
+    })
+    .await;
+    door.all_places_are_free().await;
+}
+
+#[tokio::test]
+async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
+    let door = Door::open(PATIENCE).await;
+    let mut crowd = Vec::new();
+    for taken in 1..=PLACES {
+        crowd.push(TcpStream::connect(door.address).await.unwrap());
+        eventually("it has its place", || door.places.taken() == taken).await;
+    }
+    assert_eq!(door.handshakes("evicted"), None, "at the limit");
+    let pushes = async {
+        // In its first second it is safe from its neighbours.
+        while let Err(_still_there) =
+            tokio::time::timeout(Duration::from_millis(100), crowd[0].read_u8()).await
+        {
+            crowd.push(TcpStream::connect(door.address).await.unwrap());
+        }
+    };
+    within(pushes).await;
+    eventually("the eviction is counted", || {
+        door.handshakes("evicted").is_some()
+    })
+    .await;
+    let agreed = door
+        .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
+        .await;
+    assert_eq!(agreed.as_deref(), Ok("h2"));
+}
+
+async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future)
+        .await
+        .expect("out of patience")
+}
+
+/// A connection has its task for as long as its session lives, and a crowd of newcomers has one handshake each.
+#[test]
+fn task_of_a_connection_is_small() {
+    fn serving<'a, F>(_: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, Stranger) -> F) -> usize {
+        size_of::<F>()
+    }
+    fn meeting<'a, F>(
+        _: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, &'a Stranger) -> F,
+    ) -> usize {
+        size_of::<F>()
+    }
+    let (serving, meeting) = (serving(TcpEntry::serve), meeting(TcpEntry::meet));
+    assert!(
+        serving <= 1024 && meeting <= 5120,
+        "{serving}, {meeting} bytes"
+    );
+}

@@ -1,0 +1,209 @@
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_proto::transport::Session;
+
+use super::*;
+use crate::routing::registry::OpenError;
+use crate::testing::{Bench, eventually, node};
+
+fn secs(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn suspicion(bench: &Bench) -> Option<Suspicion> {
+    bench.sessions.registry.of_node(&node())[0].suspicion()
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_until_it_ends() {
+    let bench = Bench::new();
+    let mut agent = bench.agent(1).await;
+    sleep(secs(20)).await;
+    let mut opened = bench.open().await.unwrap().stream;
+    let mut accepted = agent.stream().await;
+    accepted.accept("").await.unwrap();
+    agent.near.set_silent(true);
+    sleep(secs(4)).await;
+    assert_eq!(suspicion(&bench), None, "5 s have not passed");
+    // The request's own 5 s, and up to one interval of probes since the last sign of life.
+    sleep(secs(4)).await;
+    assert!(matches!(suspicion(&bench), Some(Suspicion::Silent(_))));
+    let asked = Instant::now();
+    let refused = bench.open().await.unwrap_err();
+    assert!(matches!(refused, OpenError::Suspect(_)), "{refused}");
+    assert_eq!(asked, Instant::now(), "the answer waited");
+    assert_eq!(agent.hears().await, ControlMessage::Doubt(true));
+    assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(1));
+    // Its streams go on.
+    accepted.write_all(b"late").await.unwrap();
+    let mut late = [0; 4];
+    opened.read_exact(&mut late).await.unwrap();
+    agent.near.set_silent(false);
+    assert_eq!(agent.hears().await, ControlMessage::Doubt(false));
+    assert_eq!(suspicion(&bench), None);
+    assert!(bench.open().await.is_ok());
+    assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
+    let bench = Bench::new();
+    let agent = bench.agent(1).await;
+    let before = agent.near.health().acknowledged;
+    sleep(secs(61)).await;
+    let probes = agent.near.health().acknowledged - before;
+    assert!((11..=13).contains(&probes), "{probes} probes in a minute");
+    agent.near.set_silent(true);
+    sleep(secs(9)).await;
+    assert_eq!(suspicion(&bench), None);
+    sleep(secs(7)).await;
+    assert!(suspicion(&bench).is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
+    let bench = Bench::new();
+    let agent = bench.agent(1).await;
+    agent.near.set_silent(true);
+    // Between two looks of an idle session, which come every second.
+    sleep(Duration::from_millis(5_100)).await;
+    let _opened = bench.open().await.unwrap();
+    sleep(Duration::from_millis(4_900)).await;
+    assert_eq!(suspicion(&bench), None);
+    sleep(Duration::from_millis(400)).await;
+    assert!(
+        suspicion(&bench).is_some(),
+        "5 s since the stream have passed"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
+    let bench = Bench::new();
+    let agent = bench.agent(1).await;
+    let mut opened = bench.open().await.unwrap().stream;
+    agent.near.set_silent(true);
+    agent.near.set_slow_to_close();
+    sleep(secs(55)).await;
+    assert_eq!(bench.sessions.registry.all().len(), 1);
+    sleep(Duration::from_millis(5500)).await;
+    assert!(
+        bench.sessions.registry.all().is_empty(),
+        "closing is no reason to keep it"
+    );
+    let reason = crate::testing::within(agent.far.closed()).await;
+    assert_eq!(reason.code, CloseCode::Dead);
+    assert!(opened.read_u8().await.is_err());
+    let ends = "tunnel_server_session_ends_total{code=\"dead\"}";
+    eventually("the end is counted", || bench.metric(ends) == Some(1)).await;
+    assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
+    let bench = Bench::new();
+    let mut agent = bench.agent(1).await;
+    agent.says(ControlMessage::Doubt(true)).await;
+    let doubted = || suspicion(&bench) == Some(Suspicion::Unheard);
+    let began = Instant::now();
+    eventually("doubt", doubted).await;
+    assert!(began.elapsed() < Duration::from_millis(10));
+    agent.says(ControlMessage::Doubt(false)).await;
+    eventually("trust", || suspicion(&bench).is_none()).await;
+    // The next message is about something else: the server never doubted.
+    bench.sessions.shutdown.drain().cancel();
+    assert_eq!(agent.hears().await, ControlMessage::Drain(secs(30)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
+    let bench = Bench::new();
+    // Too narrow for a single message that is not read.
+    let (agent, answer) = bench.greet(1, 2).await;
+    assert!(matches!(answer, ControlMessage::Welcome(_)));
+    let _opened = bench.open().await.unwrap();
+    agent.near.set_silent(true);
+    sleep(secs(10)).await;
+    assert!(suspicion(&bench).is_some());
+    agent.near.set_silent(false);
+    sleep(secs(3)).await;
+    assert_eq!(
+        suspicion(&bench),
+        None,
+        "nobody waits for the message to leave"
+    );
+    agent.near.set_silent(true);
+    let began = Instant::now();
+    let reason = crate::testing::within(agent.far.closed()).await;
+    assert_eq!(reason.code, CloseCode::Dead);
+    assert!(
+        (secs(58)..secs(70)).contains(&began.elapsed()),
+        "{:?}",
+        began.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn end_of_the_control_stream_withdraws_and_a_broken_one_closes() {
+    let bench = Bench::new();
+    let mut agent = bench.agent(1).await;
+    agent.writer.finish().await.unwrap();
+    let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
+    eventually("withdrawn", withdrawn).await;
+    agent.far.close(CloseCode::Normal, "done").await;
+    let gone = || bench.sessions.registry.all().is_empty();
+    eventually("gone", gone).await;
+    let ends = |code: &str| {
+        bench.metric(&format!(
+            "tunnel_server_session_ends_total{{code=\"{code}\"}}"
+        ))
+    };
+    eventually("counted", || ends("normal") == Some(1)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
+    for message in [
+        ControlMessage::Withdraw,
+        ControlMessage::Unknown,
+        ControlMessage::Doubt(true),
+    ] {
+        let bench = Bench::new();
+        let mut agent = bench.agent(1).await;
+        for _ in 0..=50 {
+            let _closed_meanwhile = agent.writer.send(&message).await;
+        }
+        let reason = crate::testing::within(agent.far.closed()).await;
+        assert_eq!(reason.code, CloseCode::Protocol, "{message:?}: {reason}");
+        let ends = "tunnel_server_session_ends_total{code=\"protocol\"}";
+        eventually("the end is counted", || bench.metric(ends) == Some(1)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
+    let bench = Bench::new();
+    let reached = |limit: Limit| {
+        let name = limit.name();
+        let series = format!("tunnel_server_limits_reached_total{{limit=\"{name}\"}}");
+        bench.metric(&series).unwrap_or_default()
+    };
+    let idle = bench.agent(1).await;
+    idle.near.set_silent(true);
+    sleep(secs(9)).await;
+    assert_eq!(reached(Limit::SuspectAfterIdle), 0);
+    sleep(secs(7)).await;
+    assert_eq!(reached(Limit::SuspectAfterIdle), 1);
+    sleep(secs(38)).await;
+    assert_eq!(reached(Limit::DeadAfter), 0);
+    sleep(secs(7)).await;
+    assert_eq!(reached(Limit::DeadAfter), 1);
+    assert_eq!(reached(Limit::SuspectAfterBusy), 0);
+    let busy = bench.agent(2).await;
+    let _opened = bench.open().await.unwrap();
+    busy.near.set_silent(true);
+    sleep(secs(4)).await;
+    assert_eq!(reached(Limit::SuspectAfterBusy), 0);
+    sleep(secs(4)).await;
+    assert_eq!(reached(Limit::SuspectAfterBusy), 1);
+    assert_eq!(reached(Limit::SuspectAfterIdle), 1);
+}

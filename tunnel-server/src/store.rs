@@ -1,0 +1,7 @@
+//! What the server persists: its data directory, and the documents that servers of a cluster share.
+
+#[cfg(feature = "kubernetes")]
+mod cluster_document;
+pub mod data_dir;
+pub(crate) mod document;
+mod text;

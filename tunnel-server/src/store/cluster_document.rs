@@ -1,0 +1,149 @@
+//! A document in a Secret, as the threads that decide about tokens and certificates see it: what was heard last, and a
+//! compare-and-swap that the cluster's side carries out.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::sync::{mpsc, watch};
+
+/// A change takes this long at most, with all its conflicts.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A document of the cluster.
+#[derive(Debug, Clone)]
+pub(crate) struct ClusterDoc {
+    name: String,
+    key: &'static str,
+    heard: watch::Receiver<Heard>,
+    swaps: mpsc::Sender<Swap>,
+}
+
+/// The content as it was heard last.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Heard {
+    /// Counts the contents that differed from the one before.
+    pub(crate) sequence: u64,
+    pub(crate) content: Option<Arc<[u8]>>,
+}
+
+/// A wish to replace a content.
+#[derive(Debug)]
+pub(crate) struct Swap {
+    pub(crate) key: &'static str,
+    /// Only if it still is this.
+    pub(crate) expected: Option<Arc<[u8]>>,
+    pub(crate) content: Arc<[u8]>,
+    pub(crate) done: SyncSender<Swapped>,
+}
+
+/// What became of it.
+#[derive(Debug)]
+pub(crate) enum Swapped {
+    /// Written, and heard under this number.
+    Written(u64),
+    /// Somebody else had changed it to this.
+    Different(Option<Arc<[u8]>>),
+    /// Not written, or nobody knows.
+    Failed(String),
+}
+
+impl ClusterDoc {
+    /// A document of this key; `name` is for people.
+    pub(crate) fn new(
+        name: String,
+        key: &'static str,
+        heard: watch::Receiver<Heard>,
+        swaps: mpsc::Sender<Swap>,
+    ) -> Self {
+        Self {
+            name,
+            key,
+            heard,
+            swaps,
+        }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn version(&self) -> Option<u64> {
+        let heard = self.heard.borrow();
+        heard.content.as_ref().map(|_| heard.sequence)
+    }
+
+    pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
+        let content = self.heard.borrow().content.clone();
+        self.parse(content.as_deref())
+    }
+
+    /// See [`crate::store::document::SharedDoc::change`].
+    pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
+        &self,
+        mut merge: impl FnMut(Option<T>) -> io::Result<U>,
+    ) -> io::Result<u64> {
+        let deadline = Instant::now() + LIMIT;
+        let mut theirs = self.heard.borrow().content.clone();
+        loop {
+            let merged = merge(self.parse(theirs.as_deref())?)?;
+            let content = serde_json::to_vec(&merged).map_err(io::Error::other)?;
+            match self.swap(theirs, content.into(), deadline)? {
+                Swapped::Written(sequence) => return Ok(sequence),
+                Swapped::Different(now) => theirs = now,
+                Swapped::Failed(problem) => return Err(self.problem(&problem)),
+            }
+        }
+    }
+
+    fn swap(
+        &self,
+        expected: Option<Arc<[u8]>>,
+        content: Arc<[u8]>,
+        deadline: Instant,
+    ) -> io::Result<Swapped> {
+        let (done, answer) = sync_channel(1);
+        let swap = Swap {
+            key: self.key,
+            expected,
+            content,
+            done,
+        };
+        self.swaps
+            .try_send(swap)
+            .map_err(|_full_or_over| self.problem("too many changes wait to be written"))?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = on_any_thread(|| answer.recv_timeout(left));
+        waited.map_err(|error| match error {
+            RecvTimeoutError::Timeout => self.problem("the API server did not answer in time"),
+            RecvTimeoutError::Disconnected => self.problem("the server is stopping"),
+        })
+    }
+
+    /// The content as a value.
+    fn parse<T: DeserializeOwned>(&self, content: Option<&[u8]>) -> io::Result<Option<T>> {
+        let Some(content) = content else {
+            return Ok(None);
+        };
+        serde_json::from_slice(content)
+            .map(Some)
+            .map_err(|error| self.problem(&format!("is damaged: {error}")))
+    }
+
+    fn problem(&self, problem: &str) -> io::Error {
+        io::Error::other(format!("{}: {problem}", self.name))
+    }
+}
+
+/// Blocks. A thread of the runtime gives its other tasks away first: the writer may be among them.
+fn on_any_thread<T>(wait: impl FnOnce() -> T) -> T {
+    let flavor = Handle::try_current().map(|runtime| runtime.runtime_flavor());
+    match flavor {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(wait),
+        Ok(_) | Err(_) => wait(),
+    }
+}

@@ -1,0 +1,389 @@
+//! The data directory: where each file of the server lies, who may change it when, and the keys that live as long as it.
+
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tunnel_proto::process::files;
+use tunnel_proto::transport::quic::QuicKeys;
+
+pub(crate) use crate::store::text::{
+    name_text, rfc3339, time_text, time_text_option, whole_seconds,
+};
+
+/// A server's data directory. Clones name the same one.
+#[derive(Debug, Clone)]
+pub struct DataDir(Arc<Path>);
+
+impl DataDir {
+    /// Opens the directory and makes it (0700) unless it is there. An existing one keeps its mode: its files are
+    /// private by their own.
+    ///
+    /// # Errors
+    /// When it cannot be made or is not a directory, with the path.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        files::make_private_dir(path).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("data directory {}: {error}", path.display()),
+            )
+        })?;
+        Self::existing(path)
+    }
+
+    /// Opens a directory that must be there, for verbs that only look.
+    ///
+    /// # Errors
+    /// When it is not there, with the path.
+    pub fn existing(path: &Path) -> io::Result<Self> {
+        let problem = match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => return Ok(Self(path.into())),
+            Ok(_other) => io::Error::from(io::ErrorKind::NotADirectory),
+            Err(error) => error,
+        };
+        Err(io::Error::new(
+            problem.kind(),
+            format!("data directory {}: {problem}", path.display()),
+        ))
+    }
+
+    /// The directory itself.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Certificate of the local CA, PEM.
+    #[must_use]
+    pub fn ca_certificate(&self) -> PathBuf {
+        self.0.join("ca.crt")
+    }
+
+    /// Private key of the local CA, PEM.
+    #[must_use]
+    pub fn ca_key(&self) -> PathBuf {
+        self.0.join("ca.key")
+    }
+
+    /// Join tokens.
+    #[must_use]
+    pub fn tokens(&self) -> PathBuf {
+        self.0.join("tokens.json")
+    }
+
+    /// What the cluster last said of nodes, addresses and ports.
+    #[must_use]
+    pub fn cluster(&self) -> PathBuf {
+        self.0.join("cluster.json")
+    }
+
+    /// The CA of kubelets' client certificates, as the cluster last said.
+    #[must_use]
+    pub fn kubelet_ca(&self) -> PathBuf {
+        self.0.join("kubelet-client-ca.crt")
+    }
+
+    /// The CA and the documents of a cluster, as they were heard last.
+    #[must_use]
+    pub fn authority(&self) -> PathBuf {
+        self.0.join("authority.json")
+    }
+
+    /// Whether a server of a cluster uses it: then CA, tokens and revocations are the cluster's. A key of its own says that it
+    /// does not, or did not begin so.
+    #[must_use]
+    pub fn is_of_cluster(&self) -> bool {
+        self.authority().exists() && !self.ca_key().exists()
+    }
+
+    /// Which QUIC keys of the cluster this server has.
+    #[must_use]
+    pub fn replica(&self) -> PathBuf {
+        self.0.join("replica.json")
+    }
+
+    /// Known nodes.
+    #[must_use]
+    pub fn nodes(&self) -> PathBuf {
+        self.0.join("nodes.json")
+    }
+
+    /// Private key of the client certificate for kubelets that the cluster signs, PEM.
+    #[must_use]
+    pub fn kubelet_client_key(&self) -> PathBuf {
+        self.0.join("kubelet-client.key")
+    }
+
+    /// That certificate, PEM.
+    #[must_use]
+    pub fn kubelet_client_certificate(&self) -> PathBuf {
+        self.0.join("kubelet-client.crt")
+    }
+
+    /// Nodes whose certificates were revoked.
+    #[must_use]
+    pub fn revoked(&self) -> PathBuf {
+        self.0.join("revoked.json")
+    }
+
+    /// QUIC's reset and connection-id keys.
+    #[must_use]
+    pub fn quic_keys_file(&self) -> PathBuf {
+        self.0.join("quic.keys")
+    }
+
+    /// The last DNS records, answered after a cold start until the nodes are known again.
+    #[must_use]
+    pub fn dns_records(&self) -> PathBuf {
+        self.0.join("dns-records.json")
+    }
+
+    /// Socket of the running server for the command-line verbs.
+    #[must_use]
+    pub fn admin_socket(&self) -> PathBuf {
+        self.0.join("admin.sock")
+    }
+
+    /// Addresses that agents should dial.
+    #[must_use]
+    pub fn advertise(&self) -> PathBuf {
+        self.0.join("advertise.json")
+    }
+
+    /// Takes the lock of the *running server*, or `None` when another one holds it. It ends with the file.
+    ///
+    /// # Errors
+    /// When the lock file cannot be opened.
+    pub fn lock(&self) -> io::Result<Option<File>> {
+        files::try_lock(&self.0.join("lock"))
+    }
+
+    /// Waits for the right to change files that the server and the verbs share. Held for one change only; ends with
+    /// the file. Blocks the thread.
+    ///
+    /// # Errors
+    /// When the lock file cannot be opened.
+    pub fn lock_files(&self) -> io::Result<File> {
+        let path = self.0.join("files.lock");
+        let locked = || {
+            let file = OpenOptions::new()
+                .create(true)
+                .append(true)
+                .mode(0o600)
+                .open(&path)?;
+            file.lock().map(|()| file)
+        };
+        locked()
+            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+    }
+
+    /// The keys by which QUIC recognises its own after a restart; made once.
+    ///
+    /// # Errors
+    /// When the file cannot be read or made, or is damaged.
+    pub fn quic_keys(&self) -> io::Result<QuicKeys> {
+        let path = self.quic_keys_file();
+        let _changing = self.lock_files()?;
+        let stored = if let Some(stored) = files::read_secret(&path)? {
+            stored
+        } else {
+            let fresh = random::<{ QuicKeys::LEN }>()?;
+            files::replace(&path, &fresh)?;
+            fresh.to_vec().into()
+        };
+        let bytes = <[u8; QuicKeys::LEN]>::try_from(stored.as_slice())
+            .map_err(|_wrong_length| damaged(&path, "has the wrong length; remove it"))?;
+        Ok(QuicKeys::from_bytes(&bytes))
+    }
+
+    /// The addresses that agents should dial, as the last `run` kept them; empty when none did.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is damaged.
+    pub fn advertised(&self) -> io::Result<Vec<String>> {
+        let path = self.advertise();
+        match files::read(&path)? {
+            None => Ok(Vec::new()),
+            Some(content) => serde_json::from_slice(&content)
+                .map_err(|error| damaged(&path, format_args!("is damaged: {error}"))),
+        }
+    }
+
+    /// Keeps the addresses for `token create` without a running server.
+    ///
+    /// # Errors
+    /// When the file cannot be replaced.
+    pub fn set_advertised(&self, addresses: &[String]) -> io::Result<()> {
+        if self.advertised().is_ok_and(|kept| kept == addresses) {
+            return Ok(());
+        }
+        let content = serde_json::to_vec(addresses).map_err(io::Error::other)?;
+        files::replace(&self.advertise(), &content)
+    }
+}
+
+/// A JSON file that the server keeps in memory and that a verb may change while no server runs, or while one starts.
+/// It is read again when it is another than the one last read or written.
+#[derive(Debug)]
+pub(crate) struct SharedFile {
+    dir: DataDir,
+    path: PathBuf,
+}
+
+/// What tells one version of a file from the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    inode: (u64, u64),
+    changed: (i64, i64),
+    length: u64,
+}
+
+impl SharedFile {
+    pub(crate) fn new(dir: &DataDir, path: PathBuf) -> Self {
+        Self {
+            dir: dir.clone(),
+            path,
+        }
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The right to read, merge and replace the file.
+    pub(crate) fn lock(&self) -> io::Result<File> {
+        self.dir.lock_files()
+    }
+
+    /// The stamp of the file as it is; `None` when there is none.
+    pub(crate) fn stamp(&self) -> Option<Stamp> {
+        fs::symlink_metadata(&self.path)
+            .ok()
+            .map(|metadata: Metadata| Stamp {
+                inode: (metadata.dev(), metadata.ino()),
+                changed: (metadata.ctime(), metadata.ctime_nsec()),
+                length: metadata.len(),
+            })
+    }
+
+    /// The content, parsed; `None` when there is no file.
+    pub(crate) fn read<T: serde::de::DeserializeOwned>(&self) -> io::Result<Option<T>> {
+        let Some(content) = files::read(&self.path)? else {
+            return Ok(None);
+        };
+        serde_json::from_slice(&content)
+            .map(Some)
+            .map_err(|error| damaged(&self.path, format_args!("is damaged: {error}")))
+    }
+
+    /// Replaces the content.
+    pub(crate) fn write(&self, content: &impl serde::Serialize) -> io::Result<()> {
+        let mut text = serde_json::to_vec_pretty(content).map_err(io::Error::other)?;
+        text.push(b'\n');
+        files::replace(&self.path, &text)
+    }
+}
+
+/// Random bytes for keys, ids and secrets.
+pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    aws_lc_rs::rand::fill(&mut bytes)
+        .map_err(|_unspecified| io::Error::other("the system gives no random bytes"))?;
+    Ok(bytes)
+}
+
+fn damaged(path: &Path, why: impl std::fmt::Display) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("{} {why}", path.display()),
+    )
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// A data directory of a test, removed with the value.
+    #[derive(Debug)]
+    pub(crate) struct Scratch(pub(crate) DataDir);
+
+    impl Scratch {
+        pub(crate) fn new() -> Self {
+            static COUNT: AtomicU32 = AtomicU32::new(0);
+            let name = format!(
+                "culvert-{}-{}",
+                std::process::id(),
+                COUNT.fetch_add(1, Ordering::Relaxed)
+            );
+            let path = std::env::temp_dir().join(name);
+            let _absent = fs::remove_dir_all(&path);
+            Self(DataDir::open(&path).unwrap())
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _best_effort = fs::remove_dir_all(self.0.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::testing::Scratch;
+    use super::*;
+
+    #[test]
+    fn directory_and_keys_are_private_and_keys_stay() {
+        let scratch = Scratch::new();
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!(mode(scratch.0.path()), 0o700);
+        scratch.0.quic_keys().unwrap();
+        let first = fs::read(scratch.0.quic_keys_file()).unwrap();
+        assert_eq!(first.len(), QuicKeys::LEN);
+        assert_eq!(mode(&scratch.0.quic_keys_file()), 0o600);
+        scratch.0.quic_keys().unwrap();
+        assert_eq!(fs::read(scratch.0.quic_keys_file()).unwrap(), first);
+        files::replace(&scratch.0.quic_keys_file(), b"short").unwrap();
+        let error = scratch.0.quic_keys().unwrap_err().to_string();
+        assert!(error.contains("quic.keys"), "{error}");
+    }
+
+    #[test]
+    fn one_server_holds_the_directory() {
+        let scratch = Scratch::new();
+        let held = scratch.0.lock().unwrap();
+        assert!(held.is_some());
+        assert!(scratch.0.lock().unwrap().is_none());
+        let _a_change_is_still_possible = scratch.0.lock_files().unwrap();
+    }
+
+    #[test]
+    fn advertised_addresses_are_kept() {
+        let scratch = Scratch::new();
+        assert!(scratch.0.advertised().unwrap().is_empty());
+        let addresses = ["tunnel.example:10262".to_owned()];
+        scratch.0.set_advertised(&addresses).unwrap();
+        assert_eq!(scratch.0.advertised().unwrap(), addresses);
+    }
+
+    #[test]
+    fn missing_directory_is_named() {
+        let error = DataDir::existing(Path::new("/nonexistent/culvert"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("/nonexistent/culvert"), "{error}");
+        let scratch = Scratch::new();
+        let file = scratch.0.path().join("file");
+        fs::write(&file, "").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        assert!(DataDir::open(&file).is_err());
+    }
+}
