@@ -7,7 +7,7 @@ use std::ops::{Deref, DerefMut};
 /// Size of each. Beyond it little is gained: four TLS records, or what a busy socket gives at once.
 pub(crate) const BUFFER_BYTES: usize = 64 * 1024;
 /// Kept by a thread. One serves all connections that are moved at once; more are in use only where a reader is slow.
-const KEPT: usize = 4;
+const BUFFERS_PER_THREAD: usize = 4;
 
 thread_local! {
     static POOL: RefCell<Vec<Box<[u8]>>> = const { RefCell::new(Vec::new()) };
@@ -21,17 +21,17 @@ impl Buffer {
     /// One that was used before if there is one.
     pub(crate) fn take() -> Self {
         // Without a pool the thread is ending.
-        let kept = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
-        Self(kept.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))
+        let pooled = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
+        Self(pooled.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.0);
-        let _thread_ends = POOL.try_with(|pool| {
+        let _thread_exits = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
-            if pool.len() < KEPT {
+            if pool.len() < BUFFERS_PER_THREAD {
                 pool.push(buffer);
             }
         });
@@ -60,16 +60,18 @@ mod tests {
     fn buffer_that_was_dropped_is_used_again() {
         let mut first = Buffer::take();
         first[0] = 7;
-        let place = first.as_ptr();
+        let address = first.as_ptr();
         drop(first);
-        let again = Buffer::take();
-        assert_eq!((again.as_ptr(), again[0]), (place, 7));
+        let reused = Buffer::take();
+        assert_eq!((reused.as_ptr(), reused[0]), (address, 7));
     }
 
     #[test]
     fn thread_keeps_a_few() {
-        let many: Vec<_> = (0..3 * KEPT).map(|_| Buffer::take()).collect();
-        drop(many);
-        POOL.with(|pool| assert_eq!(pool.borrow().len(), KEPT));
+        let buffers: Vec<_> = (0..3 * BUFFERS_PER_THREAD)
+            .map(|_| Buffer::take())
+            .collect();
+        drop(buffers);
+        POOL.with(|pool| assert_eq!(pool.borrow().len(), BUFFERS_PER_THREAD));
     }
 }

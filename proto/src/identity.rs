@@ -22,7 +22,7 @@ pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
 
 /// Whose CA vouches for a peer. Each has its own form of certificate, so a certificate belongs to one of them at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Domain {
+pub enum TrustDomain {
     /// Ours, or what the operator brings in its place: a SAN URI with a role of ours.
     Tunnel,
     /// The cluster's for its clients: kubelets' certificates, without a role of ours.
@@ -64,7 +64,7 @@ impl Role {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerIdentity {
     /// Who vouches for it.
-    pub domain: Domain,
+    pub domain: TrustDomain,
     /// Its role.
     pub role: Role,
     /// When its certificate begins; one of our CA was issued [`BACKDATED`] later.
@@ -80,10 +80,10 @@ pub struct PeerIdentity {
 pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), IdentityError> {
     let (_, certificate) =
         X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
-    Ok(times(&certificate))
+    Ok(validity_period(&certificate))
 }
 
-fn times(certificate: &X509Certificate<'_>) -> (SystemTime, SystemTime) {
+fn validity_period(certificate: &X509Certificate<'_>) -> (SystemTime, SystemTime) {
     let time = |seconds: i64| {
         SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
     };
@@ -104,7 +104,7 @@ pub enum IdentityError {
     #[error("certificate is malformed")]
     Malformed,
     /// No SAN URI of ours, more than one, or one that does not parse.
-    #[error("certificate carries no single culvert:// role")]
+    #[error("certificate does not have exactly one valid culvert:// role")]
     NoRole,
 }
 
@@ -117,7 +117,7 @@ impl PeerIdentity {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
         let role = role_of(&certificate)?.ok_or(IdentityError::NoRole)?;
-        Ok(Self::new(Domain::Tunnel, role, &certificate))
+        Ok(Self::new(TrustDomain::Tunnel, role, &certificate))
     }
 
     /// The identity that an agent's certificate claims: of the tunnel's domain when it has a role of ours, whatever else
@@ -126,18 +126,22 @@ impl PeerIdentity {
     ///
     /// # Errors
     /// [`IdentityError`] when it is neither.
-    pub fn of_agent(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+    pub fn from_agent_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
         if let Some(role) = role_of(&certificate)? {
-            return Ok(Self::new(Domain::Tunnel, role, &certificate));
+            return Ok(Self::new(TrustDomain::Tunnel, role, &certificate));
         }
         let node = kubelet::node(&certificate).ok_or(IdentityError::NoRole)?;
-        Ok(Self::new(Domain::Cluster, Role::Agent(node), &certificate))
+        Ok(Self::new(
+            TrustDomain::Cluster,
+            Role::Agent(node),
+            &certificate,
+        ))
     }
 
-    fn new(domain: Domain, role: Role, certificate: &X509Certificate<'_>) -> Self {
-        let (not_before, not_after) = times(certificate);
+    fn new(domain: TrustDomain, role: Role, certificate: &X509Certificate<'_>) -> Self {
+        let (not_before, not_after) = validity_period(certificate);
         Self {
             domain,
             role,
@@ -150,10 +154,10 @@ impl PeerIdentity {
     ///
     /// # Errors
     /// [`IdentityError::Malformed`].
-    pub fn of_server(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+    pub fn from_server_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (not_before, not_after) = validity(der)?;
         Ok(Self {
-            domain: Domain::Tunnel,
+            domain: TrustDomain::Tunnel,
             role: Role::Server,
             not_before,
             not_after,

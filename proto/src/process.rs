@@ -1,14 +1,14 @@
 //! What the two binaries share and that is not about the wire: stopping, the meta port, logs, files, settings.
 
 pub mod accept;
+pub mod admission;
 pub mod base64;
+pub mod file_watch;
 pub mod files;
 pub mod host;
 pub mod meta;
 pub mod networks;
 pub mod panics;
-pub mod places;
-pub mod reload;
 pub mod secrets;
 pub mod settings;
 pub mod shutdown;

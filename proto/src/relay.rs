@@ -17,7 +17,7 @@ use crate::buffers::Buffer;
 
 /// Which side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub enum RelaySide {
     /// The first argument.
     Left,
     /// The second argument.
@@ -30,14 +30,14 @@ pub enum RelayEnd {
     /// Both sides ended cleanly.
     Clean,
     /// Both inputs ended, but this side stopped reading before it had everything, as TCP peers may.
-    ReaderLeft(Side),
+    ReaderClosed(RelaySide),
     /// A read failed: bytes may be missing on the other side.
-    Cut(Side, io::Error),
+    Cut(RelaySide, io::Error),
 }
 
 /// Totals and end of a relay.
 #[derive(Debug)]
-pub struct Relayed {
+pub struct RelayOutcome {
     /// Bytes from left to right.
     pub left_to_right: u64,
     /// Bytes from right to left.
@@ -46,7 +46,7 @@ pub struct Relayed {
     pub end: RelayEnd,
 }
 
-impl Relayed {
+impl RelayOutcome {
     /// Whether every byte that was read reached the other side.
     #[must_use]
     pub fn is_clean(&self) -> bool {
@@ -57,35 +57,37 @@ impl Relayed {
 /// Relays until both directions have ended or one is cut. Quiet streams are never cut.
 ///
 /// Cancel-safe in the sense of a cut: dropped early, bytes in flight are lost and the caller drops both sides.
-pub async fn relay<L, R>(left: &mut L, right: &mut R) -> Relayed
+pub async fn relay<L, R>(left: &mut L, right: &mut R) -> RelayOutcome
 where
     L: AsyncRead + AsyncWrite + Unpin + ?Sized,
     R: AsyncRead + AsyncWrite + Unpin + ?Sized,
 {
-    let (mut there, mut back) = (Direction::new(), Direction::new());
+    let (mut left_to_right, mut right_to_left) = (Direction::new(), Direction::new());
     let end = poll_fn(|cx| {
-        let first = there
+        let first = left_to_right
             .poll(cx, left, right)
-            .map_err(|error| RelayEnd::Cut(Side::Left, error));
-        let second = back
+            .map_err(|error| RelayEnd::Cut(RelaySide::Left, error));
+        let second = right_to_left
             .poll(cx, right, left)
-            .map_err(|error| RelayEnd::Cut(Side::Right, error));
+            .map_err(|error| RelayEnd::Cut(RelaySide::Right, error));
         match (first, second) {
             (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(end),
-            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(if there.reader_left {
-                RelayEnd::ReaderLeft(Side::Right)
-            } else if back.reader_left {
-                RelayEnd::ReaderLeft(Side::Left)
-            } else {
-                RelayEnd::Clean
-            }),
+            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => {
+                Poll::Ready(if left_to_right.reader_closed {
+                    RelayEnd::ReaderClosed(RelaySide::Right)
+                } else if right_to_left.reader_closed {
+                    RelayEnd::ReaderClosed(RelaySide::Left)
+                } else {
+                    RelayEnd::Clean
+                })
+            }
             (Poll::Pending, _) | (_, Poll::Pending) => Poll::Pending,
         }
     })
     .await;
-    Relayed {
-        left_to_right: there.moved,
-        right_to_left: back.moved,
+    RelayOutcome {
+        left_to_right: left_to_right.bytes_copied,
+        right_to_left: right_to_left.bytes_copied,
         end,
     }
 }
@@ -93,7 +95,7 @@ where
 /// Reading, until the input ends; then ending the output; then done.
 enum Phase {
     Copying,
-    Ending,
+    ShuttingDown,
     Done,
 }
 
@@ -103,9 +105,9 @@ struct Direction {
     buffer: Option<Buffer>,
     start: usize,
     end: usize,
-    moved: u64,
+    bytes_copied: u64,
     unflushed: bool,
-    reader_left: bool,
+    reader_closed: bool,
 }
 
 impl Direction {
@@ -115,9 +117,9 @@ impl Direction {
             buffer: None,
             start: 0,
             end: 0,
-            moved: 0,
+            bytes_copied: 0,
             unflushed: false,
-            reader_left: false,
+            reader_closed: false,
         }
     }
 
@@ -138,27 +140,27 @@ impl Direction {
             match self.phase {
                 Phase::Copying => {
                     while self.start < self.end {
-                        let held = self.buffer.as_deref().unwrap_or_default();
-                        let data = &held[self.start..self.end];
+                        let buffered = self.buffer.as_deref().unwrap_or_default();
+                        let data = &buffered[self.start..self.end];
                         match ready!(Pin::new(&mut *output).poll_write(cx, data)) {
                             Ok(count) if count > 0 => {
                                 self.start += count;
-                                self.moved += count as u64;
+                                self.bytes_copied += count as u64;
                                 self.unflushed = true;
                                 coop.made_progress();
                             }
-                            Ok(_) | Err(_) => return self.reader_left(),
+                            Ok(_) | Err(_) => return self.reader_closed(),
                         }
                     }
                     match self.poll_fill(cx, input) {
-                        Poll::Ready(Ok(0)) => self.phase = Phase::Ending,
+                        Poll::Ready(Ok(0)) => self.phase = Phase::ShuttingDown,
                         Poll::Ready(Ok(_)) => coop.made_progress(),
                         Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                         Poll::Pending => {
                             // The input is quiet, so what was written must not wait in the output's buffers.
                             if self.unflushed {
                                 if ready!(Pin::new(&mut *output).poll_flush(cx)).is_err() {
-                                    return self.reader_left();
+                                    return self.reader_closed();
                                 }
                                 self.unflushed = false;
                             }
@@ -166,9 +168,9 @@ impl Direction {
                         }
                     }
                 }
-                Phase::Ending => {
+                Phase::ShuttingDown => {
                     if ready!(Pin::new(&mut *output).poll_shutdown(cx)).is_err() {
-                        return self.reader_left();
+                        return self.reader_closed();
                     }
                     self.phase = Phase::Done;
                 }
@@ -177,8 +179,8 @@ impl Direction {
         }
     }
 
-    fn reader_left(&mut self) -> Poll<io::Result<()>> {
-        self.reader_left = true;
+    fn reader_closed(&mut self) -> Poll<io::Result<()>> {
+        self.reader_closed = true;
         self.phase = Phase::Done;
         self.buffer = None;
         Poll::Ready(Ok(()))
@@ -210,7 +212,7 @@ mod tests {
     fn start() -> (
         tokio::io::DuplexStream,
         tokio::io::DuplexStream,
-        AbortOnDropHandle<Relayed>,
+        AbortOnDropHandle<RelayOutcome>,
     ) {
         let (left, mut left_inner) = duplex(1024);
         let (right, mut right_inner) = duplex(1024);
@@ -239,13 +241,13 @@ mod tests {
             }
         );
         assert_eq!(got, answer);
-        let relayed = task.await.unwrap();
-        assert!(relayed.is_clean());
-        assert_eq!((relayed.left_to_right, relayed.right_to_left), (8, 300_000));
+        let outcome = task.await.unwrap();
+        assert!(outcome.is_clean());
+        assert_eq!((outcome.left_to_right, outcome.right_to_left), (8, 300_000));
     }
 
     #[tokio::test]
-    async fn reader_that_left_does_not_stop_the_answer() {
+    async fn reader_that_closed_does_not_stop_the_answer() {
         let (mut left, right, task) = start();
         let (mut right_read, right_write) = tokio::io::split(right);
         left.write_all(b"x").await.unwrap();
@@ -258,7 +260,7 @@ mod tests {
         drop(left);
         assert!(matches!(
             task.await.unwrap().end,
-            RelayEnd::ReaderLeft(Side::Right)
+            RelayEnd::ReaderClosed(RelaySide::Right)
         ));
     }
 
@@ -266,8 +268,8 @@ mod tests {
     async fn failed_read_is_a_cut() {
         let mut left = tokio_test_reader(io::ErrorKind::ConnectionReset);
         let (mut right, _keep) = duplex(64);
-        let relayed = relay(&mut left, &mut right).await;
-        assert!(matches!(relayed.end, RelayEnd::Cut(Side::Left, _)));
+        let outcome = relay(&mut left, &mut right).await;
+        assert!(matches!(outcome.end, RelayEnd::Cut(RelaySide::Left, _)));
     }
 
     fn tokio_test_reader(kind: io::ErrorKind) -> FailingReader {

@@ -11,14 +11,14 @@ use tokio::net::TcpStream;
 
 /// Where a server is: as configured, and as resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remote {
+pub struct ServerAddr {
     /// `HOST:PORT`, for proxies and logs.
     pub name: String,
     /// The address to dial; a proxy resolves the name itself.
     pub address: Option<SocketAddr>,
 }
 
-impl Remote {
+impl ServerAddr {
     /// The address.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ impl Remote {
     }
 }
 
-impl std::fmt::Display for Remote {
+impl std::fmt::Display for ServerAddr {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.address {
             Some(address) => address.fmt(formatter),
@@ -47,7 +47,7 @@ pub trait Connect: Send + Sync + std::fmt::Debug + 'static {
     ///
     /// # Errors
     /// As the system or the proxy says.
-    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream>;
+    async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream>;
 }
 
 /// Dials the address itself.
@@ -56,44 +56,44 @@ pub struct Direct;
 
 #[async_trait]
 impl Connect for Direct {
-    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream> {
+    async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream> {
         TcpStream::connect(remote.address()?).await
     }
 }
 
 /// A silent peer is asked for a sign of life after this long. Quiet streams (`logs -f`) live for days and must not be cut,
 /// but a peer that lost power would hold its stream for ever.
-const KEEPALIVE_AFTER: Duration = Duration::from_secs(60);
+const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 /// Then this often,
-const KEEPALIVE_EVERY: Duration = Duration::from_secs(15);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 /// and after so many unanswered questions it is gone.
-const KEEPALIVE_TRIES: u32 = 4;
+const KEEPALIVE_RETRIES: u32 = 4;
 
 /// No Nagle delay (answers of several segments would wait 40 ms), and keepalive.
 ///
 /// # Errors
 /// When the system refuses an option; the socket works all the same.
-pub fn prepare(socket: &TcpStream) -> io::Result<()> {
+pub fn configure(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
-        .with_time(KEEPALIVE_AFTER)
-        .with_interval(KEEPALIVE_EVERY)
-        .with_retries(KEEPALIVE_TRIES);
+        .with_time(KEEPALIVE_TIME)
+        .with_interval(KEEPALIVE_INTERVAL)
+        .with_retries(KEEPALIVE_RETRIES);
     SockRef::from(socket).set_tcp_keepalive(&keepalive)
 }
 
 /// Bytes of a session that may wait in the kernel unsent. More would put a queue in front of every small request.
-const NOT_SENT_BYTES: u32 = 128 * 1024;
+const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
 
 /// For the TCP connection of a session: no Nagle delay, and little unsent data in the kernel, so that the session decides
 /// which stream goes next.
 ///
 /// # Errors
 /// When the system refuses an option; the socket works all the same.
-pub fn prepare_tunnel(socket: &TcpStream) -> io::Result<()> {
+pub fn configure_session(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     #[cfg(any(target_os = "linux", target_os = "android"))]
-    SockRef::from(socket).set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
+    SockRef::from(socket).set_tcp_notsent_lowat(NOTSENT_LOWAT_BYTES)?;
     Ok(())
 }
 
@@ -120,12 +120,12 @@ mod tests {
     #[tokio::test]
     async fn no_socket_waits_for_acknowledgements_before_it_sends() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        for prepare in [prepare, prepare_tunnel] {
+        for configure in [configure, configure_session] {
             let socket = TcpStream::connect(listener.local_addr().unwrap())
                 .await
                 .unwrap();
             assert!(!socket.nodelay().unwrap(), "the system's default");
-            prepare(&socket).unwrap();
+            configure(&socket).unwrap();
             assert!(socket.nodelay().unwrap());
         }
     }

@@ -21,21 +21,21 @@ use zeroize::Zeroizing;
 
 use crate::wire::ALPN_ENROLL;
 
-mod agents;
 mod alerts;
+mod client_verifier;
 pub mod files;
-mod held;
 mod proof;
-mod servers;
+mod reloadable;
+mod server_verifier;
 
-pub(crate) use agents::issuer_path;
-pub use agents::{AgentTrust, Judge, Revoked};
 pub use alerts::clock_hint;
-pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, alert_in, is_of_tls};
-pub use alerts::{is_verdict, verdict};
-pub use held::{HeldIdentity, HeldKey};
+pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
+pub use alerts::{alert_meaning, is_certificate_rejection};
+pub(crate) use client_verifier::issuer_path;
+pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
 pub use proof::{ProofError, sign_proof, verify_proof};
-use servers::{Expected, ServerVerifier};
+pub use reloadable::{ReloadableIdentity, ReloadableKey};
+use server_verifier::{ExpectedServer, ServerVerifier};
 
 /// How a client knows the CA of its server.
 #[derive(Debug, Clone)]
@@ -90,7 +90,9 @@ pub fn roots<'a>(
         store.add(certificate.into_owned())?;
     }
     if store.is_empty() {
-        return Err(Error::General("no CA certificate given".into()));
+        return Err(Error::General(
+            "no CA certificate; at least one is required".into(),
+        ));
     }
     Ok(Arc::new(store))
 }
@@ -104,29 +106,29 @@ pub fn session_server(
     agent_roots: Arc<RootCertStore>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
-    let everyone: Judge = Arc::new(|_peer| Ok(()));
-    session_server_trusting(own, AgentTrust::new(agent_roots, everyone)?, alpn)
+    let never_revoked: RevocationCheck = Arc::new(|_peer| Ok(()));
+    session_server_with_trust(own, AgentTrust::new(agent_roots, never_revoked)?, alpn)
 }
 
 /// As [`session_server`], by roots that may be replaced and a judge that may refuse.
 ///
 /// # Errors
 /// When the provider cannot be used.
-pub fn session_server_trusting(
+pub fn session_server_with_trust(
     own: Arc<dyn ResolvesServerCert>,
-    agents: Arc<AgentTrust>,
+    client_verifier: Arc<AgentTrust>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(agents)
+        .with_client_cert_verifier(client_verifier)
         .with_cert_resolver(own);
     config.alpn_protocols = vec![alpn.to_vec()];
-    without_resumption(&mut config);
+    disable_resumption(&mut config);
     Ok(Arc::new(config))
 }
 
-/// The server's side of enrolment: no client certificate, and the only ALPN id on its connection.
+/// The server's side of enrollment: no client certificate, and the only ALPN id on its connection.
 ///
 /// # Errors
 /// When the key cannot be used.
@@ -136,7 +138,7 @@ pub fn enroll_server(own: Arc<dyn ResolvesServerCert>) -> Result<Arc<ServerConfi
         .with_no_client_auth()
         .with_cert_resolver(own);
     config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
-    without_resumption(&mut config);
+    disable_resumption(&mut config);
     Ok(Arc::new(config))
 }
 
@@ -145,7 +147,7 @@ pub fn enroll_server(own: Arc<dyn ResolvesServerCert>) -> Result<Arc<ServerConfi
 ///
 /// # Errors
 /// When the roots cannot be used.
-pub fn door_server(
+pub fn https_server(
     own: Arc<dyn ResolvesServerCert>,
     client_roots: Option<(Arc<RootCertStore>, bool)>,
 ) -> Result<Arc<ServerConfig>, Error> {
@@ -169,7 +171,7 @@ pub fn door_server(
     };
     let mut config = builder.with_cert_resolver(own);
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    without_resumption(&mut config);
+    disable_resumption(&mut config);
     Ok(Arc::new(config))
 }
 
@@ -182,28 +184,30 @@ pub fn session_client(
     trust: Trust,
     alpn: &[u8],
 ) -> Result<Arc<ClientConfig>, Error> {
-    session_client_holding(HeldIdentity::new(own, trust), alpn)
+    session_client_with_identity(ReloadableIdentity::new(own, trust), alpn)
 }
 
 /// As [`session_client`], by an identity that may be replaced: each handshake takes the latest.
 ///
 /// # Errors
 /// When the provider cannot be used.
-pub fn session_client_holding(
-    identity: Arc<HeldIdentity>,
+pub fn session_client_with_identity(
+    identity: Arc<ReloadableIdentity>,
     alpn: &[u8],
 ) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Server(identity.clone())))
+        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Reloadable(
+            identity.clone(),
+        )))
         .with_client_cert_resolver(identity);
     config.alpn_protocols = vec![alpn.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))
 }
 
-/// The agent's side of enrolment: as [`session_client`] without an own certificate.
+/// The agent's side of enrollment: as [`session_client`] without an own certificate.
 ///
 /// # Errors
 /// When the provider cannot be used.
@@ -211,7 +215,7 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(Expected::Trusted(trust)))
+        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Fixed(trust)))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
     config.resumption = Resumption::disabled();
@@ -245,7 +249,7 @@ pub fn target_client(
     own: Option<Arc<CertifiedKey>>,
 ) -> Result<Arc<ClientConfig>, Error> {
     let verifier: Arc<dyn ServerCertVerifier> = match roots {
-        None => ServerVerifier::new(Expected::Anything),
+        None => ServerVerifier::new(ExpectedServer::AcceptAny),
         Some(roots) => WebPkiServerVerifier::builder_with_provider(roots, provider())
             .build()
             .map_err(|error| Error::General(error.to_string()))?,
@@ -266,7 +270,7 @@ pub fn target_client(
     Ok(Arc::new(config))
 }
 
-fn without_resumption(config: &mut ServerConfig) {
+fn disable_resumption(config: &mut ServerConfig) {
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     config.max_early_data_size = 0;

@@ -16,7 +16,7 @@ use async_trait::async_trait;
 use rustls_pki_types::CertificateDer;
 
 use crate::identity::PeerIdentity;
-use crate::tcp::Remote;
+use crate::tcp::ServerAddr;
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
@@ -32,16 +32,16 @@ pub mod quic;
 mod settings;
 mod stream;
 
-pub use flow::{BufferPool, Gauge};
+pub use flow::{BufferPool, ReadMonitor};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
-    ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, cause_in, read_frame,
+    ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause, read_frame,
 };
 
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]
 pub trait Session: Send + Sync + std::fmt::Debug + 'static {
-    /// Opens a stream and writes its header. `reply_within` bounds the wait for the peer's reply, from now.
+    /// Opens a stream and writes its header. `reply_timeout` bounds the wait for the peer's reply, from now.
     ///
     /// Cancel-safe: if dropped earlier, the stream is reset.
     ///
@@ -50,7 +50,7 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     async fn open(
         &self,
         header: &StreamHeader,
-        reply_within: Duration,
+        reply_timeout: Duration,
     ) -> Result<Stream, SessionError>;
 
     /// The next stream of the peer. Its header is read by [`IncomingStream::header`], in the stream's own task.
@@ -71,7 +71,7 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     fn stop_opening(&self);
 
     /// How many streams the peer may have open at once.
-    fn allow_streams(&self, count: u32);
+    fn set_max_concurrent_streams(&self, count: u32);
 
     /// Whether the memory that stalled readers hold leaves room for new streams, see [`BufferPool`].
     fn has_room(&self) -> bool;
@@ -130,7 +130,7 @@ impl std::fmt::Display for TransportKind {
 #[derive(Debug, Clone, Copy)]
 pub struct Health {
     /// Authenticated units received (QUIC: frames; h2: bytes inside TLS).
-    pub heard: u64,
+    pub received: u64,
     /// Acknowledgements of ours received (QUIC: ACK frames; h2: answers to PING).
     pub acknowledged: u64,
     /// Smoothed round trip time.
@@ -185,7 +185,7 @@ pub enum SessionError {
     #[error(transparent)]
     Closed(#[from] CloseReason),
     /// [`Session::stop_opening`] was called.
-    #[error("session opens no more streams")]
+    #[error("session no longer opens streams")]
     NotOpening,
     /// The header does not fit.
     #[error("stream header cannot be sent")]
@@ -202,16 +202,16 @@ pub enum HandshakeError {
     #[error("cannot connect")]
     Connect(#[source] std::io::Error),
     /// The server, or somebody on the way, takes no new connection now.
-    #[error("the server takes no new connections now")]
+    #[error("server accepts no new connections; retry later")]
     Refused,
     /// TLS or the transport failed; the peer's alert is in the text.
     #[error("handshake failed: {0}")]
     Transport(String),
     /// The server judged this agent's certificate: revoked, or not valid at the server's time.
     #[error("{1}")]
-    Verdict(CloseCode, String),
+    CertificateRejected(CloseCode, String),
     /// The peer's certificate gives it no role here.
-    #[error("peer has no identity here")]
+    #[error("peer certificate has no role here")]
     Identity(#[from] crate::identity::IdentityError),
     /// The local socket or configuration does not allow the attempt.
     #[error("cannot start the connection: {0}")]
@@ -223,7 +223,7 @@ impl HandshakeError {
     #[must_use]
     pub fn code(&self) -> Option<CloseCode> {
         match self {
-            Self::Verdict(code, _) => Some(*code),
+            Self::CertificateRejected(code, _) => Some(*code),
             Self::Refused => Some(CloseCode::Overloaded),
             Self::Timeout
             | Self::Connect(_)
@@ -255,7 +255,7 @@ pub trait Dialer: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`HandshakeError`].
-    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError>;
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError>;
     /// Which transport this is.
     fn transport(&self) -> TransportKind;
     /// As [`Acceptor::wait_idle`].

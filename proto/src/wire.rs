@@ -30,7 +30,7 @@ pub const VERSION_MAX: u32 = 1;
 pub const ALPN_SESSION: &[u8] = b"culvert/1";
 /// ALPN id of a session over TCP (RFC 9113); middleboxes know it, and the control stream carries the version.
 pub const ALPN_SESSION_TCP: &[u8] = b"h2";
-/// ALPN id of enrolment, over TCP only and without a client certificate.
+/// ALPN id of enrollment, over TCP only and without a client certificate.
 pub const ALPN_ENROLL: &[u8] = b"culvert-enroll/1";
 
 /// Port of agents, UDP and TCP.

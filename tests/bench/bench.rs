@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::machine::{Seen, Watch};
+use crate::machine::{CpuMonitor, CpuUsage};
 use crate::metric::Metric;
 use crate::systems::{System, Systems};
 
@@ -41,17 +41,17 @@ pub(crate) struct Sample {
 
 /// The run so far.
 #[derive(Debug)]
-pub(crate) struct Bench {
+pub(crate) struct BenchRun {
     pub(crate) systems: Systems,
     pub(crate) options: Options,
     pub(crate) samples: Vec<Sample>,
     pub(crate) case: u8,
     pub(crate) round: u32,
     /// What a case was not able to do.
-    pub(crate) troubles: Vec<String>,
+    pub(crate) errors: Vec<String>,
 }
 
-impl Bench {
+impl BenchRun {
     /// How long a run of this length takes.
     pub(crate) fn length(&self, seconds: f64) -> Duration {
         Duration::from_secs_f64(seconds * self.options.scale())
@@ -69,15 +69,15 @@ impl Bench {
     }
 
     /// The systems of these names, beginning with another one each round.
-    pub(crate) fn turns(&mut self, names: &[&str]) -> Vec<System> {
+    pub(crate) fn rotated_systems(&mut self, names: &[&str]) -> Vec<System> {
         let all = self.systems.all();
-        let mut turns: Vec<_> = names
+        let mut rotated_systems: Vec<_> = names
             .iter()
             .filter_map(|name| all.iter().find(|system| system.name == *name).cloned())
             .collect();
-        let first = self.round as usize % turns.len().max(1);
-        turns.rotate_left(first);
-        turns
+        let first = self.round as usize % rotated_systems.len().max(1);
+        rotated_systems.rotate_left(first);
+        rotated_systems
     }
 
     /// Runs `work` with an eye on the machine, and on `others` beside the processes of the systems.
@@ -85,10 +85,10 @@ impl Bench {
         &mut self,
         others: &[u32],
         work: impl Future<Output = Result<T>>,
-    ) -> Result<(T, Seen)> {
+    ) -> Result<(T, CpuUsage)> {
         let mut processes = self.systems.processes();
         processes.extend(others);
-        let watch = Watch::begin(&processes);
+        let watch = CpuMonitor::begin(&processes);
         let done = work.await?;
         Ok((done, watch.end()))
     }
@@ -112,10 +112,10 @@ impl Bench {
     }
 
     /// Tells what went wrong with one system; the others go on.
-    pub(crate) fn trouble(&mut self, system: &str, error: &anyhow::Error) {
+    pub(crate) fn record_error(&mut self, system: &str, error: &anyhow::Error) {
         self.record(system, &crate::metric::FAILED, 1.0, 0.0);
         let (case, round) = (self.case, self.round);
-        self.troubles
+        self.errors
             .push(format!("case {case}, round {round}, {system}: {error:#}"));
     }
 }
@@ -125,8 +125,8 @@ pub(crate) const GIB: f64 = 1_073_741_824.0;
 
 /// CPU microseconds of server and agent for each of `count`.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
-pub(crate) fn micros_each(seen: &Seen, system: &System, count: usize) -> f64 {
-    (seen.cpu(system.server) + seen.cpu(system.agent)) * 1e6 / count.max(1) as f64
+pub(crate) fn micros_each(usage: &CpuUsage, system: &System, count: usize) -> f64 {
+    (usage.cpu(system.server) + usage.cpu(system.agent)) * 1e6 / count.max(1) as f64
 }
 
 /// Microseconds.

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::bench::Bench;
+use crate::bench::BenchRun;
 use crate::target::Target;
 
 mod bulk;
@@ -45,7 +45,7 @@ pub(crate) const CASES: &[Case] = &[
     case(1, "one stream down and up, h2 over TLS", bulk::OVER_TCP),
     case(2, "one stream down and up, QUIC", bulk::OVER_QUIC),
     case(3, "64 streams through one agent", bulk::MANY_STREAMS),
-    case(4, "64 kept-alive connections, 1 KiB", requests::KEPT),
+    case(4, "64 kept-alive connections, 1 KiB", requests::KEEP_ALIVE),
     case(5, "a new connection for each request", requests::FRESH),
     case(6, "200 requests a second", latency::TARGETS),
     case(
@@ -71,13 +71,13 @@ impl Case {
     ///
     /// # Errors
     /// Nothing of it can be measured.
-    pub(crate) async fn run(&self, bench: &mut Bench) -> Result<()> {
+    pub(crate) async fn run(&self, bench: &mut BenchRun) -> Result<()> {
         match self.number {
             0 => bulk::floor(bench).await,
             1 => bulk::over_tcp(bench).await,
             2 => bulk::over_quic(bench).await,
             3 => bulk::many_streams(bench).await,
-            4 => requests::kept(bench).await,
+            4 => requests::keep_alive(bench).await,
             5 => requests::fresh(bench).await,
             6 => latency::open(bench).await,
             7 => requests::scrapes(bench).await,

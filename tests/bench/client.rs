@@ -13,7 +13,7 @@ use crate::parts::edge::length;
 
 /// Where a caller connects, and what it says there.
 #[derive(Debug, Clone)]
-pub(crate) struct Door {
+pub(crate) struct Endpoint {
     pub(crate) address: SocketAddr,
     /// For a target that speaks TLS: what trusts it.
     pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
@@ -42,10 +42,10 @@ impl Caller {
     ///
     /// # Errors
     /// The connection or TLS fails.
-    pub(crate) async fn connect(door: &Door) -> Result<Self> {
-        let socket = TcpStream::connect(door.address).await?;
+    pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Self> {
+        let socket = TcpStream::connect(endpoint.address).await?;
         socket.set_nodelay(true)?;
-        let stream: Box<dyn Io> = match &door.tls {
+        let stream: Box<dyn Io> = match &endpoint.tls {
             None => Box::new(socket),
             Some(tls) => {
                 let name = ServerName::try_from(TARGET_NAME)?;
@@ -58,7 +58,7 @@ impl Caller {
         };
         Ok(Self {
             stream,
-            host: door.host.clone(),
+            host: endpoint.host.clone(),
             buffer: vec![0; SMALL],
         })
     }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::ScratchDir;
 
-use crate::bench::{Bench, Options};
+use crate::bench::{BenchRun, Options};
 use crate::cases::{CASES, Case};
 use crate::machine;
 use crate::report::{self, Report};
@@ -124,7 +124,7 @@ impl Run {
         let load_before = machine::load();
         let culvert = cases.iter().any(|case| case.of_culvert);
         let systems = Systems::start(culvert, *self.waste, self.rathole.as_deref()).await?;
-        let mut bench = Bench {
+        let mut bench = BenchRun {
             systems,
             options: Options {
                 full: self.full,
@@ -133,7 +133,7 @@ impl Run {
             samples: Vec::new(),
             case: 0,
             round: 0,
-            troubles: Vec::new(),
+            errors: Vec::new(),
         };
         for round in 0..self.rounds {
             for case in &cases {
@@ -170,7 +170,7 @@ impl Run {
             foreign_most,
             rathole: self.rathole.is_some(),
             samples: bench.samples,
-            troubles: bench.troubles,
+            errors: bench.errors,
         };
         let folder = match &self.out {
             Some(out) => out.clone(),

@@ -15,11 +15,11 @@ use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_server::policy::PortPolicy;
-use tunnel_server::routing::decision::{Facts, Scheme, decide};
+use tunnel_server::routing::decision::{RequestFacts, Scheme, decide};
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::World;
 
 /// What is counted.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -111,7 +111,7 @@ fn policy(times: u32) -> Result<()> {
     let mut headers = HeaderMap::new();
     headers.insert(HOST, HeaderValue::from_static("worker-500.site:9100"));
     for _ in 0..times {
-        let facts = Facts {
+        let facts = RequestFacts {
             method: &method,
             uri: &uri,
             headers: &headers,
@@ -138,13 +138,13 @@ async fn chunk(times: u32) -> Result<()> {
 }
 
 async fn stream(times: u32) -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let wanted = RawRequest::get(&host, "/size/1024");
     for _ in 0..times {
-        let reply = request(world.http(), &wanted).await?;
+        let reply = request(env.http(), &wanted).await?;
         ensure!(reply.status == 200, "{}", reply.text());
     }
     Ok(())

@@ -7,14 +7,14 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::client::{Caller, Door};
+use crate::client::{Caller, Endpoint};
 
 /// A request that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Requests of one run.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Asked {
+pub(crate) struct LoadResult {
     /// How long those took that succeeded; sorted.
     pub(crate) times: Vec<Duration>,
     pub(crate) failed: usize,
@@ -22,7 +22,7 @@ pub(crate) struct Asked {
     pub(crate) wall: Duration,
 }
 
-impl Asked {
+impl LoadResult {
     /// Successes a second.
     #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
     pub(crate) fn rate(&self) -> f64 {
@@ -47,8 +47,8 @@ impl Asked {
 ///
 /// # Errors
 /// It is not whole.
-pub(crate) async fn down(door: &Door, bytes: u64) -> Result<Duration> {
-    let mut caller = Caller::connect(door).await?;
+pub(crate) async fn down(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
+    let mut caller = Caller::connect(endpoint).await?;
     let began = Instant::now();
     caller.get(bytes).await?;
     Ok(began.elapsed())
@@ -58,8 +58,8 @@ pub(crate) async fn down(door: &Door, bytes: u64) -> Result<Duration> {
 ///
 /// # Errors
 /// It is not taken whole.
-pub(crate) async fn up(door: &Door, bytes: u64) -> Result<Duration> {
-    let mut caller = Caller::connect(door).await?;
+pub(crate) async fn up(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
+    let mut caller = Caller::connect(endpoint).await?;
     let began = Instant::now();
     caller.post(bytes).await?;
     Ok(began.elapsed())
@@ -69,11 +69,11 @@ pub(crate) async fn up(door: &Door, bytes: u64) -> Result<Duration> {
 ///
 /// # Errors
 /// One is not whole.
-pub(crate) async fn many(door: &Door, streams: usize, each: u64) -> Result<Vec<Duration>> {
+pub(crate) async fn many(endpoint: &Endpoint, streams: usize, each: u64) -> Result<Vec<Duration>> {
     let mut reading = JoinSet::new();
     for _ in 0..streams {
-        let door = door.clone();
-        reading.spawn(async move { down(&door, each).await });
+        let endpoint = endpoint.clone();
+        reading.spawn(async move { down(&endpoint, each).await });
     }
     let mut times = Vec::new();
     while let Some(read) = reading.join_next().await {
@@ -84,34 +84,44 @@ pub(crate) async fn many(door: &Door, streams: usize, each: u64) -> Result<Vec<D
 }
 
 /// `callers` that ask for a page of `size` again and again over one connection each.
-pub(crate) async fn closed(door: &Door, callers: usize, size: u64, length: Duration) -> Asked {
-    ask_in_turn(door, callers, size, length, true).await
+pub(crate) async fn closed(
+    endpoint: &Endpoint,
+    callers: usize,
+    size: u64,
+    length: Duration,
+) -> LoadResult {
+    closed_loop(endpoint, callers, size, length, true).await
 }
 
 /// `callers` that ask for a page over a new connection each time.
-pub(crate) async fn churn(door: &Door, callers: usize, size: u64, length: Duration) -> Asked {
-    ask_in_turn(door, callers, size, length, false).await
+pub(crate) async fn churn(
+    endpoint: &Endpoint,
+    callers: usize,
+    size: u64,
+    length: Duration,
+) -> LoadResult {
+    closed_loop(endpoint, callers, size, length, false).await
 }
 
-async fn ask_in_turn(
-    door: &Door,
+async fn closed_loop(
+    endpoint: &Endpoint,
     callers: usize,
     size: u64,
     length: Duration,
     keep: bool,
-) -> Asked {
+) -> LoadResult {
     let began = Instant::now();
     let mut asking = JoinSet::new();
     for _ in 0..callers {
-        let door = door.clone();
+        let endpoint = endpoint.clone();
         asking.spawn(async move {
-            let mut asked = Asked::default();
-            let mut kept = None;
+            let mut asked = LoadResult::default();
+            let mut idle_caller = None;
             while began.elapsed() < length {
                 let sent = Instant::now();
-                let result = one(&door, kept.take(), size).await;
+                let result = one(&endpoint, idle_caller.take(), size).await;
                 asked.take(result.map(|caller| {
-                    kept = keep.then_some(caller);
+                    idle_caller = keep.then_some(caller);
                     sent.elapsed()
                 }));
                 if asked.failed > 100 {
@@ -121,7 +131,7 @@ async fn ask_in_turn(
             asked
         });
     }
-    let mut all = Asked::default();
+    let mut all = LoadResult::default();
     while let Some(asked) = asking.join_next().await {
         match asked {
             Ok(asked) => {
@@ -134,11 +144,11 @@ async fn ask_in_turn(
     all.end(began)
 }
 
-async fn one(door: &Door, kept: Option<Caller>, size: u64) -> Result<Caller> {
+async fn one(endpoint: &Endpoint, idle_caller: Option<Caller>, size: u64) -> Result<Caller> {
     let exchange = async {
-        let mut caller = match kept {
+        let mut caller = match idle_caller {
             Some(caller) => caller,
-            None => Caller::connect(door).await?,
+            None => Caller::connect(endpoint).await?,
         };
         caller.get(size).await?;
         anyhow::Ok(caller)
@@ -151,12 +161,17 @@ async fn one(door: &Door, kept: Option<Caller>, size: u64) -> Result<Caller> {
 ///
 /// # Errors
 /// The clock cannot run.
-pub(crate) async fn open(door: &Door, rate: u32, length: Duration, keep: bool) -> Result<Asked> {
+pub(crate) async fn open(
+    endpoint: &Endpoint,
+    rate: u32,
+    length: Duration,
+    keep: bool,
+) -> Result<LoadResult> {
     let began = Instant::now();
     let mut due = clock(rate, length)?;
     let mut asking = JoinSet::new();
     let mut idle = Vec::new();
-    let mut asked = Asked::default();
+    let mut asked = LoadResult::default();
     loop {
         tokio::select! {
             biased;
@@ -171,9 +186,9 @@ pub(crate) async fn open(door: &Door, rate: u32, length: Duration, keep: bool) -
             },
             moment = due.recv() => {
                 let Some(moment): Option<Instant> = moment else { break };
-                let (door, kept) = (door.clone(), idle.pop());
+                let (endpoint, idle_caller) = (endpoint.clone(), idle.pop());
                 asking.spawn(async move {
-                    let caller = one(&door, kept, SMALL).await?;
+                    let caller = one(&endpoint, idle_caller, SMALL).await?;
                     anyhow::Ok((moment.elapsed(), caller))
                 });
             }
@@ -194,14 +209,14 @@ pub(crate) const SMALL: u64 = 1024;
 /// Sends the moment at which each request is due, at that moment. A thread, since the runtime's timers are good to 1 ms
 /// only; it ends after `length`, or when nobody listens.
 fn clock(rate: u32, length: Duration) -> Result<mpsc::Receiver<Instant>> {
-    let (tell, due) = mpsc::channel(4096);
+    let (ticks, due) = mpsc::channel(4096);
     let run = move || {
         let mut next = Instant::now() + Duration::from_millis(1);
         let end = next + length;
         while next < end {
             #[expect(clippy::disallowed_methods, reason = "a thread of its own")]
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
-            if tell.blocking_send(next).is_err() {
+            if ticks.blocking_send(next).is_err() {
                 return;
             }
             next += Duration::from_secs(1) / rate;
@@ -216,12 +231,12 @@ fn clock(rate: u32, length: Duration) -> Result<mpsc::Receiver<Instant>> {
 ///
 /// # Errors
 /// One is not answered.
-pub(crate) async fn stall(door: &Door, readers: usize) -> Result<Vec<Caller>> {
+pub(crate) async fn stall(endpoint: &Endpoint, readers: usize) -> Result<Vec<Caller>> {
     let mut connecting = JoinSet::new();
     for _ in 0..readers {
-        let door = door.clone();
+        let endpoint = endpoint.clone();
         connecting.spawn(async move {
-            let mut caller = Caller::connect(&door).await?;
+            let mut caller = Caller::connect(&endpoint).await?;
             caller.ask(u64::MAX >> 1).await?;
             let first = timeout(PATIENCE, caller.read())
                 .await
@@ -241,10 +256,10 @@ pub(crate) async fn stall(door: &Door, readers: usize) -> Result<Vec<Caller>> {
 ///
 /// # Errors
 /// One is not answered.
-pub(crate) async fn hold(door: &Door, callers: usize) -> Result<Vec<Caller>> {
+pub(crate) async fn hold(endpoint: &Endpoint, callers: usize) -> Result<Vec<Caller>> {
     let mut all = Vec::new();
     for _ in 0..callers {
-        all.push(one(door, None, SMALL).await?);
+        all.push(one(endpoint, None, SMALL).await?);
     }
     Ok(all)
 }
@@ -253,10 +268,10 @@ pub(crate) async fn hold(door: &Door, callers: usize) -> Result<Vec<Caller>> {
 ///
 /// # Errors
 /// No answer comes within `patience`.
-pub(crate) async fn probe(door: &Door, patience: Duration) -> Result<Duration> {
+pub(crate) async fn probe(endpoint: &Endpoint, patience: Duration) -> Result<Duration> {
     let began = Instant::now();
     while began.elapsed() < patience {
-        if let Ok(Ok(_answered)) = timeout(TRY, one(door, None, SMALL)).await {
+        if let Ok(Ok(_answered)) = timeout(TRY, one(endpoint, None, SMALL)).await {
             return Ok(began.elapsed());
         }
         tokio::time::sleep(Duration::from_millis(2)).await;

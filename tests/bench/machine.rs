@@ -92,15 +92,15 @@ fn machine_seconds() -> f64 {
 
 /// CPU time of our processes and of the machine, between two moments.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct CpuMonitor {
     began: Instant,
     ours: Vec<(u32, f64)>,
     machine: f64,
 }
 
-/// What a [`Watch`] has seen.
+/// What a [`CpuMonitor`] has seen.
 #[derive(Debug, Clone)]
-pub(crate) struct Seen {
+pub(crate) struct CpuUsage {
     /// Wall time, seconds.
     pub(crate) wall: f64,
     /// CPU seconds of each process.
@@ -109,7 +109,7 @@ pub(crate) struct Seen {
     pub(crate) foreign: f64,
 }
 
-impl Watch {
+impl CpuMonitor {
     /// Watches these processes, and this one.
     pub(crate) fn begin(processes: &[u32]) -> Self {
         let all = processes.iter().copied().chain([std::process::id()]);
@@ -121,7 +121,7 @@ impl Watch {
     }
 
     /// Ends it.
-    pub(crate) fn end(&self) -> Seen {
+    pub(crate) fn end(&self) -> CpuUsage {
         let wall = self.began.elapsed().as_secs_f64();
         let ours: Vec<_> = self
             .ours
@@ -132,7 +132,7 @@ impl Watch {
         #[expect(clippy::cast_precision_loss, reason = "a few processors")]
         let whole = wall * processors() as f64;
         let foreign = (machine_seconds() - self.machine - used) / whole;
-        Seen {
+        CpuUsage {
             wall,
             ours,
             foreign: foreign.clamp(0.0, 1.0),
@@ -140,7 +140,7 @@ impl Watch {
     }
 }
 
-impl Seen {
+impl CpuUsage {
     /// CPU seconds of one process; zero without one.
     pub(crate) fn cpu(&self, process: Option<u32>) -> f64 {
         let of = |process| self.ours.iter().find(|(id, _)| *id == process);
@@ -154,14 +154,14 @@ mod tests {
 
     #[test]
     fn own_work_is_not_foreign() {
-        let watch = Watch::begin(&[]);
+        let watch = CpuMonitor::begin(&[]);
         let until = Instant::now() + std::time::Duration::from_millis(200);
         let mut sum = 0_u64;
         while Instant::now() < until {
             sum = std::hint::black_box(sum.wrapping_add(1));
         }
-        let seen = watch.end();
-        assert!(seen.cpu(Some(std::process::id())) > 0.0);
+        let usage = watch.end();
+        assert!(usage.cpu(Some(std::process::id())) > 0.0);
         assert!(resident_kib(std::process::id()) > 0.0);
         assert_eq!(cpu_seconds(u32::MAX), 0.0);
     }

@@ -77,9 +77,9 @@ async fn main() -> Result<ExitCode> {
     }
 }
 
-fn newest(given: Option<PathBuf>) -> Result<PathBuf> {
-    match given {
-        Some(given) => Ok(given),
+fn newest(requested: Option<PathBuf>) -> Result<PathBuf> {
+    match requested {
+        Some(requested) => Ok(requested),
         None => Ok(report::folder()?.join("report.json")),
     }
 }

@@ -35,7 +35,7 @@ pub(crate) struct Report {
     pub(crate) foreign_most: f64,
     pub(crate) rathole: bool,
     pub(crate) samples: Vec<Sample>,
-    pub(crate) troubles: Vec<String>,
+    pub(crate) errors: Vec<String>,
 }
 
 impl Report {
@@ -49,7 +49,7 @@ impl Report {
         for (name, svg) in plot::render(&summary) {
             fs::write(folder.join(name), svg)?;
         }
-        tell(&text, docs)?;
+        publish(&text, docs)?;
         writeln!(std::io::stdout(), "written to {}", folder.display())?;
         Ok(())
     }
@@ -57,10 +57,10 @@ impl Report {
 
 /// Shows a report that was written before, and replaces the tables of `docs` if given.
 pub(crate) fn show(report: &Report, docs: Option<&Path>) -> Result<()> {
-    tell(&markdown::render(report, &Summary::of(report)), docs)
+    publish(&markdown::render(report, &Summary::of(report)), docs)
 }
 
-fn tell(text: &str, docs: Option<&Path>) -> Result<()> {
+fn publish(text: &str, docs: Option<&Path>) -> Result<()> {
     if let Some(docs) = docs {
         markdown::replace_tables(docs, text)?;
     }

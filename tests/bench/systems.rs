@@ -13,7 +13,7 @@ use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::link::Link;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 
-use crate::client::{Door, TARGET_NAME};
+use crate::client::{Endpoint, TARGET_NAME};
 use crate::parts::{self, raw};
 
 /// The node of every stack.
@@ -37,9 +37,9 @@ impl Edge {
         let scratch = ScratchDir::new()?;
         let ca = TestCa::new("bench")?;
         let (chain, key) = pair(&ca, TARGET_NAME, scratch.path())?;
-        let (plain, plain_address) = parts::start(&words(&["edge"])).await?;
+        let (plain, plain_address) = parts::start(&to_args(&["edge"])).await?;
         let (secure, secure_address) =
-            parts::start(&words(&["edge", "--tls", &chain, "--tls", &key])).await?;
+            parts::start(&to_args(&["edge", "--tls", &chain, "--tls", &key])).await?;
         Ok(Self {
             plain,
             secure,
@@ -81,8 +81,8 @@ fn client_tls(ca: &TestCa) -> Result<Arc<rustls::ClientConfig>> {
     Ok(Arc::new(config))
 }
 
-pub(crate) fn words(words: &[&str]) -> Vec<String> {
-    words.iter().map(|word| (*word).to_owned()).collect()
+pub(crate) fn to_args(to_args: &[&str]) -> Vec<String> {
+    to_args.iter().map(|word| (*word).to_owned()).collect()
 }
 
 /// One system under test, by its doors to the same edge services.
@@ -90,9 +90,9 @@ pub(crate) fn words(words: &[&str]) -> Vec<String> {
 pub(crate) struct System {
     pub(crate) name: &'static str,
     /// To the plain service.
-    pub(crate) plain: Door,
+    pub(crate) plain: Endpoint,
     /// To the service with TLS, where the caller speaks TLS with it.
-    pub(crate) secure: Option<Door>,
+    pub(crate) secure: Option<Endpoint>,
     pub(crate) server: Option<u32>,
     pub(crate) agent: Option<u32>,
 }
@@ -190,7 +190,7 @@ impl Culvert {
     }
 
     /// Through the byte door of the plain service.
-    pub(crate) fn door(&self) -> Door {
+    pub(crate) fn endpoint(&self) -> Endpoint {
         plain(self.service)
     }
 
@@ -199,8 +199,8 @@ impl Culvert {
     }
 }
 
-pub(crate) fn plain(address: SocketAddr) -> Door {
-    Door {
+pub(crate) fn plain(address: SocketAddr) -> Endpoint {
+    Endpoint {
         address,
         tls: None,
         host: NODE.into(),
@@ -264,7 +264,7 @@ impl Systems {
         let edge = Edge::start().await?;
         let waste = humantime::format_duration(waste).to_string();
         let relay = async |to: SocketAddr| {
-            parts::start(&words(&[
+            parts::start(&to_args(&[
                 "relay",
                 "--to",
                 &to.to_string(),
@@ -287,7 +287,8 @@ impl Systems {
             h2 = Some(Culvert::start(&edge, shape("h2")).await?);
             let (chain, key) = pair(&edge.ca, raw::name(), edge.scratch.path())?;
             for (kind, word) in [(raw::Kind::Quic, "quic"), (raw::Kind::H2, "h2")] {
-                let (process, address) = parts::start(&words(&["raw", word, &chain, &key])).await?;
+                let (process, address) =
+                    parts::start(&to_args(&["raw", word, &chain, &key])).await?;
                 raw.push((kind, process, address));
             }
         }
@@ -323,7 +324,7 @@ impl Systems {
     /// Those that carry bytes for callers.
     pub(crate) fn all(&mut self) -> Vec<System> {
         let edge = &self.edge;
-        let secure = |address| Door {
+        let secure = |address| Endpoint {
             tls: Some(edge.tls.clone()),
             ..plain(address)
         };
@@ -357,14 +358,14 @@ impl Systems {
             let (server, agent) = (stack.server_process(), stack.agent_process());
             systems.push(System {
                 name: bytes,
-                plain: stack.door(),
+                plain: stack.endpoint(),
                 secure: Some(secure(stack.secure)),
                 server,
                 agent,
             });
             systems.push(System {
                 name: http,
-                plain: Door {
+                plain: Endpoint {
                     host: format!("{NODE}:{}", edge.plain_address.port()).into(),
                     ..plain(stack.http)
                 },
@@ -376,7 +377,7 @@ impl Systems {
         if let Some(peer) = &self.peer {
             systems.push(System {
                 name: RATHOLE,
-                plain: plain(peer.door),
+                plain: plain(peer.endpoint),
                 secure: None,
                 server: peer.server.id(),
                 agent: peer.agent.id(),
@@ -391,7 +392,7 @@ impl Systems {
 struct Peer {
     server: Process,
     agent: Process,
-    door: SocketAddr,
+    endpoint: SocketAddr,
     _scratch: ScratchDir,
 }
 
@@ -402,7 +403,7 @@ impl Peer {
         let free = || -> Result<SocketAddr> {
             Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?)
         };
-        let (control, door) = (free()?, free()?);
+        let (control, endpoint) = (free()?, free()?);
         let keys = Program::at(binary).arg("--genkey").run().await?.ok()?;
         let key = |label: &str| {
             let mut lines = keys.lines().skip_while(|line| !line.starts_with(label));
@@ -414,7 +415,7 @@ impl Peer {
         let (private, public) = (key("Private")?, key("Public")?);
         let server = format!(
             "[server]\nbind_addr = \"{control}\"\ndefault_token = \"bench\"\n[server.transport]\ntype = \"noise\"\n\
-             [server.transport.noise]\nlocal_private_key = \"{private}\"\n[server.services.edge]\nbind_addr = \"{door}\"\n"
+             [server.transport.noise]\nlocal_private_key = \"{private}\"\n[server.services.edge]\nbind_addr = \"{endpoint}\"\n"
         );
         let agent = format!(
             "[client]\nremote_addr = \"{control}\"\ndefault_token = \"bench\"\n[client.transport]\ntype = \"noise\"\n\
@@ -429,13 +430,13 @@ impl Peer {
                 .start()
         };
         let (server, agent) = (run("server", server)?, run("client", agent)?);
-        crate::load::probe(&plain(door), START)
+        crate::load::probe(&plain(endpoint), START)
             .await
             .context("rathole")?;
         Ok(Self {
             server,
             agent,
-            door,
+            endpoint,
             _scratch: scratch,
         })
     }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tunnel_tests::client::{HttpReply, RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{EchoTarget, Exporter, SilentTarget, StandInKubelet};
-use tunnel_tests::world::{PATIENCE, World};
+use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, SilentTarget};
 
 /// Checks status, code and that the one line of text names what it should.
 #[track_caller]
@@ -26,8 +26,8 @@ fn check(reply: &HttpReply, status: u16, code: &str, names: &[&str]) {
     assert!(reply.ended.is_clean());
 }
 
-async fn get(world: &World, host: &str, path: &str) -> Result<HttpReply> {
-    request(world.http(), &RawRequest::get(host, path)).await
+async fn get(env: &TestEnv, host: &str, path: &str) -> Result<HttpReply> {
+    request(env.http(), &RawRequest::get(host, path)).await
 }
 
 /// A port where nothing listens: bound once, then free.
@@ -40,23 +40,23 @@ async fn closed_port() -> Result<u16> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn addressing_answers() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let shared = "192.168.33.221".parse()?;
-    world.token("worker-1", &[shared])?;
-    world.token("worker-2", &[shared])?;
+    env.token("worker-1", &[shared])?;
+    env.token("worker-2", &[shared])?;
     check(
-        &get(&world, "nobody:9100", "/").await?,
+        &get(&env, "nobody:9100", "/").await?,
         400,
         "unknown_node",
         &["nobody"],
     );
     check(
-        &get(&world, "10.1.2.3:9100", "/").await?,
+        &get(&env, "10.1.2.3:9100", "/").await?,
         400,
         "unknown_node",
         &["10.1.2.3"],
     );
-    let ambiguous = get(&world, "192.168.33.221:9100", "/").await?;
+    let ambiguous = get(&env, "192.168.33.221:9100", "/").await?;
     check(
         &ambiguous,
         400,
@@ -64,26 +64,21 @@ async fn addressing_answers() -> Result<()> {
         &["192.168.33.221", "worker-1", "worker-2"],
     );
     check(
-        &get(&world, "worker-1:9100", "/").await?,
+        &get(&env, "worker-1:9100", "/").await?,
         503,
         "no_agent",
         &["worker-1", "9100"],
     );
     check(
-        &get(&world, "worker-1:22", "/").await?,
+        &get(&env, "worker-1:22", "/").await?,
         403,
         "refused_by_policy",
         &["worker-1", "22", "--http-proxy-ports"],
     );
-    check(
-        &get(&world, "a b", "/").await?,
-        400,
-        "bad_request",
-        &["Host"],
-    );
+    check(&get(&env, "a b", "/").await?, 400, "bad_request", &["Host"]);
     let twice = RawRequest::get("worker-1:9100", "/").header("Host", "worker-2:9100");
     check(
-        &request(world.http(), &twice).await?,
+        &request(env.http(), &twice).await?,
         400,
         "bad_request",
         &["host"],
@@ -91,7 +86,7 @@ async fn addressing_answers() -> Result<()> {
     let absolute = RawRequest::new("GET", "http://worker-1:9100/", "worker-1:9100")
         .header("Connection", "close");
     check(
-        &request(world.http(), &absolute).await?,
+        &request(env.http(), &absolute).await?,
         400,
         "bad_request",
         &["absolute-form"],
@@ -99,39 +94,39 @@ async fn addressing_answers() -> Result<()> {
     let connect =
         RawRequest::new("CONNECT", "worker-1:9100", "worker-1:9100").header("Connection", "close");
     check(
-        &request(world.http(), &connect).await?,
+        &request(env.http(), &connect).await?,
         400,
         "bad_request",
         &["CONNECT"],
     );
     let long = format!("/{}", "x".repeat(8192));
     check(
-        &get(&world, "worker-1:9100", &long).await?,
+        &get(&env, "worker-1:9100", &long).await?,
         414,
         "uri_too_long",
         &["8192"],
     );
     // Heads that hyper does not take get its bare answer.
     let big = RawRequest::get("worker-1:9100", "/").header("X-Big", &"x".repeat(70 << 10));
-    assert_eq!(request(world.http(), &big).await?.status, 431);
+    assert_eq!(request(env.http(), &big).await?.status, 431);
     let fits = RawRequest::get("nobody:9100", "/").header("X-Big", &"x".repeat(60 << 10));
-    assert_eq!(request(world.http(), &fits).await?.status, 400);
+    assert_eq!(request(env.http(), &fits).await?.status, 400);
     let garbage = RawRequest::raw("GARBAGE\r\n\r\n");
-    assert_eq!(request(world.http(), &garbage).await?.status, 400);
+    assert_eq!(request(env.http(), &garbage).await?.status, 400);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn own_port_is_explained_unless_a_list_has_it() -> Result<()> {
-    let world = World::start_with(|settings| settings.http_proxy_ports = None).await?;
-    world.token("worker-1", &[])?;
+    let env = TestEnv::start_with(|settings| settings.http_proxy_ports = None).await?;
+    env.token("worker-1", &[])?;
     for address in [
-        world.bound().agents,
-        world.bound().http.unwrap(),
-        world.bound().https.unwrap(),
-        world.bound().meta,
+        env.bound().agents,
+        env.bound().http.unwrap(),
+        env.bound().https.unwrap(),
+        env.bound().meta,
     ] {
-        let reply = get(&world, &format!("worker-1:{}", address.port()), "/").await?;
+        let reply = get(&env, &format!("worker-1:{}", address.port()), "/").await?;
         let hint = format!("{} is the tunnel's own port", address.port());
         check(
             &reply,
@@ -145,12 +140,12 @@ async fn own_port_is_explained_unless_a_list_has_it() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn target_answers() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let at = |addr: SocketAddr| format!("worker-1:{}", addr.port());
 
     let closed = closed_port().await?;
-    let refused = get(&world, &format!("worker-1:{closed}"), "/").await?;
+    let refused = get(&env, &format!("worker-1:{closed}"), "/").await?;
     check(
         &refused,
         502,
@@ -160,7 +155,7 @@ async fn target_answers() -> Result<()> {
 
     let exporter = Exporter::start("worker-1").await?;
     check(
-        &get(&world, &at(exporter.addr()), "/garbage").await?,
+        &get(&env, &at(exporter.addr()), "/garbage").await?,
         502,
         "target_bad_response",
         &["worker-1"],
@@ -168,13 +163,13 @@ async fn target_answers() -> Result<()> {
 
     let no_tls = EchoTarget::start().await?;
     let https = request(
-        world.https("worker-1")?,
+        env.https("worker-1")?,
         &RawRequest::get(&at(no_tls.addr()), "/"),
     )
     .await?;
     check(&https, 502, "target_tls", &["worker-1", "TLS"]);
 
-    let kubelet = StandInKubelet::plain("worker-1").await?;
+    let kubelet = FakeKubelet::plain("worker-1").await?;
     let upgrade = |path: &str| {
         RawRequest::new("POST", path, &at(kubelet.addr()))
             .header("Connection", "Upgrade")
@@ -185,12 +180,12 @@ async fn target_answers() -> Result<()> {
         "/exec/a/b/c?refuse=302",
         "/exec/a/b/c?mismatch=true",
     ] {
-        let reply = request(world.http(), &upgrade(path)).await?;
+        let reply = request(env.http(), &upgrade(path)).await?;
         check(&reply, 502, "target_bad_response", &["worker-1"]);
         let closed = async || (kubelet.traffic().open() == 0).then_some(());
         eventually("the target's connection is closed", PATIENCE, closed).await;
     }
-    let refused = request(world.http(), &upgrade("/exec/a/b/c?refuse=403")).await?;
+    let refused = request(env.http(), &upgrade("/exec/a/b/c?refuse=403")).await?;
     assert_eq!(
         (refused.status, refused.header("x-tunnel-error")),
         (403, None),
@@ -200,18 +195,18 @@ async fn target_answers() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agents_ceiling_answers_with_its_flag() -> Result<()> {
-    let world =
-        World::start_with(|settings| settings.localhost_proxy_ports = Some("9999".into())).await?;
-    let _agent = world.agent("worker-1").await?;
+async fn agents_dial_policy_answers_with_its_flag() -> Result<()> {
+    let env = TestEnv::start_with(|settings| settings.localhost_proxy_ports = Some("9999".into()))
+        .await?;
+    let _agent = env.agent("worker-1").await?;
     check(
-        &get(&world, "worker-1:9999", "/").await?,
+        &get(&env, "worker-1:9999", "/").await?,
         403,
         "refused_by_policy",
         &["worker-1", "--localhost-ports"],
     );
     check(
-        &get(&world, "worker-1:2379", "/").await?,
+        &get(&env, "worker-1:2379", "/").await?,
         403,
         "refused_by_policy",
         &["worker-1", "--deny-ports"],
@@ -221,48 +216,49 @@ async fn agents_ceiling_answers_with_its_flag() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn address_that_an_agent_claims_never_counts() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     check(
-        &get(&world, "127.0.0.1:9100", "/").await?,
+        &get(&env, "127.0.0.1:9100", "/").await?,
         400,
         "unknown_node",
         &["127.0.0.1"],
     );
-    let status = tunnel_server::admin::status::list(world.nodes(), &[], world.registry());
+    let status = tunnel_server::admin::status::list(env.nodes(), &[], env.registry());
     assert_eq!(status[0].claimed_address.as_deref(), Some("127.0.0.1"));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_agent_answers_503_and_recovers() -> Result<()> {
-    let world =
-        World::start_with(|settings| settings.limits = World::limits("streamsPerAgent: 6")).await?;
-    let _agent = world.agent("worker-1").await?;
+    let env =
+        TestEnv::start_with(|settings| settings.limits = TestEnv::limits("streamsPerAgent: 6"))
+            .await?;
+    let _agent = env.agent("worker-1").await?;
     let silent = SilentTarget::start().await?;
     let host = format!("worker-1:{}", silent.addr().port());
-    let mut held = Vec::new();
+    let mut open_conns = Vec::new();
     for _ in 0..3 {
-        let mut stream = tunnel_tests::client::ByteStream::connect(world.http()).await?;
+        let mut stream = tunnel_tests::client::ByteStream::connect(env.http()).await?;
         stream
             .send(format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes())
             .await?;
-        held.push(stream);
+        open_conns.push(stream);
     }
     eventually("three streams are open", PATIENCE, async || {
         (silent.traffic().open() == 3).then_some(())
     })
     .await;
-    let full = get(&world, &host, "/").await?;
+    let full = get(&env, &host, "/").await?;
     // One address may have half of them.
     let hints = ["worker-1", "3 streams", "half of limits.streamsPerAgent"];
     check(&full, 503, "too_many_streams", &hints);
     assert!(full.header("retry-after").is_some());
-    drop(held);
+    drop(open_conns);
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     eventually("the agent takes streams again", PATIENCE, async || {
-        let status = get(&world, &host, "/metrics").await?.status;
+        let status = get(&env, &host, "/metrics").await?.status;
         anyhow::ensure!(status == 200, "{status}");
         anyhow::Ok(())
     })
@@ -272,19 +268,19 @@ async fn full_agent_answers_503_and_recovers() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn draining_agent_answers_503_and_keeps_its_streams() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let agent = world.agent("worker-1").await?;
+    let agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let follow = RawRequest::get(&host, "/follow");
-    let mut follow = tunnel_tests::client::Exchange::start(world.http(), &follow).await?;
+    let mut follow = tunnel_tests::client::Exchange::start(env.http(), &follow).await?;
     eventually("the follower is there", PATIENCE, async || {
         (exporter.followers() == 1).then_some(())
     })
     .await;
     agent.drain();
     eventually("new requests are refused", PATIENCE, async || {
-        let reply = get(&world, &host, "/metrics").await?;
+        let reply = get(&env, &host, "/metrics").await?;
         anyhow::ensure!(
             reply.header("x-tunnel-error") == Some("draining"),
             "{} {}",
@@ -308,24 +304,26 @@ async fn draining_agent_answers_503_and_keeps_its_streams() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_ends_answer_504() -> Result<()> {
-    let world =
-        World::start_with(|settings| settings.limits = World::limits("targetDialTimeout: 500ms"))
-            .await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start_with(|settings| {
+        settings.limits = TestEnv::limits("targetDialTimeout: 500ms")
+    })
+    .await?;
+    let _agent = env.agent("worker-1").await?;
     let silent = Unanswering::start().await?;
     let host = format!("worker-1:{}", silent.port);
     check(
-        &get(&world, &host, "/").await?,
+        &get(&env, &host, "/").await?,
         504,
         "target_timeout",
         &["worker-1", &silent.port.to_string()],
     );
 
-    let world =
-        World::start_with(|settings| settings.limits = World::limits("openTimeout: 300ms")).await?;
-    let frozen = super::scripted::ScriptedAgent::connect(&world, "worker-2").await?;
+    let env =
+        TestEnv::start_with(|settings| settings.limits = TestEnv::limits("openTimeout: 300ms"))
+            .await?;
+    let frozen = super::scripted::ScriptedAgent::connect(&env, "worker-2").await?;
     check(
-        &get(&world, "worker-2:9100", "/").await?,
+        &get(&env, "worker-2:9100", "/").await?,
         504,
         "agent_timeout",
         &["worker-2", "9100"],
@@ -363,9 +361,9 @@ impl Unanswering {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_agent_answers_502() -> Result<()> {
-    let world = World::start().await?;
-    let agent = super::scripted::ScriptedAgent::connect(&world, "worker-1").await?;
-    let asked = async { get(&world, "worker-1:9100", "/").await };
+    let env = TestEnv::start().await?;
+    let agent = super::scripted::ScriptedAgent::connect(&env, "worker-1").await?;
+    let asked = async { get(&env, "worker-1:9100", "/").await };
     let lost = async {
         let _stream = agent.next_stream().await?;
         agent.close().await;

@@ -9,7 +9,7 @@ mod many;
 mod memory;
 mod raw_quic;
 mod restart;
-mod verbs;
+mod subcommands;
 
 use std::time::Duration;
 
@@ -65,9 +65,9 @@ impl Stack {
     }
 
     async fn wait_for_traffic(&self, what: &str, patience: Duration) {
-        let door = self.server.address(Listener::Http);
+        let endpoint = self.server.address(Listener::Http);
         eventually(what, patience, async || {
-            let reply = timeout(scaled(ATTEMPT), request(door, &self.get("/metrics"))).await;
+            let reply = timeout(scaled(ATTEMPT), request(endpoint, &self.get("/metrics"))).await;
             let reply = reply.context("no answer")??;
             ensure!(
                 reply.status == 200,
@@ -87,5 +87,5 @@ const NODE: &str = "worker-1";
 /// For one request while parts of the tunnel are missing.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
-/// Enrolment, and the longest pause of an agent between two tries at the beginning of an outage.
+/// Enrollment, and the longest pause of an agent between two tries at the beginning of an outage.
 const CONNECT: Duration = Duration::from_secs(15);

@@ -4,11 +4,11 @@
 /// Each scenario as a test against the stand-in and one against a real API server.
 macro_rules! on_both {
     ($($scenario:ident),+ $(,)?) => {
-        mod stand_in {
+        mod fake_api {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                match crate::cluster::Lab::start(tunnel_tests::cluster::Kind::StandIn).await? {
-                    Some(lab) => super::$scenario(lab).await,
+                match crate::cluster::ClusterEnv::start(tunnel_tests::cluster::Kind::FakeApiServer).await? {
+                    Some(cluster_env) => super::$scenario(cluster_env).await,
                     None => Ok(()),
                 }
             })+
@@ -16,8 +16,8 @@ macro_rules! on_both {
         mod real {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                match crate::cluster::Lab::start(tunnel_tests::cluster::Kind::Real).await? {
-                    Some(lab) => super::$scenario(lab).await,
+                match crate::cluster::ClusterEnv::start(tunnel_tests::cluster::Kind::Real).await? {
+                    Some(cluster_env) => super::$scenario(cluster_env).await,
                     None => Ok(()),
                 }
             })+
@@ -55,12 +55,12 @@ use tunnel_tests::targets::Exporter;
 pub(crate) use kubectl::kubectls;
 
 /// A cluster and a folder for the servers that follow it.
-struct Lab {
+struct ClusterEnv {
     cluster: Cluster,
     scratch: ScratchDir,
 }
 
-impl Lab {
+impl ClusterEnv {
     async fn start(kind: Kind) -> Result<Option<Self>> {
         Self::with_families(kind, Families::V4).await
     }
@@ -143,10 +143,15 @@ struct Site {
 
 impl Site {
     /// Starts both; the arguments are further ones of the agent's `run`.
-    async fn start(lab: &Lab, server: &Server, node: &str, arguments: &[&str]) -> Result<Self> {
+    async fn start(
+        cluster_env: &ClusterEnv,
+        server: &Server,
+        node: &str,
+        arguments: &[&str],
+    ) -> Result<Self> {
         let exporter = Exporter::start(node).await?;
         let token = server.token(node, None).await?;
-        let folder = lab.scratch.path().join(format!("agent-{node}"));
+        let folder = cluster_env.scratch.path().join(format!("agent-{node}"));
         let agents = server.address(Listener::Agents);
         let agent = if arguments.contains(&"--node-ip") {
             AgentSetup::new(node, agents, &folder, None).args(&["--meta-listen", "127.0.0.1:0"])
@@ -194,7 +199,7 @@ impl Site {
 }
 
 /// What the server tells on its meta port.
-async fn told(server: &Server, path: &str) -> Result<String> {
+async fn fetch_text(server: &Server, path: &str) -> Result<String> {
     let meta = server.address(Listener::Meta);
     let reply = request(meta, &RawRequest::get("meta", path)).await?;
     Ok(reply.text())

@@ -1,12 +1,12 @@
 //! The CONNECT doors: kube-apiserver's egress selector, Prometheus' proxy_url, ssh and ansible.
 
 mod callers;
-mod doors;
+mod dial_policy;
 mod egress;
-mod people;
+mod listener;
 mod prometheus;
-mod ranges;
 mod rights;
+mod ssh;
 mod stalls;
 
 use std::net::SocketAddr;
@@ -19,22 +19,22 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tunnel_server::config::RawConfig;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{ClientCertificate, ClientTls, EgressDialer};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{StandInKubelet, TargetTls};
-use tunnel_tests::world::World;
+use tunnel_tests::targets::{FakeKubelet, TargetTls};
 
 const NODE: &str = "worker-1";
 /// What the door over TCP is called.
 const DOOR: &str = "tunnel.example";
 
 /// A world with a CONNECT door on a Unix socket, which may also dial this host's loopback itself.
-struct Lab {
-    world: World,
+struct ConnectFixture {
+    env: TestEnv,
     socket: PathBuf,
     _scratch: ScratchDir,
 }
 
-impl Lab {
+impl ConnectFixture {
     async fn start() -> Result<Self> {
         Self::start_with(|_| {}).await
     }
@@ -42,13 +42,13 @@ impl Lab {
     async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let socket = scratch.path().join("connect.sock");
-        let world = World::start_with(|settings| {
+        let env = TestEnv::start_with(|settings| {
             settings.connect_uds = Some(socket.to_string_lossy().into_owned());
             settings.connect_direct = vec!["127.0.0.0/8".to_owned()];
             change(settings);
         });
         Ok(Self {
-            world: world.await?,
+            env: env.await?,
             socket,
             _scratch: scratch,
         })
@@ -120,9 +120,9 @@ fn parts(issued: &Issued) -> Result<ClientCertificate> {
 }
 
 /// A kubelet of [`NODE`] with a certificate that the cluster's CA has signed.
-async fn kubelet(pki: &Pki) -> Result<StandInKubelet> {
+async fn kubelet(pki: &Pki) -> Result<FakeKubelet> {
     let any: SocketAddr = ([127, 0, 0, 1], 0).into();
-    StandInKubelet::start_on(any, NODE, Some(pki.serving(NODE)?)).await
+    FakeKubelet::start_on(any, NODE, Some(pki.serving(NODE)?)).await
 }
 
 /// A request that ends its connection.

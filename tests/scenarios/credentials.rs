@@ -2,16 +2,16 @@
 //! not get in.
 
 pub(crate) mod attacks;
-mod borrowed;
+mod credential_files;
+mod delegation;
 mod disk;
 mod distrusted;
-mod enrolment;
+mod enrollment;
 mod fuzz;
-mod given;
+mod impostor;
 mod life;
 mod processes;
 mod revoked;
-mod rogue;
 mod rotation;
 mod secrets;
 
@@ -22,8 +22,8 @@ use anyhow::Result;
 use tunnel_proto::identity::validity;
 use tunnel_proto::tls::files::chain;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::world::World;
 
 /// When the certificate in a file ends.
 fn ends(path: &Path) -> Result<SystemTime> {
@@ -32,17 +32,17 @@ fn ends(path: &Path) -> Result<SystemTime> {
 }
 
 /// The value of a metric of the server, with its labels as they are shown.
-async fn metric(world: &World, name: &str) -> Result<f64> {
-    let shown = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
+    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = shown.text();
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
 }
 
 /// Waits until a metric of the server is at least `least`.
-pub(crate) async fn metric_reaches(world: &World, name: &str, least: f64, patience: Duration) {
+pub(crate) async fn metric_reaches(env: &TestEnv, name: &str, least: f64, patience: Duration) {
     eventually(&format!("{name} {least}"), patience, async || {
-        let value = metric(world, name).await?;
+        let value = metric(env, name).await?;
         anyhow::ensure!(value >= least, "{name} is {value}");
         anyhow::Ok(())
     })

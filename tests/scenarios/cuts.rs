@@ -4,20 +4,20 @@ use anyhow::Result;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_server::config::RawService;
-use tunnel_tests::client::{BodyEnd, ByteStream, Door, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
-    EchoTarget, Exporter, HalfCloseTarget, ResetTarget, StandInKubelet, deterministic_bytes,
+    EchoTarget, Exporter, FakeKubelet, HalfCloseTarget, ResetTarget, deterministic_bytes,
 };
-use tunnel_tests::world::{PATIENCE, World};
 
 use super::scripted::ScriptedAgent;
 
 const MIB: usize = 1 << 20;
 
 /// A world with one TCP service that leads to a port of worker-1.
-async fn world_with_service(port: u16) -> Result<(World, Door)> {
-    let world = World::start_with(|settings| {
+async fn env_with_service(port: u16) -> Result<(TestEnv, Endpoint)> {
+    let env = TestEnv::start_with(|settings| {
         settings.services = vec![RawService {
             name: "raw".into(),
             listen: "127.0.0.1:0".into(),
@@ -27,30 +27,30 @@ async fn world_with_service(port: u16) -> Result<(World, Door)> {
         }];
     })
     .await?;
-    let door = Door::plain(world.bound().services[0].1);
-    Ok((world, door))
+    let endpoint = Endpoint::plain(env.bound().services[0].1);
+    Ok((env, endpoint))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let (plain, tls) = (
         Exporter::start("worker-1").await?,
-        StandInKubelet::start("worker-1").await?,
+        FakeKubelet::start("worker-1").await?,
     );
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     for path in [
         "/reset-mid-body",
         "/reset-chunked",
         "/reset-close-delimited",
         "/short",
     ] {
-        for (door, port) in [
-            (world.http(), plain.addr().port()),
-            (world.https("worker-1")?, tls.addr().port()),
+        for (endpoint, port) in [
+            (env.http(), plain.addr().port()),
+            (env.https("worker-1")?, tls.addr().port()),
         ] {
             let get = RawRequest::get(&format!("worker-1:{port}"), path);
-            let reply = match request(door, &get).await {
+            let reply = match request(endpoint, &get).await {
                 Ok(reply) => reply,
                 // The reset may overtake the head on its way to the caller.
                 Err(error) => {
@@ -73,13 +73,13 @@ async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn upgraded_stream_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
-    let world = World::start().await?;
-    let kubelet = StandInKubelet::plain("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let kubelet = FakeKubelet::plain("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
     for _ in 0..20 {
         let upgraded = UpgradeClient::spdy(&host, "/exec/a/b/c?script=reset")
-            .connect(world.http())
+            .connect(env.http())
             .await?;
         let mut stream = upgraded.switched()?;
         stream.send(b"x").await?;
@@ -96,10 +96,13 @@ async fn upgraded_stream_that_a_target_cuts_is_cut_for_the_caller() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
     let echo = EchoTarget::start().await?;
-    let (world, door) = world_with_service(echo.addr().port()).await?;
-    let _agent = world.agent("worker-1").await?;
+    let (env, endpoint) = env_with_service(echo.addr().port()).await?;
+    let _agent = env.agent("worker-1").await?;
     let sent = deterministic_bytes(1, 3 * MIB);
-    let reading = ByteStream::connect(door.clone()).await?.talk(&sent).await?;
+    let reading = ByteStream::connect(endpoint.clone())
+        .await?
+        .talk(&sent)
+        .await?;
     assert!(
         reading.bytes == sent && reading.ended == BodyEnd::CleanClose,
         "{:?}",
@@ -107,17 +110,20 @@ async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
     );
 
     let answer = HalfCloseTarget::start(16 * MIB as u64).await?;
-    let (world, door) = world_with_service(answer.addr().port()).await?;
-    let _agent = world.agent("worker-1").await?;
-    let reading = ByteStream::connect(door).await?.talk(b"question").await?;
+    let (env, endpoint) = env_with_service(answer.addr().port()).await?;
+    let _agent = env.agent("worker-1").await?;
+    let reading = ByteStream::connect(endpoint)
+        .await?
+        .talk(b"question")
+        .await?;
     assert_eq!(reading.bytes.len(), 16 * MIB);
     assert_eq!(reading.ended, BodyEnd::CleanClose);
 
     let reset = ResetTarget::start_waiting(64 << 10).await?;
-    let (world, door) = world_with_service(reset.addr().port()).await?;
-    let _agent = world.agent("worker-1").await?;
+    let (env, endpoint) = env_with_service(reset.addr().port()).await?;
+    let _agent = env.agent("worker-1").await?;
     for _ in 0..20 {
-        let mut stream = ByteStream::connect(door.clone()).await?;
+        let mut stream = ByteStream::connect(endpoint.clone()).await?;
         stream.send(b"x").await?;
         let reading = stream.read_to_end().await;
         assert!(
@@ -131,9 +137,9 @@ async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn service_without_an_agent_is_a_reset() -> Result<()> {
-    let (_world, door) = world_with_service(9100).await?;
+    let (_env, endpoint) = env_with_service(9100).await?;
     // The reset may come before the client is done with connecting.
-    match ByteStream::connect(door).await {
+    match ByteStream::connect(endpoint).await {
         Ok(mut stream) => {
             let reading = stream.read_to_end().await;
             assert!(
@@ -149,13 +155,13 @@ async fn service_without_an_agent_is_a_reset() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn refusal_after_64_kib_of_optimistic_data_keeps_code_and_detail() -> Result<()> {
-    let world = World::start().await?;
-    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let env = TestEnv::start().await?;
+    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let upload = RawRequest::new("POST", "/upload", "worker-1:9100")
         .header("Connection", "close")
         .body(vec![7; 64 << 10]);
     for _ in 0..20 {
-        let (reply, refused) = tokio::join!(request(world.http(), &upload), async {
+        let (reply, refused) = tokio::join!(request(env.http(), &upload), async {
             let stream = agent.next_stream().await?;
             stream
                 .refuse(RefusalCode::Policy, "agent's --deny-ports lists 9100")
@@ -181,11 +187,11 @@ async fn refusal_after_64_kib_of_optimistic_data_keeps_code_and_detail() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
-    let world = World::start().await?;
-    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let env = TestEnv::start().await?;
+    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let get = RawRequest::get("worker-1:9100", "/");
     for _ in 0..10 {
-        let (reply, dropped) = tokio::join!(request(world.http(), &get), async {
+        let (reply, dropped) = tokio::join!(request(env.http(), &get), async {
             let mut stream = agent.next_stream().await?;
             stream.accept("").await?;
             stream
@@ -217,14 +223,14 @@ async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
-    let world = World::start().await?;
-    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let env = TestEnv::start().await?;
+    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let answer = deterministic_bytes(5, MIB);
     let upload = RawRequest::new("POST", "/upload", "worker-1:9100")
         .header("Connection", "close")
         .body(vec![7; 8 * MIB]);
     for _ in 0..10 {
-        let (reply, answered) = tokio::join!(request(world.http(), &upload), async {
+        let (reply, answered) = tokio::join!(request(env.http(), &upload), async {
             let mut stream = agent.next_stream().await?;
             stream.accept("").await?;
             let mut first = [0; 64];
@@ -252,7 +258,7 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
         );
     }
     // Nothing is left behind of the requests that nobody took to their end.
-    let session = world.registry().of_node(&"worker-1".parse()?).remove(0);
+    let session = env.registry().of_node(&"worker-1".parse()?).remove(0);
     eventually("all streams are gone", PATIENCE, async || {
         let streams = session.session.health().streams;
         (streams == 0).then_some(()).ok_or(streams)
@@ -263,18 +269,18 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> {
-    let world = World::start_with(|settings| settings.drain_timeout = Some("1ms".into())).await?;
+    let env = TestEnv::start_with(|settings| settings.drain_timeout = Some("1ms".into())).await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     // Delimited by the end of the connection for this caller, who does not read until the server is gone.
     let raw = RawRequest::raw(format!(
         "GET /close-delimited/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
         64 * MIB
     ));
-    let exchange = tunnel_tests::client::Exchange::start(world.http(), &raw).await?;
-    let mut world = world;
-    world.stop_server().await?;
+    let exchange = tunnel_tests::client::Exchange::start(env.http(), &raw).await?;
+    let mut env = env;
+    env.stop_server().await?;
     let reply = exchange.into_reply().await;
     assert!(
         matches!(reply.ended, BodyEnd::Reset(_)),

@@ -16,20 +16,20 @@ use tokio::net::TcpListener;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::config::RawConfig;
 use tunnel_server::dns::{
-    Addresses, Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSocket, DnsSockets, Records,
+    Addresses, Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSocket, DnsSockets, Records,
     Resolvers, restore,
 };
 use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::DnsClient;
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::world::{PATIENCE, World};
 
 /// What edge nodes answer with in worlds of these scenarios.
 const TUNNEL: &str = "10.106.217.16";
 
 /// A world with DNS that asks `upstreams` about other names.
-async fn world(upstreams: &[String]) -> Result<World> {
-    World::start_with(|settings| with_dns(settings, upstreams)).await
+async fn env(upstreams: &[String]) -> Result<TestEnv> {
+    TestEnv::start_with(|settings| with_dns(settings, upstreams)).await
 }
 
 fn with_dns(settings: &mut RawConfig, upstreams: &[String]) {
@@ -43,17 +43,17 @@ fn nobody() -> Vec<String> {
     vec!["off".into()]
 }
 
-fn client(world: &World) -> Result<DnsClient> {
-    Ok(DnsClient::new(listener(world)?))
+fn client(env: &TestEnv) -> Result<DnsClient> {
+    Ok(DnsClient::new(listener(env)?))
 }
 
 /// Makes a node known and returns a client that has seen its address.
 ///
 /// # Panics
 /// When it is not answered in time.
-async fn client_that_knows(world: &World, node: &str) -> Result<DnsClient> {
-    world.nodes().record(&node.parse()?, &[]);
-    let client = client(world)?;
+async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
+    env.nodes().record(&node.parse()?, &[]);
+    let client = client(env)?;
     eventually(node, PATIENCE, async || {
         ensure!(!client.addresses(node).await?.is_empty(), "no address yet");
         anyhow::Ok(())
@@ -64,12 +64,12 @@ async fn client_that_knows(world: &World, node: &str) -> Result<DnsClient> {
 
 /// Tells a figure that was measured on the way.
 #[expect(clippy::print_stderr, reason = "shown with the test's output")]
-pub(crate) fn tell(figure: &str) {
+pub(crate) fn report_figure(figure: &str) {
     eprintln!("{figure}");
 }
 
-fn listener(world: &World) -> Result<SocketAddr> {
-    world.bound().dns.context("no DNS")
+fn listener(env: &TestEnv) -> Result<SocketAddr> {
+    env.bound().dns.context("no DNS")
 }
 
 /// DNS alone, without the server around it that feeds the records.
@@ -102,11 +102,11 @@ impl BareDns {
             listen: self.address()?,
             zone: None,
             clusters: Vec::new(),
-            others: Resolvers::These(vec![resolver]),
+            default_resolvers: Resolvers::These(vec![resolver]),
             answer: Addresses::default(),
             fixed: Vec::new(),
         };
-        let parts = DnsParts {
+        let parts = DnsInputs {
             sockets: self.0,
             settings: &settings,
             records: records.clone(),

@@ -2,23 +2,23 @@
 
 use anyhow::Result;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::World;
 
 const MIB: usize = 1 << 20;
 const ROUNDS: usize = 100;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let path = format!("/size/{MIB}");
     for round in 0..ROUNDS {
-        let agent = world.agent("worker-1").await?;
+        let agent = env.agent("worker-1").await?;
         let served = exporter.traffic().requests();
         let get = RawRequest::get(&host, &path);
-        let (reply, ()) = tokio::join!(request(world.http(), &get), async {
+        let (reply, ()) = tokio::join!(request(env.http(), &get), async {
             // The target has taken the request; its answer is on its way.
             while exporter.traffic().requests() == served {
                 tokio::task::yield_now().await;
@@ -39,20 +39,20 @@ async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
-    let mut world = World::start().await?;
+    let mut env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let path = format!("/size/{MIB}");
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     for round in 0..ROUNDS {
-        world.connected("worker-1").await;
+        env.connected("worker-1").await;
         let served = exporter.traffic().requests();
         let get = RawRequest::get(&host, &path);
-        let (reply, ()) = tokio::join!(request(world.http(), &get), async {
+        let (reply, ()) = tokio::join!(request(env.http(), &get), async {
             while exporter.traffic().requests() == served {
                 tokio::task::yield_now().await;
             }
-            world.drain_server();
+            env.drain_server();
         });
         let reply = reply?;
         assert_eq!(reply.status, 200, "round {round}: {}", reply.text());
@@ -61,7 +61,7 @@ async fn server_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Res
             Some(reply.sha256().as_str()),
             "round {round}"
         );
-        world.restart_server().await?;
+        env.restart_server().await?;
     }
     Ok(())
 }

@@ -33,7 +33,7 @@ async fn f05_partition_of_a_second_is_only_a_pause() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f06_partition_of_half_a_minute_is_told_to_new_requests_and_outlived_by_streams() {
+async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived_by_streams() {
     row("F06").await;
 }
 

@@ -11,19 +11,19 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv, server_address};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{Agent, PATIENCE, World, server_address};
 
 use super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let rogue = agent_key(&world, "worker-2")?;
-    match ScriptedAgent::greet(&world, rogue, "worker-1", [9; 16]).await? {
+    let _agent = env.agent("worker-1").await?;
+    let impostor = agent_key(&env, "worker-2")?;
+    match ScriptedAgent::handshake(&env, impostor, "worker-1", [9; 16]).await? {
         Admission::Refused(code, detail) => {
             assert_eq!(code, CloseCode::NameNotInCredential);
             assert!(
@@ -35,14 +35,14 @@ async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Res
     }
     let host = format!("worker-1:{}", exporter.addr().port());
     assert_eq!(
-        request(world.http(), &RawRequest::get(&host, "/metrics"))
+        request(env.http(), &RawRequest::get(&host, "/metrics"))
             .await?
             .status,
         200
     );
     let counted = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"} 1";
     eventually("the refusal is counted", PATIENCE, async || {
-        let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         anyhow::ensure!(metrics.text().contains(counted), "{}", metrics.text());
         anyhow::Ok(())
     })
@@ -52,41 +52,41 @@ async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Res
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificates_of_another_ca_get_no_session() -> Result<()> {
-    let (world, other) = (World::start().await?, World::start().await?);
+    let (env, other) = (TestEnv::start().await?, TestEnv::start().await?);
     let foreign = agent_key(&other, "worker-1")?;
     // In TLS 1.3 the client's handshake returns before its certificate is judged: no stream ever comes.
-    match dial(&world, foreign).await {
+    match dial(&env, foreign).await {
         Ok((session, _dialer)) => assert!(session.accept().await.is_err()),
         Err(error) => assert!(error.to_string().contains("handshake"), "{error:#}"),
     }
-    assert!(world.registry().all().is_empty());
+    assert!(env.registry().all().is_empty());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
-    let world = World::start().await?;
-    let key = agent_key(&world, "worker-1")?;
+    let env = TestEnv::start().await?;
+    let key = agent_key(&env, "worker-1")?;
     let Admission::Admitted(first) =
-        ScriptedAgent::greet(&world, key.clone(), "worker-1", [1; 16]).await?
+        ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?
     else {
         panic!("first not admitted");
     };
-    match ScriptedAgent::greet(&world, key.clone(), "worker-1", [2; 16]).await? {
+    match ScriptedAgent::handshake(&env, key.clone(), "worker-1", [2; 16]).await? {
         Admission::Refused(code, _) => assert_eq!(code, CloseCode::NameInUse),
         Admission::Admitted(_) => panic!("a clone was admitted beside the live agent"),
     }
     // The same process may come again: make before break.
     assert!(matches!(
-        ScriptedAgent::greet(&world, key.clone(), "worker-1", [1; 16]).await?,
+        ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?,
         Admission::Admitted(_)
     ));
     first.close().await;
-    let next = async || match ScriptedAgent::greet(&world, key.clone(), "worker-1", [3; 16]).await?
-    {
-        Admission::Admitted(_) => anyhow::Ok(()),
-        Admission::Refused(code, _) => anyhow::bail!("{code}"),
-    };
+    let next =
+        async || match ScriptedAgent::handshake(&env, key.clone(), "worker-1", [3; 16]).await? {
+            Admission::Admitted(_) => anyhow::Ok(()),
+            Admission::Refused(code, _) => anyhow::bail!("{code}"),
+        };
     eventually(
         "another instance gets in after the first has gone",
         PATIENCE,
@@ -98,7 +98,7 @@ async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let hello = Hello {
         versions: (7, 9),
         capabilities: vec![],
@@ -107,7 +107,7 @@ async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
         software: "from-the-future".into(),
         node_ip: String::new(),
     };
-    match ScriptedAgent::say(&world, agent_key(&world, "worker-1")?, hello).await? {
+    match ScriptedAgent::say(&env, agent_key(&env, "worker-1")?, hello).await? {
         Admission::Refused(code, detail) => {
             assert_eq!(code, CloseCode::Version);
             assert!(
@@ -122,19 +122,19 @@ async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
-    let (world, imposter) = (World::start().await?, World::start().await?);
-    let token = world.token("worker-1", &[])?;
+    let (env, imposter) = (TestEnv::start().await?, TestEnv::start().await?);
+    let token = env.token("worker-1", &[])?;
     // Everything that the agent sends to the imposter's enrolment port goes through this tap.
     let tap = TcpListener::bind("127.0.0.1:0").await?;
-    let mut config = world.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Given(token.clone()));
+    let mut config = env.agent_config("worker-1")?;
+    config.token = Some(TokenSource::Inline(token.clone()));
     config.servers = vec![server_address(tap.local_addr()?)];
     let agent = Agent::start(config).await;
     let (mut from_agent, _) = tokio::time::timeout(Duration::from_secs(30), tap.accept()).await??;
     let mut to_imposter = tokio::net::TcpStream::connect(imposter.bound().agents).await?;
     let (mut agent_reads, mut agent_writes) = from_agent.split();
     let (mut server_reads, mut server_writes) = to_imposter.split();
-    let mut heard = Vec::new();
+    let mut received = Vec::new();
     let tapped = async {
         let mut chunk = [0; 4096];
         loop {
@@ -142,7 +142,7 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
             if count == 0 {
                 break;
             }
-            heard.extend_from_slice(&chunk[..count]);
+            received.extend_from_slice(&chunk[..count]);
             tokio::io::AsyncWriteExt::write_all(&mut server_writes, &chunk[..count]).await?;
         }
         anyhow::Ok(())
@@ -174,7 +174,10 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
         },
     )
     .await;
-    assert!(!heard.is_empty(), "the agent never spoke to the imposter");
+    assert!(
+        !received.is_empty(),
+        "the agent never spoke to the imposter"
+    );
     assert!(imposter.nodes().snapshot().is_empty());
     drop(agent);
     Ok(())
@@ -182,25 +185,25 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_is_for_one_node_and_one_key() -> Result<()> {
-    let world = World::start().await?;
-    let token = world.token("worker-1", &[])?;
+    let env = TestEnv::start().await?;
+    let token = env.token("worker-1", &[])?;
     // Another node with that token.
-    let mut config = world.agent_config("worker-2")?;
-    config.token = Some(TokenSource::Given(token.clone()));
+    let mut config = env.agent_config("worker-2")?;
+    config.token = Some(TokenSource::Inline(token.clone()));
     let error = format!("{:#}", end_of(config).await);
     assert!(
         error.contains("worker-1") || error.contains("another node"),
         "{error}"
     );
     // The node itself, then a second host with the same token.
-    let mut config = world.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Given(token.clone()));
+    let mut config = env.agent_config("worker-1")?;
+    config.token = Some(TokenSource::Inline(token.clone()));
     let first = Agent::start(config).await?;
-    world.connected("worker-1").await;
+    env.connected("worker-1").await;
     first.stop().await?;
-    let mut config = world.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Given(token));
-    config.data_dir = world.path().join("stolen");
+    let mut config = env.agent_config("worker-1")?;
+    config.token = Some(TokenSource::Inline(token));
+    config.data_dir = env.path().join("stolen");
     let error = format!("{:#}", end_of(config).await);
     assert!(error.contains("used"), "{error}");
     Ok(())
@@ -218,33 +221,33 @@ async fn end_of(config: tunnel_agent::config::Config) -> anyhow::Error {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stored_certificate_is_used_again_and_the_token_ignored() -> Result<()> {
-    let world = World::start().await?;
-    world.agent("worker-1").await?.stop().await?;
-    let gone = async || world.registry().all().is_empty().then_some(());
+    let env = TestEnv::start().await?;
+    env.agent("worker-1").await?.stop().await?;
+    let gone = async || env.registry().all().is_empty().then_some(());
     eventually("the agent has left", PATIENCE, gone).await;
-    let _again = world
+    let _again = env
         .agent_with("worker-1", |config| config.token = None)
         .await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn doors_certificate_is_not_resumed() -> Result<()> {
+async fn listeners_certificate_is_not_resumed() -> Result<()> {
     use rustls::client::Resumption;
-    let world = World::start().await?;
-    let exporter = tunnel_tests::targets::StandInKubelet::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let exporter = tunnel_tests::targets::FakeKubelet::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     #[expect(clippy::disallowed_methods, reason = "a caller that would resume")]
     let mut config = rustls::ClientConfig::builder_with_provider(tunnel_proto::tls::provider())
         .with_safe_default_protocol_versions()?
-        .with_root_certificates(rustls::RootCertStore::clone(&*world.roots()?))
+        .with_root_certificates(rustls::RootCertStore::clone(&*env.roots()?))
         .with_no_client_auth();
     config.resumption = Resumption::in_memory_sessions(8);
     let config = Arc::new(config);
     for _ in 0..2 {
         let connector = tokio_rustls::TlsConnector::from(config.clone());
-        let tcp = tokio::net::TcpStream::connect(world.bound().https.unwrap()).await?;
+        let tcp = tokio::net::TcpStream::connect(env.bound().https.unwrap()).await?;
         let mut stream = connector.connect("worker-1".try_into()?, tcp).await?;
         let head = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
         tokio::io::AsyncWriteExt::write_all(&mut stream, head.as_bytes()).await?;

@@ -9,13 +9,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::process::settings::ConfigErrors;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::dns::{DnsClient, RecordType, query};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{PATIENCE, World};
 
 /// Another host's address, as far as the server can tell.
 const CROWD: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -62,9 +62,9 @@ async fn disperses(crowd: &mut [TcpStream]) -> Result<()> {
 }
 
 /// A handshake on the agents' port, from the crowd's own address.
-async fn handshake_from_crowd(world: &World) -> Result<()> {
-    let socket = from_crowd(world.bound().agents).await?;
-    let client = tls::enroll_client(Trust::Pin(world.ca().spki_sha256()))?;
+async fn handshake_from_crowd(env: &TestEnv) -> Result<()> {
+    let socket = from_crowd(env.bound().agents).await?;
+    let client = tls::enroll_client(Trust::Pin(env.ca().spki_sha256()))?;
     let name = "tunnel-server.invalid".try_into()?;
     TlsConnector::from(client).connect(name, socket).await?;
     Ok(())
@@ -73,8 +73,8 @@ async fn handshake_from_crowd(world: &World) -> Result<()> {
 /// T09 on the meta port: probes from elsewhere are answered, and so is one from the crowd's own address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> Result<()> {
-    let world = World::start().await?;
-    let meta = world.bound().meta;
+    let env = TestEnv::start().await?;
+    let meta = env.bound().meta;
     let mut crowd = slow_crowd(meta, b'G').await?;
     let probe = RawRequest::get("meta", "/livez");
     assert_eq!(request(meta, &probe).await?.status, 200);
@@ -95,13 +95,13 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
 /// T09 on the DNS over TCP: a source has 32 connections at most, for 5 s each, so others are answered at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result<()> {
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.dns_listen = Some("127.0.0.1:0".into());
         settings.dns_answer = vec!["192.0.2.1".into()];
         settings.dns_upstream = vec!["off".into()];
     })
     .await?;
-    let dns = world.bound().dns.context("no DNS")?;
+    let dns = env.bound().dns.context("no DNS")?;
     let mut crowd = slow_crowd(dns, 0).await?;
     let asked = query("worker-9", RecordType::A)?;
     let client = DnsClient::new(dns);
@@ -121,7 +121,7 @@ async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result
 
 /// One below, at and above the places for connections without a credential: of one source, and of all.
 #[tokio::test(flavor = "multi_thread")]
-async fn pre_auth_places_hold_for_one_below_at_and_above() -> Result<()> {
+async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
     for (limits, reached) in [
         (
             "{ preAuthPerSource: 3, preAuthTotal: 100 }",
@@ -129,16 +129,16 @@ async fn pre_auth_places_hold_for_one_below_at_and_above() -> Result<()> {
         ),
         ("{ preAuthPerSource: 100, preAuthTotal: 3 }", "preAuthTotal"),
     ] {
-        let world = World::start_with(|settings| settings.limits = World::limits(limits)).await?;
+        let env = TestEnv::start_with(|settings| settings.limits = TestEnv::limits(limits)).await?;
         let series = format!("tunnel_server_limits_reached_total{{limit=\"{reached}\"}}");
-        let mut held = Vec::new();
+        let mut open_conns = Vec::new();
         for (count, expected) in [(2, 0), (3, 0), (4, 1)] {
-            while held.len() < count {
-                held.push(from_crowd(world.bound().agents).await?);
+            while open_conns.len() < count {
+                open_conns.push(from_crowd(env.bound().agents).await?);
             }
             // Whoever has connected later, and been seen, shows that those before were seen.
             eventually("all are seen", PATIENCE, async || {
-                let value = metric(&world, &series).await?;
+                let value = metric(&env, &series).await?;
                 ensure!(value == expected, "{reached} is {value} for {count}");
                 anyhow::Ok(())
             })
@@ -146,7 +146,7 @@ async fn pre_auth_places_hold_for_one_below_at_and_above() -> Result<()> {
         }
         // The one that came too many, or the oldest, is gone; three are left.
         let mut gone = 0;
-        for socket in &mut held {
+        for socket in &mut open_conns {
             let read = timeout(Duration::from_millis(200), socket.read(&mut [0; 1])).await;
             gone += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
         }
@@ -158,14 +158,14 @@ async fn pre_auth_places_hold_for_one_below_at_and_above() -> Result<()> {
 /// One below, at and above `dnsConnections`: the one too many waits, and is served when another ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.dns_listen = Some("127.0.0.1:0".into());
         settings.dns_answer = vec!["192.0.2.1".into()];
         settings.dns_upstream = vec!["off".into()];
-        settings.limits = World::limits("{ dnsConnections: 3 }");
+        settings.limits = TestEnv::limits("{ dnsConnections: 3 }");
     })
     .await?;
-    let dns = world.bound().dns.context("no DNS")?;
+    let dns = env.bound().dns.context("no DNS")?;
     let bytes = query("worker-9", RecordType::A)?.to_vec()?;
     let ask = async |socket: &mut TcpStream| -> Result<()> {
         socket.write_u16(u16::try_from(bytes.len())?).await?;
@@ -175,13 +175,13 @@ async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
         Ok(())
     };
     let waited = "tunnel_server_dns_connections_waited_total";
-    let mut held = Vec::new();
+    let mut open_conns = Vec::new();
     for _ in 0..3 {
         let mut socket = from_crowd(dns).await?;
         ask(&mut socket).await?;
-        held.push(socket);
+        open_conns.push(socket);
     }
-    assert_eq!(metric(&world, waited).await?, 0);
+    assert_eq!(metric(&env, waited).await?, 0);
     let mut fourth = from_crowd(dns).await?;
     let mut waiting = Box::pin(ask(&mut fourth));
     ensure!(
@@ -189,14 +189,14 @@ async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
             .await
             .is_err()
     );
-    assert_eq!(metric(&world, waited).await?, 1);
-    held.pop();
+    assert_eq!(metric(&env, waited).await?, 1);
+    open_conns.pop();
     timeout(scaled(PATIENCE), waiting).await??;
     Ok(())
 }
 
-async fn metric(world: &World, name: &str) -> Result<u64> {
-    let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+async fn metric(env: &TestEnv, name: &str) -> Result<u64> {
+    let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = metrics.text();
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     Ok(line.unwrap_or("0").trim().parse()?)
@@ -206,16 +206,16 @@ async fn metric(world: &World, name: &str) -> Result<u64> {
 /// the same address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -> Result<()> {
-    let world = Arc::new(World::start().await?);
+    let env = Arc::new(TestEnv::start().await?);
     let exporter = Exporter::start("worker-1").await?;
-    let mut crowd = slow_crowd(world.bound().agents, TLS_RECORD).await?;
-    let _agent = world.agent("worker-1").await?;
+    let mut crowd = slow_crowd(env.bound().agents, TLS_RECORD).await?;
+    let _agent = env.agent("worker-1").await?;
     eventually("the crowd's address gets in", PATIENCE, async || {
-        handshake_from_crowd(&world).await
+        handshake_from_crowd(&env).await
     })
     .await;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let scrape = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    let scrape = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(scrape.status, 200);
     eventually(
         "all above the share are pushed out or turned away",
@@ -224,7 +224,7 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
             let mut gone = 0;
             for result in ["evicted", "overloaded", "timeout"] {
                 let series = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
-                gone += metric(&world, &series).await?;
+                gone += metric(&env, &series).await?;
             }
             ensure!(
                 gone >= u64::try_from(CROWD_SIZE - PLACES)?,
@@ -241,31 +241,31 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
 /// T09 on the doors: a scrape is served meanwhile, from elsewhere and from the crowd's own address, though the crowd may take
 /// all places.
 #[tokio::test(flavor = "multi_thread")]
-async fn t09_five_thousand_slow_sockets_on_a_door_keep_no_scrape_out() -> Result<()> {
+async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Result<()> {
     let limits = format!("{{ callersTotal: {CALLERS}, callersPerSource: {CALLERS} }}");
-    let world = World::start_with(|settings| settings.limits = World::limits(&limits)).await?;
+    let env = TestEnv::start_with(|settings| settings.limits = TestEnv::limits(&limits)).await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let (http, https) = (world.bound().http, world.bound().https);
+    let _agent = env.agent("worker-1").await?;
+    let (http, https) = (env.bound().http, env.bound().https);
     let host = format!("worker-1:{}", exporter.addr().port());
     let get = RawRequest::get(&host, "/metrics");
     // The TLS door is asked for a port that it refuses by itself: that it answers is all that counts here.
     let refused = RawRequest::get("worker-1:81", "/metrics");
-    let plain = (http.context("http")?, world.http(), b'G', &get, 200);
+    let plain = (http.context("http")?, env.http(), b'G', &get, 200);
     let secure = (
         https.context("https")?,
-        world.https("worker-1")?,
+        env.https("worker-1")?,
         TLS_RECORD,
         &refused,
         403,
     );
-    for (address, door, first, asked, status) in [plain, secure] {
+    for (address, endpoint, first, asked, status) in [plain, secure] {
         let mut crowd = slow_crowd(address, first).await?;
-        let scrape = request(door, asked).await?;
+        let scrape = request(endpoint, asked).await?;
         assert_eq!(scrape.status, status);
-        let door = http.context("http")?;
+        let endpoint = http.context("http")?;
         eventually("the crowd's address is served", PATIENCE, async || {
-            let mut neighbour = from_crowd(door).await?;
+            let mut neighbour = from_crowd(endpoint).await?;
             neighbour.write_all(&get.head_bytes()).await?;
             let mut answer = Vec::new();
             neighbour.read_to_end(&mut answer).await?;
@@ -276,8 +276,8 @@ async fn t09_five_thousand_slow_sockets_on_a_door_keep_no_scrape_out() -> Result
         .await;
         disperses(&mut crowd).await?;
     }
-    let evicted = metric(&world, "tunnel_server_callers_evicted_total").await?
-        + metric(&world, "tunnel_server_callers_refused_total").await?;
+    let evicted = metric(&env, "tunnel_server_callers_evicted_total").await?
+        + metric(&env, "tunnel_server_callers_refused_total").await?;
     let least = u64::try_from(CROWD_SIZE - CALLERS)?;
     ensure!(
         evicted >= least,
@@ -293,7 +293,8 @@ fn default_window_has_fewer_gaps_than_quinn_allows() {
     const PIECES: u32 = 1024;
     const SMALLEST_PACKET: u32 = 1200;
     let agent = tunnel_agent::config::Limits::default().stream_window;
-    let server = tunnel_server::config::Limits::check(&mut Mistakes::default(), None).stream_window;
+    let server =
+        tunnel_server::config::Limits::check(&mut ConfigErrors::default(), None).stream_window;
     for window in [agent, server] {
         assert!(window / SMALLEST_PACKET / 2 < PIECES, "{window}");
     }

@@ -9,18 +9,25 @@ use tunnel_tests::process::{Fleet, Listener, Process};
 use tunnel_tests::tools::or_skip;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn edges_with_one_address_are_told_apart_by_name() -> Result<()> {
+async fn edges_with_one_address_are_distinguished_by_name() -> Result<()> {
     let Some(sites) = or_skip(Topology::new()) else {
         return Ok(());
     };
     let _exporters = exporters(&sites).await?;
     let mut fleet = Fleet::start(&sites, &["--http-proxy-ports", "9100"]).await?;
     let cloud = Some(sites.cloud());
-    let door = fleet.server().address(Listener::Http);
+    let endpoint = fleet.server().address(Listener::Http);
 
     // Both at the same time, so that a mix-up has its chance.
     let by_name = NODES.map(|node| async move {
-        tally(cloud, door, &format!("{node}:9100"), "/metrics", REQUESTS).await
+        tally(
+            cloud,
+            endpoint,
+            &format!("{node}:9100"),
+            "/metrics",
+            REQUESTS,
+        )
+        .await
     });
     let [first, second] = by_name;
     let (first, second) = tokio::join!(first, second);
@@ -32,16 +39,16 @@ async fn edges_with_one_address_are_told_apart_by_name() -> Result<()> {
         );
     }
 
-    by_address_is_ambiguous(&sites, door).await?;
+    by_address_is_ambiguous(&sites, endpoint).await?;
     nodes_shows_the_shared_address(&fleet).await?;
 
     fleet.stop_agent(1).await?;
-    by_address_is_ambiguous(&sites, door).await?;
+    by_address_is_ambiguous(&sites, endpoint).await?;
     nodes_shows_the_shared_address(&fleet).await?;
-    let (head, _) = get(cloud, door, "worker-2:9100", "/metrics").await?;
+    let (head, _) = get(cloud, endpoint, "worker-2:9100", "/metrics").await?;
     ensure!(head.starts_with("HTTP/1.1 503"), "{head}");
     ensure!(has_code(&head, "no_agent"), "{head}");
-    let (head, body) = get(cloud, door, "worker-1:9100", "/metrics").await?;
+    let (head, body) = get(cloud, endpoint, "worker-1:9100", "/metrics").await?;
     ensure!(
         head.starts_with("HTTP/1.1 200") && body.contains("node=\"worker-1\""),
         "{head}\n{body}"
@@ -50,7 +57,7 @@ async fn edges_with_one_address_are_told_apart_by_name() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn edges_cannot_be_dialled_from_the_cloud() -> Result<()> {
+async fn edges_cannot_be_dialed_from_the_cloud() -> Result<()> {
     let Some(sites) = or_skip(Topology::new()) else {
         return Ok(());
     };
@@ -79,10 +86,10 @@ async fn edges_cannot_be_dialled_from_the_cloud() -> Result<()> {
     Ok(())
 }
 
-async fn by_address_is_ambiguous(sites: &Topology, door: SocketAddr) -> Result<()> {
+async fn by_address_is_ambiguous(sites: &Topology, endpoint: SocketAddr) -> Result<()> {
     let (head, body) = get(
         Some(sites.cloud()),
-        door,
+        endpoint,
         &exporter().to_string(),
         "/metrics",
     )

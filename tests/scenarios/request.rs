@@ -1,24 +1,21 @@
 //! Requests by node name through the doors: what arrives at the target and what comes back.
 
 use anyhow::Result;
-use tunnel_tests::client::{BodyEnd, Door, Exchange, KeepAliveClient, RawRequest, request};
-use tunnel_tests::targets::{Exporter, StandInKubelet};
-use tunnel_tests::world::{Agent, World};
+use tunnel_tests::client::{BodyEnd, Endpoint, Exchange, KeepAliveClient, RawRequest, request};
+use tunnel_tests::env::{Agent, TestEnv};
+use tunnel_tests::targets::{Exporter, FakeKubelet};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_with_one_address_are_reached_by_name() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let (one, two) = (
         Exporter::start("worker-1").await?,
         Exporter::start("worker-2").await?,
     );
-    let _agents = (
-        world.agent("worker-1").await?,
-        world.agent("worker-2").await?,
-    );
+    let _agents = (env.agent("worker-1").await?, env.agent("worker-2").await?);
     for (node, target) in [("worker-1", &one), ("worker-2", &two)] {
         let host = format!("{node}:{}", target.addr().port());
-        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         assert_eq!(reply.status, 200);
         assert!(
             reply.text().contains(&format!("node=\"{node}\"")),
@@ -32,31 +29,25 @@ async fn nodes_with_one_address_are_reached_by_name() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tls_door_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target() -> Result<()> {
-    let world = World::start().await?;
-    let kubelet = StandInKubelet::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+async fn https_listener_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target()
+-> Result<()> {
+    let env = TestEnv::start().await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
-    let reply = request(
-        world.https("worker-1")?,
-        &RawRequest::get(&host, "/metrics"),
-    )
-    .await?;
+    let reply = request(env.https("worker-1")?, &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(reply.status, 200, "{}", reply.text());
     assert!(reply.text().contains("worker-1"));
     assert_eq!(reply.ended, BodyEnd::CleanLength);
     // The certificate is for the name that was asked for, not for any name.
     assert!(
-        request(
-            world.https("worker-2")?,
-            &RawRequest::get(&host, "/metrics")
-        )
-        .await
-        .is_err()
+        request(env.https("worker-2")?, &RawRequest::get(&host, "/metrics"))
+            .await
+            .is_err()
     );
     // Nobody's credential is lent to a caller who has none.
     let reply = request(
-        world.https("worker-1")?,
+        env.https("worker-1")?,
         &RawRequest::get(&host, "/client-certificate"),
     )
     .await?;
@@ -67,7 +58,7 @@ async fn tls_door_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
     let Site {
-        world,
+        env,
         exporter,
         host,
         _agent,
@@ -79,7 +70,7 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
         "/chunked/5000000",
         "/close-delimited/5000000",
     ] {
-        let through = request(world.http(), &RawRequest::get(&host, path)).await?;
+        let through = request(env.http(), &RawRequest::get(&host, path)).await?;
         let direct = request(exporter.addr(), &RawRequest::get(&host, path)).await?;
         assert_eq!(through.status, 200);
         assert!(through.ended.is_clean(), "{path}: {:?}", through.ended);
@@ -88,7 +79,7 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
     let upload = RawRequest::new("POST", "/upload", &host)
         .header("Connection", "close")
         .body(vec![7; 3_000_000]);
-    let through = request(world.http(), &upload).await?;
+    let through = request(env.http(), &upload).await?;
     assert_eq!(
         through.text(),
         request(exporter.addr(), &upload).await?.text()
@@ -99,19 +90,19 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
     let Site {
-        world,
+        env,
         exporter,
         host,
         _agent,
     } = Site::start().await?;
-    let mut follow = Exchange::start(world.http(), &RawRequest::get(&host, "/follow")).await?;
+    let mut follow = Exchange::start(env.http(), &RawRequest::get(&host, "/follow")).await?;
     assert_eq!(follow.status(), 200);
     for index in 0..20 {
         let line = format!("line {index}");
         // The next line is only sent after the one before has arrived: nothing may wait for more.
         tunnel_tests::eventually::eventually(
             "the follower is there",
-            tunnel_tests::world::PATIENCE,
+            tunnel_tests::env::PATIENCE,
             async || (exporter.emit(&line) > 0).then_some(()),
         )
         .await;
@@ -130,16 +121,13 @@ async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let (one, two) = (
         Exporter::start("worker-1").await?,
         Exporter::start("worker-2").await?,
     );
-    let _agents = (
-        world.agent("worker-1").await?,
-        world.agent("worker-2").await?,
-    );
-    let mut client = KeepAliveClient::connect(world.http()).await?;
+    let _agents = (env.agent("worker-1").await?, env.agent("worker-2").await?);
+    let mut client = KeepAliveClient::connect(env.http()).await?;
     for round in 0..50 {
         let (node, target) = if round % 2 == 0 {
             ("worker-1", &one)
@@ -165,9 +153,9 @@ async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let port = exporter.addr().port();
     let asked = RawRequest::new("GET", "/headers", &format!("WORKER-1.:{port}"))
         .header("X-Tunnel-Proxy-Host", "worker-1")
@@ -177,7 +165,7 @@ async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Resul
         .header("Keep-Alive", "timeout=5")
         .header("Authorization", "Bearer secret")
         .header("X-Kept", "yes");
-    let head = request(world.http(), &asked).await?.text();
+    let head = request(env.http(), &asked).await?.text();
     assert!(
         head.contains(&format!("Host: worker-1:{port}\r\n")),
         "{head}"
@@ -196,19 +184,19 @@ async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Resul
 async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.localhost_proxy_ports = Some(port.to_string());
     })
     .await?;
     // The node's own address is one where nothing listens, so only the loopback class can reach the exporter.
-    let _agent = world
+    let _agent = env
         .agent_with("worker-1", |config| {
             config.node_ip = Some([127, 0, 0, 77].into());
-            config.ceiling.localhost_ports = port.to_string().parse().unwrap();
+            config.dial_policy.localhost_ports = port.to_string().parse().unwrap();
         })
         .await?;
     let reply = request(
-        world.http(),
+        env.http(),
         &RawRequest::get(&format!("worker-1:{port}"), "/headers"),
     )
     .await?;
@@ -224,19 +212,19 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
     let Site {
-        world,
+        env,
         exporter,
         host,
         _agent,
     } = Site::start().await?;
     for path in ["/follow", "/slow-head"] {
         let raw = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
-        let mut stream = tunnel_tests::client::ByteStream::connect(world.http()).await?;
+        let mut stream = tunnel_tests::client::ByteStream::connect(env.http()).await?;
         stream.send(raw.as_bytes()).await?;
         let open = async || (exporter.traffic().open() == 1).then_some(());
         tunnel_tests::eventually::eventually(
             "target is reached",
-            tunnel_tests::world::PATIENCE,
+            tunnel_tests::env::PATIENCE,
             open,
         )
         .await;
@@ -244,7 +232,7 @@ async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
         let closed = async || (exporter.traffic().open() == 0).then_some(());
         tunnel_tests::eventually::eventually(
             "target's side closes",
-            tunnel_tests::world::PATIENCE,
+            tunnel_tests::env::PATIENCE,
             closed,
         )
         .await;
@@ -257,16 +245,16 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
     // The door of the extra port has the target's number on another loopback address, as a Service would.
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.http_proxy_ports = Some(port.to_string());
         settings.proxy_port_listen = Some("127.0.0.5".into());
     })
     .await?;
-    let _agent = world.agent("worker-1").await?;
-    let door = Door::plain(world.bound().proxy[0]);
-    assert_eq!(world.bound().proxy[0].port(), port);
+    let _agent = env.agent("worker-1").await?;
+    let endpoint = Endpoint::plain(env.bound().proxy[0]);
+    assert_eq!(env.bound().proxy[0].port(), port);
     for host in ["worker-1".to_owned(), format!("worker-1:{port}")] {
-        let reply = request(door.clone(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(endpoint.clone(), &RawRequest::get(&host, "/metrics")).await?;
         assert!(
             reply.text().contains("node=\"worker-1\""),
             "{}",
@@ -279,7 +267,7 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn chunked_body_of_any_method_arrives() -> Result<()> {
     let Site {
-        world,
+        env,
         exporter,
         host,
         _agent,
@@ -289,7 +277,7 @@ async fn chunked_body_of_any_method_arrives() -> Result<()> {
             .header("Connection", "close")
             .header("Transfer-Encoding", "chunked")
             .followed_by("5\r\nhello\r\n0\r\n\r\n");
-        let through = request(world.http(), &upload).await?;
+        let through = request(env.http(), &upload).await?;
         let direct = request(exporter.addr(), &upload).await?;
         assert_eq!(
             (through.status, through.text()),
@@ -302,29 +290,26 @@ async fn chunked_body_of_any_method_arrives() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
-    let world = World::start().await?;
-    let kubelet = StandInKubelet::start("00012345").await?;
-    let _agent = world.agent("00012345").await?;
+    let env = TestEnv::start().await?;
+    let kubelet = FakeKubelet::start("00012345").await?;
+    let _agent = env.agent("00012345").await?;
     let host = format!("00012345:{}", kubelet.addr().port());
     // Such a name cannot be asked for in SNI, so the caller verifies the door by another one.
-    let reply = request(
-        world.https("localhost")?,
-        &RawRequest::get(&host, "/metrics"),
-    )
-    .await?;
+    let reply = request(env.https("localhost")?, &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(reply.status, 200, "{}", reply.text());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connection_ends_without_a_reset() -> Result<()> {
-    let world =
-        World::start_with(|settings| settings.limits = World::limits("callerIdleTimeout: 300ms"))
-            .await?;
+    let env = TestEnv::start_with(|settings| {
+        settings.limits = TestEnv::limits("callerIdleTimeout: 300ms")
+    })
+    .await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let mut client = KeepAliveClient::connect(world.http()).await?;
+    let mut client = KeepAliveClient::connect(env.http()).await?;
     client
         .request(&RawRequest::new("GET", "/metrics", &host))
         .await?;
@@ -334,7 +319,7 @@ async fn idle_connection_ends_without_a_reset() -> Result<()> {
 
 /// One node with an exporter, and the Host that leads to it.
 struct Site {
-    world: World,
+    env: TestEnv,
     exporter: Exporter,
     host: String,
     _agent: Agent,
@@ -342,12 +327,12 @@ struct Site {
 
 impl Site {
     async fn start() -> Result<Self> {
-        let world = World::start().await?;
+        let env = TestEnv::start().await?;
         let exporter = Exporter::start("worker-1").await?;
-        let _agent = world.agent("worker-1").await?;
+        let _agent = env.agent("worker-1").await?;
         let host = format!("worker-1:{}", exporter.addr().port());
         Ok(Self {
-            world,
+            env,
             exporter,
             host,
             _agent,

@@ -8,7 +8,7 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::sign::CertifiedKey;
 use std::net::SocketAddr;
 use tokio::time::Instant;
-use tunnel_proto::tcp::Remote;
+use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::quic::QuicDialer;
@@ -18,7 +18,7 @@ use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
-use tunnel_tests::world::World;
+use tunnel_tests::env::TestEnv;
 
 /// A session that is held by the test.
 pub(crate) struct ScriptedAgent {
@@ -34,18 +34,18 @@ pub(crate) enum Admission {
 }
 
 /// A certificate of the world's CA for an agent.
-pub(crate) fn agent_key(world: &World, node: &str) -> Result<Arc<CertifiedKey>> {
+pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> {
     let key = KeyPair::generate()?;
     let request = CertificateParams::default().serialize_request(&key)?;
-    let issued = world.ca().issue_agent(request.der(), &node.parse()?)?;
-    world.nodes().record(&node.parse()?, &[]);
+    let issued = env.ca().issue_agent(request.der(), &node.parse()?)?;
+    env.nodes().record(&node.parse()?, &[]);
     let key = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
     Ok(tls::certified_key(issued.chain, key)?)
 }
 
 /// An address as dialled.
-pub(crate) fn remote(address: SocketAddr) -> Remote {
-    Remote {
+pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
+    ServerAddr {
         name: address.to_string(),
         address: Some(address),
     }
@@ -65,13 +65,13 @@ pub(crate) fn settings() -> SessionSettings {
 
 /// Dials the world's server with a credential.
 pub(crate) async fn dial(
-    world: &World,
+    env: &TestEnv,
     key: Arc<CertifiedKey>,
 ) -> Result<(Arc<dyn Session>, QuicDialer)> {
     let settings = settings();
-    let tls = tls::session_client(key, Trust::Roots(world.roots()?), ALPN_SESSION)?;
+    let tls = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION)?;
     let dialer = QuicDialer::new(tls, settings)?;
-    let session = dialer.dial(&remote(world.bound().agents)).await?;
+    let session = dialer.dial(&remote(env.bound().agents)).await?;
     Ok((session, dialer))
 }
 
@@ -106,34 +106,34 @@ pub(crate) async fn introduce(
 
 impl ScriptedAgent {
     /// An admitted agent.
-    pub(crate) async fn connect(world: &World, node: &str) -> Result<Self> {
-        match Self::greet(world, agent_key(world, node)?, node, [7; 16]).await? {
+    pub(crate) async fn connect(env: &TestEnv, node: &str) -> Result<Self> {
+        match Self::handshake(env, agent_key(env, node)?, node, [7; 16]).await? {
             Admission::Admitted(agent) => Ok(agent),
             Admission::Refused(code, detail) => bail!("not admitted: {code} {detail}"),
         }
     }
 
     /// Says Hello with a name that may be another than the credential's.
-    pub(crate) async fn greet(
-        world: &World,
+    pub(crate) async fn handshake(
+        env: &TestEnv,
         key: Arc<CertifiedKey>,
         name: &str,
         instance: [u8; 16],
     ) -> Result<Admission> {
-        Self::say(world, key, hello(name, instance)?).await
+        Self::say(env, key, hello(name, instance)?).await
     }
 
     /// Says a Hello of the test's making.
     pub(crate) async fn say(
-        world: &World,
+        env: &TestEnv,
         key: Arc<CertifiedKey>,
         hello: Hello,
     ) -> Result<Admission> {
-        let (session, dialer) = dial(world, key).await?;
+        let (session, dialer) = dial(env, key).await?;
         let (control, answer) = introduce(&*session, hello).await?;
         match answer {
             ControlMessage::Welcome(welcome) => {
-                session.allow_streams(welcome.streams_per_agent + 1);
+                session.set_max_concurrent_streams(welcome.streams_per_agent + 1);
                 let agent = Self {
                     session,
                     control,

@@ -8,10 +8,10 @@ use tokio::task::JoinSet;
 use tunnel_agent::config::{Config, TransportChoice};
 use tunnel_proto::transport::TransportKind;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv, server_address};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::link::{Impairment, Link, Way};
+use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{Agent, PATIENCE, World, server_address};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_that_stops_under_loss_loses_no_byte_100_times_over_quic() -> Result<()> {
@@ -61,16 +61,16 @@ async fn server_stops(transport: TransportChoice, rounds: Range<usize>) -> Resul
     let mut site = Site::start(rounds.start).await?;
     let _agent = site.agent(transport, |_| {}).await?;
     for round in rounds {
-        site.world.connected(NODE).await;
+        site.env.connected(NODE).await;
         let served = site.exporter.traffic().requests();
         let (whole, ()) = tokio::join!(site.whole_answer(round), async {
             while site.exporter.traffic().requests() == served {
                 tokio::task::yield_now().await;
             }
-            site.world.drain_server();
+            site.env.drain_server();
         });
         whole?;
-        site.world.restart_server().await?;
+        site.env.restart_server().await?;
     }
     Ok(())
 }
@@ -78,7 +78,7 @@ async fn server_stops(transport: TransportChoice, rounds: Range<usize>) -> Resul
 async fn promotions(rounds: Range<usize>) -> Result<()> {
     let site = Site::start(rounds.start).await?;
     for round in rounds {
-        site.link.set(Way::UDP, Impairment::black_hole());
+        site.link.set(TrafficClass::UDP, Impairment::black_hole());
         let agent = site
             .agent(TransportChoice::Auto, |config| {
                 config.limits.quic_head_start = Duration::from_millis(50);
@@ -87,7 +87,7 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
             })
             .await?;
         ensure!(site.transport()? == TransportKind::H2, "UDP is blocked");
-        site.link.set(Way::UDP, Impairment::lossy(LOSS));
+        site.link.set(TrafficClass::UDP, Impairment::lossy(LOSS));
         // Answers without a pause, so that one is on its way when the agent climbs.
         let climbed = eventually("the agent climbs to QUIC", PATIENCE, async || {
             site.whole_answer(round).await?;
@@ -102,19 +102,19 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
 
 /// A server, a lossy way to it, and a target.
 struct Site {
-    world: World,
+    env: TestEnv,
     link: Link,
     exporter: Exporter,
 }
 
 impl Site {
     async fn start(seed: usize) -> Result<Self> {
-        let world = World::start().await?;
-        let link = Link::start(world.bound().agents, seed as u64)?;
-        link.set(Way::ALL, Impairment::lossy(LOSS));
+        let env = TestEnv::start().await?;
+        let link = Link::start(env.bound().agents, seed as u64)?;
+        link.set(TrafficClass::ALL, Impairment::lossy(LOSS));
         let exporter = Exporter::start(NODE).await?;
         Ok(Self {
-            world,
+            env,
             link,
             exporter,
         })
@@ -125,7 +125,7 @@ impl Site {
         transport: TransportChoice,
         change: impl FnOnce(&mut Config),
     ) -> Result<Agent> {
-        self.world
+        self.env
             .agent_with(NODE, |config| {
                 config.servers = vec![server_address(self.link.addr())];
                 config.transport = transport;
@@ -136,7 +136,7 @@ impl Site {
 
     /// The transport of the session that takes new streams.
     fn transport(&self) -> Result<TransportKind> {
-        let sessions = self.world.registry().of_node(&NODE.parse()?);
+        let sessions = self.env.registry().of_node(&NODE.parse()?);
         let taking = sessions.iter().find(|session| !session.is_withdrawn());
         Ok(taking.context("no session")?.session.transport())
     }
@@ -144,7 +144,7 @@ impl Site {
     async fn whole_answer(&self, round: usize) -> Result<()> {
         let host = format!("{NODE}:{}", self.exporter.addr().port());
         let get = RawRequest::get(&host, &format!("/size/{BYTES}?seed={round}"));
-        let reply = request(self.world.http(), &get).await?;
+        let reply = request(self.env.http(), &get).await?;
         ensure!(reply.status == 200, "round {round}: {}", reply.text());
         let told = reply.header("x-sha256").context("no digest")?;
         ensure!(

@@ -41,7 +41,7 @@ use crate::process::ScratchDir;
 
 pub use access::User;
 pub use faults::{Cut, Fault, Presence};
-pub use record::Seen;
+pub use record::RecordedRequest;
 pub use status::Status;
 pub use tokens::{Reviewing, TokenClaims};
 
@@ -51,7 +51,7 @@ use faults::Faults;
 use http::{Service, shown};
 
 use pki::Pki;
-use record::Record;
+use record::RequestLog;
 use store::Store;
 
 /// What a stand-in begins with.
@@ -75,7 +75,7 @@ impl Default for Setup {
 
 /// A running stand-in. Dropping it is a power cut.
 #[derive(Debug)]
-pub struct StandIn {
+pub struct FakeApiServer {
     service: Arc<Service>,
     addr: SocketAddr,
     listening: Mutex<Listening>,
@@ -84,7 +84,7 @@ pub struct StandIn {
     scratch: ScratchDir,
 }
 
-impl StandIn {
+impl FakeApiServer {
     /// Starts one with the namespaces that every cluster has, on the runtime that this is called in.
     ///
     /// # Errors
@@ -103,14 +103,14 @@ impl StandIn {
         let service = Arc::new(Service {
             store: Store::new(),
             faults: Faults::new(),
-            record: Record::default(),
+            record: RequestLog::default(),
             tokens: users,
             signer: tokens::Signer::new(),
             families: setup.service_ranges,
         });
         let listening = Listening::start(Arc::clone(&service), &pki)?;
         let addr = listening.addr();
-        let stand_in = Self {
+        let fake_api = Self {
             service,
             addr,
             listening: Mutex::new(listening),
@@ -119,16 +119,16 @@ impl StandIn {
             scratch,
         };
         for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
-            stand_in.put(
+            fake_api.put(
                 "namespaces",
                 None,
                 json!({ "metadata": { "name": namespace }, "status": { "phase": "Active" } }),
             )?;
         }
         // As kube-apiserver publishes it (`pkg/controlplane/controller/clusterauthenticationtrust`).
-        let client_ca = stand_in.pki.ca_pem();
-        stand_in.set_client_ca(&client_ca)?;
-        Ok(stand_in)
+        let client_ca = fake_api.pki.ca_pem();
+        fake_api.set_client_ca(&client_ca)?;
+        Ok(fake_api)
     }
 
     /// Publishes another CA of client certificates; who may ask here stays as it was.
@@ -237,7 +237,7 @@ impl StandIn {
     }
 
     /// All requests so far.
-    pub fn requests(&self) -> Vec<Seen> {
+    pub fn requests(&self) -> Vec<RecordedRequest> {
         self.service.record.all()
     }
 
@@ -299,5 +299,5 @@ impl StandIn {
     }
 }
 
-/// The user of [`StandIn::admin_kubeconfig`], as its files are called.
+/// The user of [`FakeApiServer::admin_kubeconfig`], as its files are called.
 const ADMIN: &str = "admin";

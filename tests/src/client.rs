@@ -2,7 +2,7 @@
 
 mod byte_stream;
 mod connect;
-mod door;
+mod endpoint;
 mod exchange;
 mod raw_request;
 mod tls;
@@ -11,7 +11,7 @@ mod upgrade;
 pub use crate::targets::BodyEnd;
 pub use byte_stream::{ByteStream, Reading};
 pub use connect::{Bytes, EgressDialer, Tunnel, ask_through, over_tls};
-pub use door::Door;
+pub use endpoint::Endpoint;
 pub use exchange::{Exchange, HttpReply, KeepAliveClient, request};
 pub use raw_request::RawRequest;
 pub use tls::{ClientCertificate, ClientTls};

@@ -1,7 +1,7 @@
 //! A cluster's API for scenarios: a stand-in in this process, or a real kube-apiserver with etcd.
 //!
 //! Scenarios speak to [`Cluster`] alone, so that they hold for both; what only the stand-in can do, faults and counts, is
-//! behind [`Cluster::stand_in`].
+//! behind [`Cluster::fake_api`].
 
 mod api;
 mod objects;
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::apiserver::{Setup, StandIn};
+use crate::apiserver::{FakeApiServer, Setup};
 
 pub use api::{Api, is_status};
 pub use objects::{
@@ -25,22 +25,22 @@ pub use real::Real;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// In this process.
-    StandIn,
+    FakeApiServer,
     /// `kube-apiserver` and `etcd` from the folder that `KUBEBUILDER_ASSETS` names.
     Real,
 }
 
 /// The API server behind a cluster.
 #[derive(Debug)]
-enum ApiServer {
-    StandIn(Box<StandIn>),
+enum ApiBackend {
+    FakeApiServer(Box<FakeApiServer>),
     Real(Box<Real>),
 }
 
 /// A cluster without nodes, with a ServiceAccount for the server and the roles it needs.
 #[derive(Debug)]
 pub struct Cluster {
-    server: ApiServer,
+    server: ApiBackend,
     admin: Api,
 }
 
@@ -59,19 +59,19 @@ impl Cluster {
     /// It does not start.
     pub async fn with_ranges(kind: Kind, families: Families) -> Result<Option<Self>> {
         let server = match kind {
-            Kind::StandIn => {
+            Kind::FakeApiServer => {
                 let (namespace, name) = SERVICE_ACCOUNT;
                 let setup = Setup {
                     service_ranges: families.first_addresses(),
                     service_accounts: vec![(namespace.to_owned(), name.to_owned())],
                 };
-                ApiServer::StandIn(Box::new(StandIn::start(setup)?))
+                ApiBackend::FakeApiServer(Box::new(FakeApiServer::start(setup)?))
             }
             Kind::Real => {
                 let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
                     return Ok(None);
                 };
-                ApiServer::Real(Box::new(Real::start(&binaries, families).await?))
+                ApiBackend::Real(Box::new(Real::start(&binaries, families).await?))
             }
         };
         Self::of(server).await.map(Some)
@@ -86,13 +86,13 @@ impl Cluster {
             return Ok(None);
         };
         let real = Real::start_with(&binaries, Families::V4, flags).await?;
-        Self::of(ApiServer::Real(Box::new(real))).await.map(Some)
+        Self::of(ApiBackend::Real(Box::new(real))).await.map(Some)
     }
 
-    async fn of(server: ApiServer) -> Result<Self> {
+    async fn of(server: ApiBackend) -> Result<Self> {
         let kubeconfig = match &server {
-            ApiServer::StandIn(stand_in) => stand_in.admin_kubeconfig()?,
-            ApiServer::Real(real) => real.admin_kubeconfig(),
+            ApiBackend::FakeApiServer(fake_api) => fake_api.admin_kubeconfig()?,
+            ApiBackend::Real(real) => real.admin_kubeconfig(),
         };
         let admin = Api::new(&kubeconfig, "culvert-tests").await?;
         let cluster = Self { server, admin };
@@ -113,8 +113,8 @@ impl Cluster {
     /// It cannot be written.
     pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
         match &self.server {
-            ApiServer::StandIn(stand_in) => stand_in.admin_kubeconfig(),
-            ApiServer::Real(real) => Ok(real.admin_kubeconfig()),
+            ApiBackend::FakeApiServer(fake_api) => fake_api.admin_kubeconfig(),
+            ApiBackend::Real(real) => Ok(real.admin_kubeconfig()),
         }
     }
 
@@ -125,8 +125,10 @@ impl Cluster {
     pub fn server_kubeconfig(&self) -> Result<PathBuf> {
         let (namespace, name) = SERVICE_ACCOUNT;
         match &self.server {
-            ApiServer::StandIn(stand_in) => stand_in.service_account_kubeconfig(namespace, name),
-            ApiServer::Real(real) => Ok(real.server_kubeconfig()),
+            ApiBackend::FakeApiServer(fake_api) => {
+                fake_api.service_account_kubeconfig(namespace, name)
+            }
+            ApiBackend::Real(real) => Ok(real.server_kubeconfig()),
         }
     }
 
@@ -134,10 +136,10 @@ impl Cluster {
     ///
     /// # Errors
     /// This is a real one.
-    pub fn stand_in(&self) -> Result<&StandIn> {
+    pub fn fake_api(&self) -> Result<&FakeApiServer> {
         match &self.server {
-            ApiServer::StandIn(stand_in) => Ok(stand_in),
-            ApiServer::Real(_) => bail!("a real API server has no faults on demand"),
+            ApiBackend::FakeApiServer(fake_api) => Ok(fake_api),
+            ApiBackend::Real(_) => bail!("a real API server has no faults on demand"),
         }
     }
 
@@ -147,8 +149,8 @@ impl Cluster {
     /// This is a stand-in, or it does not start.
     pub async fn restart(&mut self) -> Result<()> {
         match &mut self.server {
-            ApiServer::StandIn(_) => bail!("the stand-in goes away and comes back by `be`"),
-            ApiServer::Real(real) => real.restart().await,
+            ApiBackend::FakeApiServer(_) => bail!("the stand-in goes away and comes back by `be`"),
+            ApiBackend::Real(real) => real.restart().await,
         }
     }
 
@@ -167,10 +169,10 @@ impl Cluster {
                 let found = self.admin.get(&path).await;
                 let found = found.and_then(|found| found.context("not yet there"));
                 found.map_err(|error| match &self.server {
-                    ApiServer::Real(real) => {
+                    ApiBackend::Real(real) => {
                         format!("{error:#}; log of kube-apiserver:{}", real.log())
                     }
-                    ApiServer::StandIn(_) => format!("{error:#}"),
+                    ApiBackend::FakeApiServer(_) => format!("{error:#}"),
                 })
             })
             .await;

@@ -1,7 +1,7 @@
 //! The guided tour (`make demo`), and the small programs that the tour and the scenarios run inside namespaces.
 
-mod errand;
-mod stage;
+mod demo_env;
+mod net_probe;
 mod terminal;
 mod tour;
 
@@ -11,26 +11,28 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
-use self::stage::Stage;
+use self::demo_env::DemoEnv;
 use self::terminal::Terminal;
 
-pub use errand::{ApiServer, Tally, api_server, dial, get, resolver, site, tally};
+pub use net_probe::{ApiServer, Tally, api_server, dial, get, resolver, site, tally};
 
 /// What the program `demo` does with its arguments.
 ///
 /// # Errors
 /// The arguments are wrong, or what they ask for cannot be done.
 pub async fn run(arguments: &[String]) -> Result<ExitCode> {
-    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    match *words {
+    let args: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match *args {
         [] => guide(false).await,
         ["--once"] => guide(true).await,
         ["--help" | "-h"] => {
             io::Write::write_all(&mut io::stdout(), HELP.as_bytes()).context("print help")?;
             Ok(ExitCode::SUCCESS)
         }
-        [errand, ref rest @ ..] if !errand.starts_with('-') => errand::run(errand, rest).await,
-        [unknown, ..] => bail!("unknown argument {unknown}; --help tells what there is"),
+        [net_probe, ref probe_args @ ..] if !net_probe.starts_with('-') => {
+            net_probe::run(net_probe, probe_args).await
+        }
+        [unknown, ..] => bail!("unknown argument {unknown}; see --help"),
     }
 }
 
@@ -38,30 +40,30 @@ pub async fn run(arguments: &[String]) -> Result<ExitCode> {
 async fn guide(once: bool) -> Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for Ctrl-C")?;
     let mut terminate = signal(SignalKind::terminate()).context("listen for TERM")?;
-    let told_to_end = async {
+    let stop_signal = async {
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
     };
-    tokio::pin!(told_to_end);
+    tokio::pin!(stop_signal);
     let terminal = Terminal::new();
     terminal.title("Culvert: requests by node name reach edges behind NAT");
     let shown = async {
-        let stage = Stage::set(&terminal).await?;
-        let failures = tour::show(&terminal, &stage).await?;
-        anyhow::Ok((stage, failures))
+        let demo_env = DemoEnv::start(&terminal).await?;
+        let failures = tour::show(&terminal, &demo_env).await?;
+        anyhow::Ok((demo_env, failures))
     };
-    let (stage, failures) = tokio::select! {
+    let (demo_env, failures) = tokio::select! {
         shown = shown => shown?,
-        () = &mut told_to_end => return Ok(ExitCode::FAILURE),
+        () = &mut stop_signal => return Ok(ExitCode::FAILURE),
     };
     if !once {
-        terminal.invite(&stage);
-        told_to_end.await;
-        terminal.say("\nstopping");
+        terminal.invite(&demo_env);
+        stop_signal.await;
+        terminal.message("\nstopping");
     }
-    stage.clear().await?;
+    demo_env.stop().await?;
     Ok(if failures == 0 {
         ExitCode::SUCCESS
     } else {
@@ -77,13 +79,13 @@ Usage: demo [--once]
   --once    show the tour, check each answer, exit with 0 or 1; without it everything stays up until Ctrl-C
 
 Small programs that the tour and the tests run inside namespaces:
-  demo site NODE [--exporter ADDR] [--kubelet ADDR]   stand-in targets of a node
+  demo site NODE [--exporter ADDR] [--kubelet ADDR]   fake targets of a node
   demo get ADDR HOST PATH [--ca FILE] [--head] [--lines N]
                                                       one request to ADDR, with that Host
   demo exec ADDR HOST PATH TEXT [--ca FILE]           upgrades, sends TEXT, prints what comes back
   demo tally ADDR HOST PATH COUNT CONNECTIONS         counts the answers to many requests by status and first line
   demo dns ADDR NAME                                  the addresses that the DNS at ADDR has for NAME
-  demo resolver ADDR answers|silent                   a stand-in resolver that tells what it is asked
-  demo apiserver NAMESPACE/ACCOUNT...                 a stand-in API server; tells where its kubeconfigs are
-  demo dial ADDR                                      tells whether ADDR takes a TCP connection
+  demo resolver ADDR answers|silent                   a fake resolver that prints each query
+  demo apiserver NAMESPACE/ACCOUNT...                 a fake API server; prints the paths of its kubeconfigs
+  demo dial ADDR                                      checks whether ADDR accepts a TCP connection
 ";

@@ -9,6 +9,6 @@ mod rules;
 pub use client::{DnsClient, addresses, query};
 pub use hickory_proto::op::{Message, ResponseCode};
 pub use hickory_proto::rr::RecordType;
-pub use load::{Load, LoadFound, LoadedServer};
-pub use resolver::{Behaviour, StandInResolver};
+pub use load::{Load, LoadReport, LoadedServer};
+pub use resolver::{Behavior, FakeResolver};
 pub use rules::{corpus, keeps_the_rules};

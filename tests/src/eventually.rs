@@ -21,11 +21,11 @@ pub fn eventually<F, Fut>(
     what: &str,
     patience: Duration,
     mut check: F,
-) -> impl Future<Output = Found<Fut>>
+) -> impl Future<Output = Value<Fut>>
 where
     F: FnMut() -> Fut,
     Fut: Future,
-    Fut::Output: Verdict,
+    Fut::Output: CheckResult,
 {
     let caller = Location::caller();
     async move {
@@ -34,7 +34,7 @@ where
         let mut last = "no check was made".to_owned();
         loop {
             last = match timeout_at(deadline, check()).await {
-                Ok(verdict) => match verdict.into_found() {
+                Ok(verdict) => match verdict.into_result() {
                     Ok(found) => return found,
                     Err(failure) => failure,
                 },
@@ -49,32 +49,32 @@ where
 }
 
 /// What a check given to [`eventually`] finds when it succeeds.
-pub type Found<Fut> = <<Fut as Future>::Output as Verdict>::Found;
+pub type Value<Fut> = <<Fut as Future>::Output as CheckResult>::Value;
 
 /// The answer of one check: found, or not yet.
-pub trait Verdict {
+pub trait CheckResult {
     /// What a successful check hands on.
-    type Found;
+    type Value;
 
     /// Splits the answer into what was found and why nothing was.
     ///
     /// # Errors
     /// The reason for "not yet", as text.
-    fn into_found(self) -> Result<Self::Found, String>;
+    fn into_result(self) -> Result<Self::Value, String>;
 }
 
-impl<T, E: Display> Verdict for Result<T, E> {
-    type Found = T;
+impl<T, E: Display> CheckResult for Result<T, E> {
+    type Value = T;
 
-    fn into_found(self) -> Result<T, String> {
+    fn into_result(self) -> Result<T, String> {
         self.map_err(|failure| failure.to_string())
     }
 }
 
-impl<T> Verdict for Option<T> {
-    type Found = T;
+impl<T> CheckResult for Option<T> {
+    type Value = T;
 
-    fn into_found(self) -> Result<T, String> {
+    fn into_result(self) -> Result<T, String> {
         self.ok_or_else(|| "nothing yet".to_owned())
     }
 }

@@ -18,16 +18,16 @@ use tokio_util::task::AbortOnDropHandle;
 mod cases;
 mod clocks;
 pub mod command;
+mod fallback;
 mod findings;
 mod flapping;
 mod flow;
-mod ladder;
 mod loss;
+mod node_client;
 mod partition;
 mod path;
 mod pipe;
 mod plain;
-mod reach;
 mod runner;
 mod site;
 mod size;
@@ -39,7 +39,7 @@ mod watch;
 pub use cases::CASES;
 pub use clocks::Clocks;
 pub use findings::{Bound, Findings, Measure, Value, Verdict};
-pub use runner::{Done, News, Plan, run};
+pub use runner::{FinishedRun, Plan, RunEvent, run};
 pub use table::Table;
 
 /// One row of the matrix on one transport.
@@ -48,11 +48,11 @@ pub struct Case {
     /// The row, as in F06.
     pub id: &'static str,
     /// What the agent may use.
-    pub carrier: Carrier,
+    pub transport_mode: TransportMode,
     /// What is done to the tunnel.
     pub what: &'static str,
     /// What it needs of the machine.
-    pub weight: Weight,
+    pub cost: Cost,
     /// How long it takes with full clocks.
     pub about: Duration,
     run: fn(Run) -> Running,
@@ -63,7 +63,7 @@ type Running = Pin<Box<dyn Future<Output = Result<Findings>> + Send>>;
 
 /// The transports of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Carrier {
+pub enum TransportMode {
     /// QUIC alone.
     Quic,
     /// h2 alone.
@@ -74,25 +74,25 @@ pub enum Carrier {
 
 /// What a case needs of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Weight {
+pub enum Cost {
     /// It waits for clocks.
-    Waits,
+    Timed,
     /// It moves as much as goes and measures how much that is: few of these at once.
-    Works,
-    /// As [`Weight::Works`]; takes QUIC up to a minute, which no setting shortens, so it is left out with short clocks.
-    Drags,
+    Throughput,
+    /// As [`Cost::Throughput`]; takes QUIC up to a minute, which no setting shortens, so it is left out with short clocks.
+    SlowThroughput,
     /// It waits for minutes, and runs beside all others.
-    Idles,
+    Idle,
 }
 
 impl Case {
     /// Whether it can be run with such clocks.
     #[must_use]
     pub fn suits(&self, clocks: Clocks) -> bool {
-        match (self.weight, clocks) {
-            (Weight::Drags, Clocks::Short) => false,
-            (Weight::Drags, Clocks::Full)
-            | (Weight::Waits | Weight::Works | Weight::Idles, Clocks::Full | Clocks::Short) => true,
+        match (self.cost, clocks) {
+            (Cost::SlowThroughput, Clocks::Short) => false,
+            (Cost::SlowThroughput, Clocks::Full)
+            | (Cost::Timed | Cost::Throughput | Cost::Idle, Clocks::Full | Clocks::Short) => true,
         }
     }
 }
@@ -105,10 +105,10 @@ struct Run {
     clocks: Clocks,
     /// Of both programs.
     limits: Clocks,
-    carrier: Carrier,
+    transport_mode: TransportMode,
 }
 
-impl fmt::Display for Carrier {
+impl fmt::Display for TransportMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.setting())
     }

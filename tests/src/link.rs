@@ -1,7 +1,7 @@
 //! A relay between agents and a server on loopback that spoils what passes: a bad network that replays from its seed.
 //!
 //! A [`Link`] listens on one port number for UDP and TCP, so that an agent whose server is [`Link::addr`] reaches the
-//! real server through it with either. It needs no privileges. Each way ([`Way`]) has an [`Impairment`], which is
+//! real server through it with either. It needs no privileges. Each way ([`TrafficClass`]) has an [`Impairment`], which is
 //! replaced at once by [`Link::set`] or at the times of a [`Script`].
 //!
 //! What happens to the n-th datagram of a direction follows from the seed, the direction, n and the impairments up to
@@ -11,10 +11,10 @@
 //! ```no_run
 //! # use std::net::SocketAddr;
 //! # use std::time::Duration;
-//! # use tunnel_tests::link::{Action, Impairment, Link, Script, Way};
+//! # use tunnel_tests::link::{Action, Impairment, Link, Script, TrafficClass};
 //! # async fn example(server: SocketAddr) -> std::io::Result<()> {
 //! let link = Link::start(server, 7)?;
-//! link.set(Way::UDP.up(), Impairment::lossy(0.05).with_delay(Duration::from_millis(20)));
+//! link.set(TrafficClass::UDP.up(), Impairment::lossy(0.05).with_delay(Duration::from_millis(20)));
 //! link.play(
 //!     Script::new()
 //!         .at(Duration::from_secs(1), Action::Rebind)
@@ -43,11 +43,11 @@ mod script;
 mod tcp;
 mod udp;
 
-pub use counters::{Count, Counters, Tally, Ways};
-pub use impairment::{Burst, Direction, Impairment, Protocol, Way};
+pub use counters::{Count, Counters, DirectionCounts, Tally};
+pub use impairment::{Burst, Direction, Impairment, Protocol, TrafficClass};
 pub use script::{Action, Script};
 
-use decide::Course;
+use decide::PacketDecider;
 use tcp::Tcp;
 use udp::Udp;
 
@@ -82,10 +82,10 @@ impl Link {
         let (front, listener) = bind(loopback)?;
         let addr = listener.local_addr()?;
         let mut tasks = JoinSet::new();
-        let courses = (Course::new(seed, 0), Course::new(seed, 1));
-        let udp = Udp::start(front, server, any, courses, &mut tasks);
-        let courses = (Course::new(seed, 2), Course::new(seed, 3));
-        let tcp = Tcp::start(listener, server, any, courses, &mut tasks);
+        let deciders = (PacketDecider::new(seed, 0), PacketDecider::new(seed, 1));
+        let udp = Udp::start(front, server, any, deciders, &mut tasks);
+        let deciders = (PacketDecider::new(seed, 2), PacketDecider::new(seed, 3));
+        let tcp = Tcp::start(listener, server, any, deciders, &mut tasks);
         Ok(Self {
             addr,
             halves: Arc::new(Halves { udp, tcp }),
@@ -101,8 +101,8 @@ impl Link {
 
     /// Replaces the impairment of that way, from the next packet on. What is under way keeps its time, except that a
     /// black hole also takes datagrams that are under way.
-    pub fn set(&self, way: Way, impairment: Impairment) {
-        self.halves.set(way, &impairment);
+    pub fn set(&self, class: TrafficClass, impairment: Impairment) {
+        self.halves.set(class, &impairment);
     }
 
     /// All ways are clean again. Ports and addresses stay as they are.
@@ -152,11 +152,11 @@ impl Link {
     pub fn counters(&self) -> Counters {
         let Halves { udp, tcp } = &*self.halves;
         Counters {
-            udp: Ways {
+            udp: DirectionCounts {
                 up: udp.up.count(),
                 down: udp.down.count(),
             },
-            tcp: Ways {
+            tcp: DirectionCounts {
                 up: tcp.up.count(),
                 down: tcp.down.count(),
             },
@@ -180,7 +180,7 @@ impl fmt::Debug for Link {
 impl Halves {
     async fn play(&self, script: Script) {
         let start = Instant::now();
-        for (after, action) in script.steps() {
+        for (after, action) in script.actions() {
             sleep_until(start + *after).await;
             self.act(action.clone());
         }
@@ -189,8 +189,8 @@ impl Halves {
 
     fn act(&self, action: Action) {
         match action {
-            Action::Set(way, impairment) => self.set(way, &impairment),
-            Action::Heal => self.set(Way::ALL, &Impairment::default()),
+            Action::Set(class, impairment) => self.set(class, &impairment),
+            Action::Heal => self.set(TrafficClass::ALL, &Impairment::default()),
             Action::Rebind => self.udp.rebind(),
             Action::MoveTo(source) => {
                 self.udp.move_to(source);
@@ -200,18 +200,18 @@ impl Halves {
         }
     }
 
-    fn set(&self, way: Way, impairment: &Impairment) {
+    fn set(&self, class: TrafficClass, impairment: &Impairment) {
         let Self { udp, tcp } = self;
-        if way.covers(Protocol::Udp, Direction::Up) {
+        if class.covers(Protocol::Udp, Direction::Up) {
             udp.up.set(impairment.clone());
         }
-        if way.covers(Protocol::Udp, Direction::Down) {
+        if class.covers(Protocol::Udp, Direction::Down) {
             udp.down.set(impairment.clone());
         }
-        if way.covers(Protocol::Tcp, Direction::Up) {
+        if class.covers(Protocol::Tcp, Direction::Up) {
             tcp.up.set(impairment.clone());
         }
-        if way.covers(Protocol::Tcp, Direction::Down) {
+        if class.covers(Protocol::Tcp, Direction::Down) {
             tcp.down.set(impairment.clone());
         }
     }

@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::client::{Door, Exchange, RawRequest, request};
+use crate::client::{Endpoint, Exchange, RawRequest, request};
 use crate::eventually::scaled;
 
 /// A request that takes longer has failed.
@@ -32,7 +32,7 @@ pub struct Outcome {
     /// What every other one came to.
     pub failures: Vec<String>,
     /// Streams that were open from the beginning to the end.
-    pub held: usize,
+    pub open_streams: usize,
 }
 
 impl Load {
@@ -40,7 +40,7 @@ impl Load {
     ///
     /// # Errors
     /// A stream does not begin.
-    pub async fn start(door: Door, hosts: &[String], callers: usize) -> Result<Self> {
+    pub async fn start(endpoint: Endpoint, hosts: &[String], callers: usize) -> Result<Self> {
         let mut load = Self {
             stop: CancellationToken::new(),
             asking: JoinSet::new(),
@@ -48,9 +48,9 @@ impl Load {
             answered: Arc::default(),
         };
         for host in hosts {
-            load.hold(door.clone(), host).await?;
+            load.hold(endpoint.clone(), host).await?;
             for _ in 0..callers {
-                load.ask(door.clone(), host);
+                load.ask(endpoint.clone(), host);
             }
         }
         Ok(load)
@@ -62,13 +62,13 @@ impl Load {
         self.answered.load(Ordering::Relaxed)
     }
 
-    fn ask(&mut self, door: Door, host: &str) {
+    fn ask(&mut self, endpoint: Endpoint, host: &str) {
         let (stop, answered) = (self.stop.clone(), self.answered.clone());
         let wanted = RawRequest::get(host, "/metrics");
         self.asking.spawn(async move {
             let mut failures = Vec::new();
             while !stop.is_cancelled() {
-                match timeout(scaled(REQUEST_PATIENCE), request(door.clone(), &wanted)).await {
+                match timeout(scaled(REQUEST_PATIENCE), request(endpoint.clone(), &wanted)).await {
                     Ok(Ok(reply)) if reply.status == 200 => {
                         answered.fetch_add(1, Ordering::Relaxed);
                     }
@@ -82,9 +82,9 @@ impl Load {
         });
     }
 
-    async fn hold(&mut self, door: Door, host: &str) -> Result<()> {
+    async fn hold(&mut self, endpoint: Endpoint, host: &str) -> Result<()> {
         let wanted = RawRequest::get(host, "/follow?interval_ms=50");
-        let mut stream = Exchange::start(door, &wanted).await?;
+        let mut stream = Exchange::start(endpoint, &wanted).await?;
         ensure!(stream.status() == 200, "{}", stream.status());
         let stop = self.stop.clone();
         self.holding.spawn(async move {
@@ -112,15 +112,15 @@ impl Load {
         while let Some(asked) = self.asking.join_next().await {
             failures.extend(asked?);
         }
-        let mut held = 0;
+        let mut open_streams = 0;
         while let Some(ended) = self.holding.join_next().await {
             ensure!(ended?? > 0, "a stream never said anything");
-            held += 1;
+            open_streams += 1;
         }
         Ok(Outcome {
             answered: self.answered.load(Ordering::Relaxed),
             failures,
-            held,
+            open_streams,
         })
     }
 }
@@ -138,7 +138,7 @@ impl Outcome {
             self.answered
         );
         ensure!(
-            self.answered > 0 && self.held > 0,
+            self.answered > 0 && self.open_streams > 0,
             "nothing happened: {self:?}"
         );
         Ok(())

@@ -73,26 +73,26 @@ fn next(random: &mut SmallRng, corpus: &[Vec<u8>], longest: usize, input: &mut V
 }
 
 fn change(random: &mut SmallRng, corpus: &[Vec<u8>], input: &mut Vec<u8>) {
-    let place = random.random_range(0..=input.len());
-    let end = (place + random.random_range(1..=16)).min(input.len());
+    let offset = random.random_range(0..=input.len());
+    let end = (offset + random.random_range(1..=16)).min(input.len());
     match random.random_range(0..8) {
-        0 if place < input.len() => input[place] ^= 1 << random.random_range(0..8),
-        1 if place < input.len() => input[place] = random.random(),
-        2 if place < input.len() => input[place] = EDGES[random.random_range(0..EDGES.len())],
-        3 => input.insert(place, random.random()),
-        4 => drop(input.drain(place..end)),
+        0 if offset < input.len() => input[offset] ^= 1 << random.random_range(0..8),
+        1 if offset < input.len() => input[offset] = random.random(),
+        2 if offset < input.len() => input[offset] = EDGES[random.random_range(0..EDGES.len())],
+        3 => input.insert(offset, random.random()),
+        4 => drop(input.drain(offset..end)),
         5 => {
-            let again = input[place..end].to_vec();
+            let again = input[offset..end].to_vec();
             let times = random.random_range(1..=4);
             for _ in 0..times {
-                input.splice(place..place, again.iter().copied());
+                input.splice(offset..offset, again.iter().copied());
             }
         }
-        6 => input.truncate(place),
+        6 => input.truncate(offset),
         _ => {
             let other = &corpus[random.random_range(0..corpus.len())];
             let from = random.random_range(0..=other.len());
-            input.truncate(place);
+            input.truncate(offset);
             input.extend_from_slice(&other[from..]);
         }
     }

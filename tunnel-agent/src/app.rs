@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
-use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
+use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
@@ -21,25 +21,27 @@ use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
-use crate::connector::{Connector, Paths, SESSION};
-use crate::credentials::{CredentialError, Credentials, Keeper, Store, Stored, read_token};
+use crate::connector::{Connector, Dialers, SESSION};
+use crate::credentials::{
+    CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
+};
 use crate::egress::Egress;
-use crate::enroll::{Claim, Enrolment, enroll, renew_or_enroll};
+use crate::enroll::{EnrollProof, Enrollment, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
-use crate::session::Shared;
+use crate::session::SessionContext;
 
-mod tend;
+mod credential_tasks;
 
 /// A started agent. Any number may live in one process; dropped, it stops at once.
 #[derive(Debug)]
 pub struct App {
     config: Config,
-    beginning: Beginning,
+    initial_credentials: InitialCredentials,
     instance: InstanceId,
     metrics: Metrics,
     readiness: Readiness,
     /// Held from the start, so that the agent is never ready without a session.
-    waiting: Option<ReadinessBlock>,
+    readiness_block: Option<ReadinessBlock>,
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
     _stop_on_drop: DropGuard,
@@ -47,13 +49,13 @@ pub struct App {
 
 /// Where the agent starts from.
 #[derive(Debug)]
-enum Beginning {
-    Stored(Box<Credentials>, Store),
+enum InitialCredentials {
+    Stored(Box<Credentials>, CredentialStore),
     /// What the operator brings, as read, and its digest.
-    Given(Box<Credentials>, [u8; 32]),
-    Enrol(Box<Enrolment>),
+    CredentialFiles(Box<Credentials>, [u8; 32]),
+    Enroll(Box<Enrollment>),
     /// The stored certificate has ended: it is renewed by its key, or, when that is refused, by a token.
-    Late(Box<Enrolment>, Option<Box<Enrolment>>),
+    Renew(Box<Enrollment>, Option<Box<Enrollment>>),
 }
 
 impl App {
@@ -64,10 +66,10 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let shutdown = Shutdown::new();
         let stop_on_drop = shutdown.stop().clone().drop_guard();
-        let beginning = begin(&config)?;
+        let initial_credentials = load_credentials(&config)?;
         let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
-        let waiting = Some(readiness.block(SESSION));
+        let readiness_block = Some(readiness.block(SESSION));
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
                 start_meta(address, registry, &readiness, &shutdown)
@@ -78,11 +80,11 @@ impl App {
         };
         Ok(Self {
             config,
-            beginning,
+            initial_credentials,
             instance: InstanceId::new(rand::random()),
             metrics,
             readiness,
-            waiting,
+            readiness_block,
             shutdown,
             meta_addr,
             _stop_on_drop: stop_on_drop,
@@ -107,21 +109,21 @@ impl App {
         &self.readiness
     }
 
-    /// Enrols if need be, then holds a session until a drain is over or everything stops. Dropped early, all is cut.
+    /// Enrolls if need be, then holds a session until a drain is over or everything stops. Dropped early, all is cut.
     ///
     /// # Errors
     /// When the agent cannot go on without a person.
     pub async fn run(mut self) -> anyhow::Result<()> {
-        let farewell = CancellationToken::new();
-        let waiting = self.waiting.take();
+        let graceful_shutdown = CancellationToken::new();
+        let readiness_block = self.readiness_block.take();
         let (shutdown, drain_timeout) = (self.shutdown.clone(), self.config.drain_timeout);
-        let mut work = pin!(self.work(farewell.clone(), waiting));
-        let mut drain = pin!(self.drain(&farewell, drain_timeout));
+        let mut work = pin!(self.work(graceful_shutdown.clone(), readiness_block));
+        let mut drain = pin!(self.drain(&graceful_shutdown, drain_timeout));
         let outcome = tokio::select! {
             biased;
             end = &mut drain => {
-                if end == DrainEnd::Stopped {
-                    timeout(STOP_WITHIN, work).await.unwrap_or(Ok(()))
+                if end == DrainOutcome::Stopped {
+                    timeout(STOP_TIMEOUT, work).await.unwrap_or(Ok(()))
                 } else {
                     work.await
                 }
@@ -141,7 +143,7 @@ impl App {
     }
 
     /// Waits for a drain and its end, then lets the session go.
-    async fn drain(&self, farewell: &CancellationToken, within: Duration) -> DrainEnd {
+    async fn drain(&self, graceful_shutdown: &CancellationToken, within: Duration) -> DrainOutcome {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
             () = self.shutdown.stop().cancelled() => {}
@@ -150,34 +152,34 @@ impl App {
         let end = self.shutdown.drain_within(within).await;
         let streams = self.shutdown.work_left();
         if streams > 0 {
-            warn!(agent = %self.config.node_name, streams, ?end, "streams are cut");
+            warn!(agent = %self.config.node_name, streams, ?end, "drain deadline reached; resetting open streams");
         }
-        farewell.cancel();
+        graceful_shutdown.cancel();
         end
     }
 
     async fn work(
         &self,
-        farewell: CancellationToken,
-        waiting: Option<ReadinessBlock>,
+        graceful_shutdown: CancellationToken,
+        readiness_block: Option<ReadinessBlock>,
     ) -> anyhow::Result<()> {
         let config = &self.config;
         let drain = self.shutdown.drain();
-        let keeper = tokio::select! {
+        let rotating_credentials = tokio::select! {
             biased;
             () = drain.cancelled() => return Ok(()),
-            keeper = self.keeper() => keeper?,
+            rotating_credentials = self.rotating_credentials() => rotating_credentials?,
         };
-        let paths = Arc::new(paths(config, &keeper)?);
-        self.tend(&keeper);
+        let dialers = Arc::new(dialers(config, &rotating_credentials)?);
+        self.spawn_credential_tasks(&rotating_credentials);
         let egress = Egress::new(
             config.node_name.clone(),
-            config.ceiling.clone(),
+            config.dial_policy.clone(),
             &config.limits,
             self.metrics.clone(),
             drain.clone(),
         );
-        let shared = Shared {
+        let context = SessionContext {
             node: config.node_name.clone(),
             node_ip: config.node_ip,
             instance: self.instance,
@@ -185,86 +187,101 @@ impl App {
             egress: Arc::new(egress),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),
-            keeper,
-            farewell,
+            rotating_credentials,
+            graceful_shutdown,
         };
         let connector = Connector::new(
-            paths.clone(),
+            dialers.clone(),
             config.transport,
-            Arc::new(shared),
+            Arc::new(context),
             self.readiness.clone(),
-            waiting,
+            readiness_block,
         );
         connector.run().await;
-        paths.wait_idle().await;
+        dialers.wait_idle().await;
         Ok(())
     }
 }
 
 impl App {
-    /// The credentials to begin with; enrols if need be.
-    async fn keeper(&self) -> anyhow::Result<Arc<Keeper>> {
+    /// The credentials to begin with; enrolls if need be.
+    async fn rotating_credentials(&self) -> anyhow::Result<Arc<RotatingCredentials>> {
         let (node, metrics) = (self.config.node_name.clone(), self.metrics.clone());
         let ca = self.config.ca.clone();
-        let holding = |credentials: &Credentials, store| {
-            Keeper::new(node, credentials.clone(), store, ca, metrics)
+        let rotate = |credentials: &Credentials, store| {
+            RotatingCredentials::new(node, credentials.clone(), store, ca, metrics)
         };
-        match &self.beginning {
-            Beginning::Stored(credentials, store) => Ok(holding(credentials, Some(store.clone()))),
-            Beginning::Given(credentials, _) => Ok(holding(credentials, None)),
-            Beginning::Enrol(enrolment) => {
-                let _not_ready = self.readiness.block("enrolment");
-                let enrolled = enroll(enrolment).await?;
-                Ok(holding(
+        match &self.initial_credentials {
+            InitialCredentials::Stored(credentials, store) => {
+                Ok(rotate(credentials, Some(store.clone())))
+            }
+            InitialCredentials::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)),
+            InitialCredentials::Enroll(enrollment) => {
+                let _not_ready = self.readiness.block("enrollment");
+                let enrolled = enroll(enrollment).await?;
+                Ok(rotate(
                     &enrolled.credentials,
-                    Some(enrolment.store.clone()),
+                    Some(enrollment.store.clone()),
                 ))
             }
-            Beginning::Late(late, by_token) => {
-                let _not_ready = self.readiness.block("enrolment");
+            InitialCredentials::Renew(renewal, by_token) => {
+                let _not_ready = self.readiness.block("enrollment");
                 let enrolled = match by_token {
-                    Some(by_token) => renew_or_enroll(late, by_token).await?,
-                    None => enroll(late).await?,
+                    Some(by_token) => renew_or_enroll(renewal, by_token).await?,
+                    None => enroll(renewal).await?,
                 };
                 // It begins with what has ended, which stays until the new one has shown that it works.
-                let ended: &Credentials = match &late.claim {
-                    Claim::Ended(ended) => ended,
-                    Claim::Token(_) | Claim::Account(..) => &enrolled.credentials,
+                let ended: &Credentials = match &renewal.proof {
+                    EnrollProof::ExpiredCertificate(ended) => ended,
+                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => {
+                        &enrolled.credentials
+                    }
                 };
-                let keeper = holding(ended, Some(late.store.clone()));
-                keeper
+                let rotating_credentials = rotate(ended, Some(renewal.store.clone()));
+                rotating_credentials
                     .adopt(enrolled.credentials, enrolled.issued, false)
                     .await;
-                Ok(keeper)
+                Ok(rotating_credentials)
             }
         }
     }
 
     /// Keeps the credentials alive beside the sessions: follows the operator's files, or renews what has ended.
-    fn tend(&self, keeper: &Arc<Keeper>) {
-        if !matches!(self.beginning, Beginning::Given(..)) {
-            tend::follow_ca(
-                keeper.clone(),
+    fn spawn_credential_tasks(&self, rotating_credentials: &Arc<RotatingCredentials>) {
+        if !matches!(
+            self.initial_credentials,
+            InitialCredentials::CredentialFiles(..)
+        ) {
+            credential_tasks::watch_ca_file(
+                rotating_credentials.clone(),
                 &self.config,
                 (&self.metrics, &self.shutdown),
             );
         }
-        match (&self.beginning, &self.config.given) {
-            (Beginning::Given(_, digest), Some(given)) => tend::follow(
-                keeper.clone(),
-                given.clone(),
-                &self.config,
-                *digest,
-                (&self.metrics, &self.shutdown),
-            ),
-            (Beginning::Given(..), None) => {}
-            (Beginning::Stored(_, store), _) => {
-                tend::renew(keeper.clone(), store.clone(), &self.config, &self.shutdown)
+        match (&self.initial_credentials, &self.config.credential_files) {
+            (InitialCredentials::CredentialFiles(_, digest), Some(credential_files)) => {
+                credential_tasks::watch_credential_files(
+                    rotating_credentials.clone(),
+                    credential_files.clone(),
+                    &self.config,
+                    *digest,
+                    (&self.metrics, &self.shutdown),
+                )
             }
-            (Beginning::Enrol(begun) | Beginning::Late(begun, _), _) => {
-                tend::renew(
-                    keeper.clone(),
-                    begun.store.clone(),
+            (InitialCredentials::CredentialFiles(..), None) => {}
+            (InitialCredentials::Stored(_, store), _) => credential_tasks::renew(
+                rotating_credentials.clone(),
+                store.clone(),
+                &self.config,
+                &self.shutdown,
+            ),
+            (
+                InitialCredentials::Enroll(enrollment) | InitialCredentials::Renew(enrollment, _),
+                _,
+            ) => {
+                credential_tasks::renew(
+                    rotating_credentials.clone(),
+                    enrollment.store.clone(),
                     &self.config,
                     &self.shutdown,
                 );
@@ -286,37 +303,49 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     if usage { EXIT_USAGE } else { EXIT_FAILURE }
 }
 
-fn begin(config: &Config) -> anyhow::Result<Beginning> {
+fn load_credentials(config: &Config) -> anyhow::Result<InitialCredentials> {
     let node = &config.node_name;
-    if let Some(given) = &config.given {
+    if let Some(credential_files) = &config.credential_files {
         if config.token.is_some() {
             info!(agent = %node, "token ignored: --cert-file is given");
         }
-        let fresh = given.load(node)?;
-        return Ok(Beginning::Given(Box::new(fresh.value), fresh.digest));
+        let loaded = credential_files.load(node)?;
+        return Ok(InitialCredentials::CredentialFiles(
+            Box::new(loaded.value),
+            loaded.digest,
+        ));
     }
-    let store = Store::open(&config.data_dir)?;
+    let store = CredentialStore::open(&config.data_dir)?;
     let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
     let ended = match stored {
         Stored::Valid(credentials) => {
             if config.token.is_some() {
                 info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
             }
-            return Ok(Beginning::Stored(credentials, store));
+            return Ok(InitialCredentials::Stored(credentials, store));
         }
         Stored::Expired(_, Some(ended)) => {
-            let late = Box::new(enrolment(config, Claim::Ended(ended), &store));
+            let renewal = Box::new(enrollment(
+                config,
+                EnrollProof::ExpiredCertificate(ended),
+                &store,
+            ));
             // A token may be long gone with what held it.
             let token = config
                 .token
                 .as_ref()
                 .and_then(|source| read_token(source, config.ca.is_some()).ok());
-            let by_token =
-                token.map(|token| Box::new(enrolment(config, Claim::by(token, None), &store)));
-            return Ok(Beginning::Late(late, by_token));
+            let by_token = token.map(|token| {
+                Box::new(enrollment(
+                    config,
+                    EnrollProof::from_token(token, None),
+                    &store,
+                ))
+            });
+            return Ok(InitialCredentials::Renew(renewal, by_token));
         }
         Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
-        Stored::Nothing => None,
+        Stored::Missing => None,
     };
     let dir = config.data_dir.clone();
     let token = match (&config.token, ended) {
@@ -339,16 +368,18 @@ fn begin(config: &Config) -> anyhow::Result<Beginning> {
             return Err(CredentialError::NoToken { dir, node }.into());
         }
     };
-    let claim = Claim::by(token, None);
-    Ok(Beginning::Enrol(Box::new(enrolment(config, claim, &store))))
+    let proof = EnrollProof::from_token(token, None);
+    Ok(InitialCredentials::Enroll(Box::new(enrollment(
+        config, proof, &store,
+    ))))
 }
 
-fn enrolment(config: &Config, claim: Claim, store: &Store) -> Enrolment {
-    Enrolment {
+fn enrollment(config: &Config, proof: EnrollProof, store: &CredentialStore) -> Enrollment {
+    Enrollment {
         servers: config.servers.clone(),
         proxy: config.proxy.clone(),
         node: config.node_name.clone(),
-        claim,
+        proof,
         ca: config.ca.clone(),
         store: store.clone(),
         within: config.limits.handshake_timeout,
@@ -368,10 +399,10 @@ async fn start_meta(
     Ok(bound)
 }
 
-fn paths(config: &Config, keeper: &Keeper) -> anyhow::Result<Paths> {
+fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyhow::Result<Dialers> {
     let limits = &config.limits;
     let tls = |alpn| {
-        tls::session_client_holding(keeper.identity().clone(), alpn)
+        tls::session_client_with_identity(rotating_credentials.identity().clone(), alpn)
             .context("cannot use the stored certificate")
     };
     let settings = SessionSettings {
@@ -387,7 +418,7 @@ fn paths(config: &Config, keeper: &Keeper) -> anyhow::Result<Paths> {
         .context("cannot use the TLS configuration for QUIC")?;
     let proxy = config.proxy.clone();
     let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings, Arc::new(proxy.clone()));
-    Ok(Paths {
+    Ok(Dialers {
         servers: config.servers.clone(),
         proxy,
         quic: Arc::new(quic),
@@ -400,7 +431,7 @@ pub const EXIT_USAGE: u8 = 64;
 /// Exit code for failing to start or breaking.
 pub const EXIT_FAILURE: u8 = 1;
 /// After a second signal: time to tell the server.
-const STOP_WITHIN: Duration = Duration::from_millis(300);
+const STOP_TIMEOUT: Duration = Duration::from_millis(300);
 /// The transport's own idle timeout is only a backstop behind the session's clock.
 const IDLE_BEYOND_DEAD: Duration = Duration::from_secs(15);
 

@@ -10,29 +10,29 @@ use crate::config::Settings;
 /// Culvert's edge side: dials out to tunnel-server and reaches this node's own ports for it
 ///
 /// The agent opens no listening port towards the network. It keeps one outgoing session to tunnel-server; requests for
-/// this node come back through it and are dialled here, within the ceiling that the flags of `run` set.
+/// this node come back through it and are dialled here, within the dial policy that the flags of `run` set.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-agent", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
-    pub verb: Verb,
+    pub subcommand: Command,
 }
 
 /// What the binary can do.
 #[derive(Debug, Subcommand)]
-pub enum Verb {
+pub enum Command {
     /// Run the agent until SIGTERM or SIGINT; a second signal stops at once
     ///
     /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
     /// a key of the file (same words, camelCase): --node-name is nodeName. The file alone also has a section `limits:`.
-    Run(Box<Source>),
+    Run(Box<ConfigArgs>),
     /// Load the configuration as `run` would, print all mistakes at once, and exit
-    CheckConfig(Box<Source>),
+    CheckConfig(Box<ConfigArgs>),
     /// Ask a running agent on this host whether it is ready: exit code 0 when it holds a session, else 1
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
-    Healthcheck(Health),
+    Healthcheck(HealthcheckArgs),
     /// Print the completion script of a shell
     Completion {
         /// The shell.
@@ -44,7 +44,7 @@ pub enum Verb {
 
 /// Where settings come from.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub struct Source {
+pub struct ConfigArgs {
     /// Configuration file (YAML)
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -55,7 +55,7 @@ pub struct Source {
 
 /// Where a running agent's meta port is.
 #[derive(Debug, clap::Args)]
-pub struct Health {
+pub struct HealthcheckArgs {
     /// Configuration file (YAML), for its metaListen
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -75,7 +75,7 @@ pub fn command() -> clap::Command {
 pub fn known_variables() -> std::collections::BTreeSet<String> {
     command()
         .get_subcommands()
-        .flat_map(|verb| verb.get_arguments())
+        .flat_map(|subcommand| subcommand.get_arguments())
         .filter_map(|flag| flag.get_env())
         .map(|name| name.to_string_lossy().into_owned())
         .collect()
@@ -106,10 +106,10 @@ mod tests {
     }
 
     #[test]
-    fn verb_keeps_its_own_description() {
+    fn subcommand_keeps_its_own_description() {
         let command = command();
-        for (verb, begin) in [("run", "Run the agent"), ("check-config", "Load the")] {
-            let about = command.find_subcommand(verb).unwrap().get_about();
+        for (subcommand, begin) in [("run", "Run the agent"), ("check-config", "Load the")] {
+            let about = command.find_subcommand(subcommand).unwrap().get_about();
             assert!(about.unwrap().to_string().starts_with(begin), "{about:?}");
         }
     }

@@ -15,7 +15,7 @@ pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_addr
 pub(crate) use checked::{NO_CA, NO_PIN, parse_token};
 pub use limits::{LIMITS, Limits, RawLimits};
 
-pub use crate::credentials::Given;
+pub use crate::credentials::CredentialFiles;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
 
 /// Prefix of the environment variables.
@@ -29,7 +29,7 @@ tunnel_proto::layered! {
         /// Where tunnel-server accepts agents; repeat it for several addresses [required]
         ///
         /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over QUIC need UDP;
-        /// enrolment and sessions over h2 need TCP on the same port (10262 unless the server was told otherwise).
+        /// enrollment and sessions over h2 need TCP on the same port (10262 unless the server is configured otherwise).
         #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
         pub server: Vec<String>,
 
@@ -49,8 +49,8 @@ tunnel_proto::layered! {
         /// of the host: prefer the variable or the file for a URL with a password.
         ///
         /// A proxy carries TCP only. One that is named here is meant for everything: sessions use h2, unless
-        /// --transport quic leaves only enrolment to the proxy. Without this flag the proxy of HTTPS_PROXY (or
-        /// https_proxy) serves enrolment and sessions over h2, QUIC is still tried directly, and the servers in
+        /// --transport quic leaves only enrollment to the proxy. Without this flag the proxy of HTTPS_PROXY (or
+        /// https_proxy) serves enrollment and sessions over h2, QUIC is still tried directly, and the servers in
         /// NO_PROXY (or no_proxy) are reached without it. NO_PROXY does not limit a proxy that is named here. off
         /// means no proxy, whatever the variables say.
         #[arg(long, env = "TUNNEL_AGENT_PROXY", value_name = "URL|off", hide_env_values = true, help_heading = "Connection")]
@@ -70,7 +70,7 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_NODE_NAME", value_name = "NAME", help_heading = "Identity")]
         pub node_name: Option<String>,
 
-        /// Address of this node, where its own ports are dialled [default: address of the default route]
+        /// Address of this node, where its own ports are dialed [default: address of the default route]
         ///
         /// The variable NODE_IP is read as well. The address is never used for routing in the cloud, so any number
         /// of sites may use the same one.
@@ -91,11 +91,11 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_TOKEN_FILE", value_name = "FILE", help_heading = "Identity")]
         pub token_file: Option<PathBuf>,
 
-        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token, then kept in the data directory]
+        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token, then stored in the data directory]
         #[arg(long, env = "TUNNEL_AGENT_CA_FILE", value_name = "FILE", help_heading = "Identity")]
         pub ca_file: Option<PathBuf>,
 
-        /// Own certificate chain (PEM, leaf first), in place of enrolment
+        /// Certificate chain of this agent (PEM, leaf first), instead of enrollment
         ///
         /// For certificates that the operator brings: with the SAN URI culvert://agent/NAME, of the CA in the server's
         /// --agent-ca; or the kubelet's, kubelet-client-current.pem, for servers in a cluster. Needs --ca-file. All three files are read again every few seconds (limits.reloadEvery) and on
@@ -118,12 +118,12 @@ tunnel_proto::layered! {
 
         /// Ports of the host's loopback that the cloud may reach [default: 10250, 10255, 10266, 10267]
         ///
-        /// A ceiling: the server decides what to ask for, this list what it can get.
-        #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Ceiling")]
+        /// The agent enforces this list on every request of the server.
+        #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
         pub localhost_ports: Option<String>,
 
-        /// Ports that are never dialled on any address [default: 2379-2381, 10248, 10249, 10257, 10259]
-        #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Ceiling")]
+        /// Ports that are never dialed on any address [default: 2379-2381, 10248, 10249, 10257, 10259]
+        #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
         pub deny_ports: Option<String>,
 
         /// Other hosts that the cloud may reach through this agent [default: none]
@@ -131,7 +131,7 @@ tunnel_proto::layered! {
         /// A list of CIDR:PORT or CIDR:LOW-HIGH, such as "10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443". It is
         /// checked against the address that a name resolved to. Link-local, metadata and loopback addresses are never
         /// dialled.
-        #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Ceiling")]
+        #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Dial policy")]
         pub allow_targets: Option<String>,
 
         /// Address of /livez, /readyz and /metrics, or off [default: 127.0.0.1:10266]
@@ -206,28 +206,28 @@ pub enum LoadError {
     },
     /// Settings are wrong.
     #[error(transparent)]
-    Mistakes(#[from] ConfigError),
+    Invalid(#[from] ConfigError),
 }
 
 impl LoadError {
     /// A mistake in the address of the meta port, where nothing else is looked at.
     #[must_use]
     pub fn meta_listen(problem: String) -> Self {
-        Self::Mistakes(ConfigError(vec![format!("--meta-listen: {problem}")]))
+        Self::Invalid(ConfigError(vec![format!("--meta-listen: {problem}")]))
     }
 }
 
-/// Puts the layers together: defaults < `file` < environment < flags. `given` holds flags and our own variables;
+/// Puts the layers together: defaults < `file` < environment < flags. `flags` holds flags and our own variables;
 /// `variable` looks up the others (NODE_NAME, NODE_IP, HTTPS_PROXY, NO_PROXY).
 ///
 /// # Errors
 /// [`LoadError`].
 pub fn load(
-    given: Settings,
+    flags: Settings,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Config, LoadError> {
-    let (settings, warning) = layered(given, file, variable)?;
+    let (settings, warning) = layered(flags, file, variable)?;
     let mut config = Config::check(settings)?;
     config.warnings.extend(warning);
     Ok(config)
@@ -236,18 +236,18 @@ pub fn load(
 /// The layers of [`load`] without the check.
 ///
 /// # Errors
-/// [`LoadError`], never [`LoadError::Mistakes`].
+/// [`LoadError`], never [`LoadError::Invalid`].
 pub fn layers(
-    given: Settings,
+    flags: Settings,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Settings, LoadError> {
-    layered(given, file, variable).map(|(settings, _)| settings)
+    layered(flags, file, variable).map(|(settings, _)| settings)
 }
 
 /// The layers, with what to say of the file.
 fn layered(
-    given: Settings,
+    flags: Settings,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<(Settings, Option<String>), LoadError> {
@@ -258,7 +258,7 @@ fn layered(
         ..Settings::default()
     };
     let (file, warning) = file.map(read_file).transpose()?.unwrap_or_default();
-    Ok((given.or(shared).or(file), warning))
+    Ok((flags.or(shared).or(file), warning))
 }
 
 fn read_file(path: &Path) -> Result<(Settings, Option<String>), LoadError> {

@@ -1,6 +1,6 @@
 //! Holds the session that takes new streams: dials, races transports, replaces what is silent, and climbs back to QUIC.
 //!
-//! One task per session ([`lane`]) from the first packet to the last goodbye; this loop decides and never waits for any
+//! One task per session ([`session_task`]) from the first packet to the last goodbye; this loop decides and never waits for any
 //! of them. At most one session is *current*; others are being dialled, or have retired and end with their last stream.
 
 use std::collections::HashMap;
@@ -17,61 +17,61 @@ use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::TransportChoice;
 use crate::metrics::{ConnectResult, Limit};
-use crate::session::{Held, News, Shared};
+use crate::session::{SessionContext, SessionEvent, SessionSummary};
 
 mod attempt;
+pub mod backoff;
 pub(crate) mod endpoint;
-mod ladder;
-mod lane;
-pub mod plan;
-mod race;
+mod happy_eyeballs;
 mod report;
+mod session_task;
+mod transport_policy;
 
-use attempt::{Attempt, Purpose};
-use endpoint::Endpoints;
-use ladder::{Change, Ladder, Rung};
-pub(crate) use lane::Paths;
-use lane::{ConnectError, Ended};
-use plan::{Event, Plan};
-use report::Report;
+use attempt::{Attempt, DialPurpose};
+use backoff::{Backoff, ReconnectEvent};
+use endpoint::EndpointCursor;
+use report::ConnectionLog;
 pub(crate) use report::causes;
+pub(crate) use session_task::Dialers;
+use session_task::{ConnectError, SessionExit};
+use transport_policy::{SessionTransport, TransportChange, TransportPolicy};
 
 /// Connects this agent to its servers.
 pub(crate) struct Connector {
-    paths: Arc<Paths>,
-    shared: Arc<Shared>,
+    dialers: Arc<Dialers>,
+    context: Arc<SessionContext>,
     readiness: Readiness,
-    plan: Plan,
-    ladder: Ladder,
-    endpoints: Endpoints,
-    report: Report,
+    backoff: Backoff,
+    transport_policy: TransportPolicy,
+    endpoints: EndpointCursor,
+    report: ConnectionLog,
     /// The tasks of all sessions, and how to let each of them go.
-    tasks: JoinSet<Ended>,
-    sessions: HashMap<Id, Running>,
-    tell: mpsc::Sender<(Id, News)>,
-    news: mpsc::Receiver<(Id, News)>,
-    current: Option<Current>,
+    tasks: JoinSet<SessionExit>,
+    sessions: HashMap<Id, RunningSession>,
+    event_sender: mpsc::Sender<(Id, SessionEvent)>,
+    session_event: mpsc::Receiver<(Id, SessionEvent)>,
+    current: Option<CurrentSession>,
     attempt: Option<Attempt>,
     /// When the next attempt begins, or the next round of one that rests.
     retry_at: Option<Instant>,
     /// When a session with newer credentials is to be dialled beside the current one.
     refresh_at: Option<Instant>,
-    /// Held while no live session takes new streams.
-    waiting: Option<ReadinessBlock>,
+    /// Set while no live session takes new streams.
+    readiness_block: Option<ReadinessBlock>,
     draining: bool,
 }
 
-struct Running {
-    rung: Rung,
+struct RunningSession {
+    transport: SessionTransport,
     retire: CancellationToken,
-    /// Which credentials it was dialed with, see [`Keeper::generation`](crate::credentials::Keeper::generation).
+    /// Which credentials it was dialed with, see [`RotatingCredentials::generation`](crate::credentials::RotatingCredentials::generation).
     credentials: u64,
 }
 
 /// The session that takes new streams.
-struct Current {
+struct CurrentSession {
     id: Id,
-    rung: Rung,
+    transport: SessionTransport,
     since: Instant,
     /// Another one is wanted, but this one may still recover.
     suspect: bool,
@@ -79,53 +79,53 @@ struct Current {
     draining: bool,
 }
 
-impl Current {
-    fn wants_another(&self) -> bool {
+impl CurrentSession {
+    fn needs_replacement(&self) -> bool {
         self.suspect || self.draining
     }
 }
 
 impl Connector {
-    /// A connector that holds `waiting` until a session is ready.
+    /// A connector that holds `readiness_block` until a session is ready.
     pub(crate) fn new(
-        paths: Arc<Paths>,
+        dialers: Arc<Dialers>,
         transport: TransportChoice,
-        shared: Arc<Shared>,
+        context: Arc<SessionContext>,
         readiness: Readiness,
-        waiting: Option<ReadinessBlock>,
+        readiness_block: Option<ReadinessBlock>,
     ) -> Self {
-        let (tell, news) = mpsc::channel(NEWS_QUEUE);
+        let (event_sender, session_event) = mpsc::channel(EVENT_QUEUE);
         Self {
-            plan: Plan::new(),
-            ladder: Ladder::new(transport, &shared.limits),
-            endpoints: Endpoints::default(),
-            report: Report::new(shared.node.clone()),
+            backoff: Backoff::new(),
+            transport_policy: TransportPolicy::new(transport, &context.limits),
+            endpoints: EndpointCursor::default(),
+            report: ConnectionLog::new(context.node.clone()),
             tasks: JoinSet::new(),
             sessions: HashMap::new(),
-            tell,
-            news,
+            event_sender,
+            session_event,
             current: None,
             attempt: None,
             retry_at: None,
             refresh_at: None,
-            waiting,
+            readiness_block,
             draining: false,
-            paths,
-            shared,
+            dialers,
+            context,
             readiness,
         }
     }
 
     /// Runs until a drain is over and every session has ended. Dropped early, all sessions are cut.
     pub(crate) async fn run(mut self) {
-        let drain = self.shared.shutdown.drain().clone();
-        let mut fresh = self.shared.keeper.fresh();
+        let drain = self.context.shutdown.drain().clone();
+        let mut updates = self.context.rotating_credentials.updates();
         self.retry_at = Some(Instant::now());
         loop {
             if self.draining && self.tasks.is_empty() {
                 return;
             }
-            let due = self.due();
+            let next_timeout = self.next_timeout();
             tokio::select! {
                 biased;
                 () = drain.cancelled(), if !self.draining => {
@@ -134,20 +134,22 @@ impl Connector {
                     self.abandon();
                 }
                 // Before the ends of tasks: what a task told comes before its end.
-                Some((id, news)) = self.news.recv() => self.heed(id, news),
+                Some((id, session_event)) = self.session_event.recv() => self.handle_session_event(id, session_event),
                 Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
-                Ok(()) = fresh.changed(), if !self.draining => self.refresh(Instant::now()),
-                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => self.act(Instant::now()),
+                Ok(()) = updates.changed(), if !self.draining => self.refresh(Instant::now()),
+                () = sleep_until(next_timeout.unwrap_or_else(Instant::now)), if next_timeout.is_some() => self.handle_timeout(Instant::now()),
             }
         }
     }
 
     /// When something is to be begun.
-    fn due(&self) -> Option<Instant> {
+    fn next_timeout(&self) -> Option<Instant> {
         match (&self.attempt, &self.current) {
-            (Some(attempt), _) if !attempt.race.is_resting() => attempt.race.due(),
-            (None, Some(current)) if !current.wants_another() && !self.draining => {
-                [self.refresh_at, self.ladder.probe_at()]
+            (Some(attempt), _) if !attempt.happy_eyeballs.is_between_rounds() => {
+                attempt.happy_eyeballs.next_timeout()
+            }
+            (None, Some(current)) if !current.needs_replacement() && !self.draining => {
+                [self.refresh_at, self.transport_policy.probe_at()]
                     .into_iter()
                     .flatten()
                     .min()
@@ -156,30 +158,34 @@ impl Connector {
         }
     }
 
-    fn act(&mut self, now: Instant) {
+    fn handle_timeout(&mut self, now: Instant) {
         match (&mut self.attempt, &self.current) {
-            (Some(attempt), _) if attempt.race.is_resting() => {
-                attempt.place = self.endpoints.clone();
-                let rung = attempt.race.again(now);
-                self.dial(rung, now);
+            (Some(attempt), _) if attempt.happy_eyeballs.is_between_rounds() => {
+                attempt.cursor = self.endpoints.clone();
+                let transport = attempt.happy_eyeballs.next_round(now);
+                self.dial(transport, now);
             }
             (Some(attempt), _) => {
-                if let Some(rung) = attempt.race.head_start_over() {
-                    self.shared.metrics.limit(Limit::QuicHeadStart);
-                    self.dial(rung, now);
+                if let Some(transport) = attempt.happy_eyeballs.start_second() {
+                    self.context.metrics.limit(Limit::QuicHeadStart);
+                    self.dial(transport, now);
                 }
             }
             (None, Some(current))
-                if !current.wants_another() && self.refresh_at.is_some_and(|at| at <= now) =>
+                if !current.needs_replacement() && self.refresh_at.is_some_and(|at| at <= now) =>
             {
-                let rung = current.rung;
+                let transport = current.transport;
                 self.refresh_at = None;
-                self.begin(Purpose::Refresh, (rung, None), now);
+                self.start_attempt(DialPurpose::Refresh, (transport, None), now);
             }
-            (None, Some(current)) if !current.wants_another() => {
-                self.begin(Purpose::Climb, (Rung::Quic, None), now);
+            (None, Some(current)) if !current.needs_replacement() => {
+                self.start_attempt(DialPurpose::Upgrade, (SessionTransport::Quic, None), now);
             }
-            (None, _) => self.begin(Purpose::Connect, self.ladder.order(), now),
+            (None, _) => self.start_attempt(
+                DialPurpose::Connect,
+                self.transport_policy.dial_order(),
+                now,
+            ),
         }
     }
 
@@ -200,54 +206,61 @@ impl Connector {
         }
     }
 
-    fn heed(&mut self, id: Id, news: News) {
+    fn handle_session_event(&mut self, id: Id, session_event: SessionEvent) {
         let now = Instant::now();
         let is_current = self
             .current
             .as_ref()
             .is_some_and(|current| current.id == id);
-        let Some(&Running {
-            rung, credentials, ..
+        let Some(&RunningSession {
+            transport,
+            credentials,
+            ..
         }) = self.sessions.get(&id)
         else {
             return;
         };
-        match news {
-            News::Answered => {
+        match session_event {
+            SessionEvent::Answered => {
                 let attempt = self.attempt.as_mut();
-                if let Some(attempt) = attempt.filter(|attempt| attempt.lanes.contains(&id)) {
-                    attempt.race.answered(rung);
+                if let Some(attempt) = attempt.filter(|attempt| attempt.task_ids.contains(&id)) {
+                    attempt.happy_eyeballs.answered(transport);
                 }
             }
-            News::Ready => {
-                let keeper = self.shared.keeper.clone();
-                let shutdown = &self.shared.shutdown;
-                shutdown.spawn_service(async move { keeper.proved(credentials).await });
-                self.ready(id, rung, now);
+            SessionEvent::Ready => {
+                let rotating_credentials = self.context.rotating_credentials.clone();
+                let shutdown = &self.context.shutdown;
+                shutdown
+                    .spawn_service(async move { rotating_credentials.confirm(credentials).await });
+                self.ready(id, transport, now);
             }
-            News::Draining if is_current => self.server_drains(now),
-            News::Suspect if is_current => self.suspect(now),
-            News::Live if is_current => self.live(),
+            SessionEvent::Draining if is_current => self.handle_server_drain(now),
+            SessionEvent::Suspect if is_current => self.suspect(now),
+            SessionEvent::Live if is_current => self.live(),
             // Of a retired session.
-            News::Live if rung == Rung::Quic => self.ladder.quic_answers(now),
-            News::Suspect | News::Live | News::Draining => {}
+            SessionEvent::Live if transport == SessionTransport::Quic => {
+                self.transport_policy.probe_quic_now(now)
+            }
+            SessionEvent::Suspect | SessionEvent::Live | SessionEvent::Draining => {}
         }
     }
 
-    fn ready(&mut self, id: Id, rung: Rung, now: Instant) {
-        let metrics = &self.shared.metrics;
-        metrics.connect_attempt(rung.transport(), ConnectResult::Ready);
-        let attempt = self.attempt.take_if(|attempt| attempt.lanes.contains(&id));
+    fn ready(&mut self, id: Id, transport: SessionTransport, now: Instant) {
+        let metrics = &self.context.metrics;
+        metrics.connect_attempt(transport.transport(), ConnectResult::Ready);
+        let attempt = self
+            .attempt
+            .take_if(|attempt| attempt.task_ids.contains(&id));
         let Some(attempt) = attempt else {
             // Abandoned meanwhile; it retires by itself.
             return;
         };
-        for other in attempt.lanes.into_iter().filter(|other| *other != id) {
+        for other in attempt.task_ids.into_iter().filter(|other| *other != id) {
             self.retire(other);
         }
-        let current = Current {
+        let current = CurrentSession {
             id,
-            rung,
+            transport,
             since: now,
             suspect: false,
             draining: false,
@@ -256,12 +269,12 @@ impl Connector {
             self.retire(old.id);
         }
         self.retry_at = None;
-        self.waiting = None;
-        let change = self.ladder.ready(rung, now, rand::random());
+        self.readiness_block = None;
+        let change = self.transport_policy.ready(transport, now, rand::random());
         match change {
-            Change::None => {}
-            Change::Fallback => self.shared.metrics.fallback(),
-            Change::Promotion => self.shared.metrics.promotion(),
+            TransportChange::None => {}
+            TransportChange::Fallback => self.context.metrics.fallback(),
+            TransportChange::Upgrade => self.context.metrics.promotion(),
         }
         self.report.ready(change);
     }
@@ -272,13 +285,13 @@ impl Connector {
             return;
         };
         current.suspect = true;
-        let event = Event::Lost {
+        let event = ReconnectEvent::Lost {
             ready_for: now.duration_since(current.since),
             code: CloseCode::Dead,
         };
         let is_replaced = current.draining;
         self.not_ready();
-        self.ladder.missed(now);
+        self.transport_policy.missed(now);
         if is_replaced {
             return;
         }
@@ -289,8 +302,8 @@ impl Connector {
 
     /// It is heard again, before another one was ready.
     fn live(&mut self) {
-        self.waiting = None;
-        self.ladder.heard();
+        self.readiness_block = None;
+        self.transport_policy.record_recovery();
         if let Some(current) = &mut self.current {
             current.suspect = false;
             if current.draining {
@@ -304,7 +317,7 @@ impl Connector {
 
     /// The server of the current session is stopping: another session is dialed until one is ready, and this one takes
     /// new streams until then. It may lead to the same address, where another server answers by then.
-    fn server_drains(&mut self, now: Instant) {
+    fn handle_server_drain(&mut self, now: Instant) {
         let Some(current) = self.current.as_mut().filter(|current| !current.draining) else {
             return;
         };
@@ -313,7 +326,7 @@ impl Connector {
             // Another one is being dialed already.
             return;
         }
-        let event = Event::Lost {
+        let event = ReconnectEvent::Lost {
             ready_for: now.duration_since(current.since),
             code: CloseCode::Draining,
         };
@@ -321,53 +334,60 @@ impl Connector {
         // Where there are several servers, not this one first.
         self.endpoints.failed();
         let spread = DRAIN_SPREAD.mul_f64(rand::random());
-        let retry_in = self.plan.next(event, now, rand::random());
+        let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
             self.retry_at = Some(now + retry_in + spread);
         }
     }
 
-    fn ended(&mut self, joined: Result<(Id, Ended), JoinError>) {
+    fn ended(&mut self, joined: Result<(Id, SessionExit), JoinError>) {
         let now = Instant::now();
         let (id, ended) = match joined {
             Ok((id, ended)) => (id, Ok(ended)),
             Err(panicked) => (panicked.id(), Err(panicked)),
         };
-        let Some(Running {
-            rung, credentials, ..
+        let Some(RunningSession {
+            transport,
+            credentials,
+            ..
         }) = self.sessions.remove(&id)
         else {
             return;
         };
         let ended = ended.unwrap_or_else(|panicked| {
-            self.report.broken(rung, &panicked);
-            Ended {
-                place: self.endpoints.clone(),
+            self.report.broken(transport, &panicked);
+            SessionExit {
+                cursor: self.endpoints.clone(),
                 outcome: Err(ConnectError::Broken),
             }
         });
         if let Err(error) = &ended.outcome
-            && error.is_over_certificates()
+            && error.is_certificate_failure()
         {
-            self.shared.keeper.refused(credentials);
+            self.context.rotating_credentials.refused(credentials);
         }
         let current = self.current.take_if(|current| current.id == id);
         if let Some(current) = current {
             return self.lost(&current, ended.outcome, now);
         }
         match (&mut self.attempt, ended.outcome) {
-            (Some(attempt), Err(error)) if attempt.lanes.contains(&id) => {
-                attempt.lanes.retain(|lane| *lane != id);
-                self.failed(rung, ended.place, error, now);
+            (Some(attempt), Err(error)) if attempt.task_ids.contains(&id) => {
+                attempt.task_ids.retain(|session_task| *session_task != id);
+                self.failed(transport, ended.cursor, error, now);
             }
-            (_, Err(error)) => self.count(rung, &error),
-            (_, Ok(held)) => self.report.ended(rung, &held),
+            (_, Err(error)) => self.count(transport, &error),
+            (_, Ok(summary)) => self.report.ended(transport, &summary),
         }
     }
 
     /// The current session has ended.
-    fn lost(&mut self, current: &Current, outcome: Result<Held, ConnectError>, now: Instant) {
-        let held = outcome.unwrap_or_else(|error| Held {
+    fn lost(
+        &mut self,
+        current: &CurrentSession,
+        outcome: Result<SessionSummary, ConnectError>,
+        now: Instant,
+    ) {
+        let summary = outcome.unwrap_or_else(|error| SessionSummary {
             ready_for: now.duration_since(current.since),
             reason: CloseReason {
                 by: ClosedBy::Local,
@@ -376,58 +396,59 @@ impl Connector {
             },
         });
         self.not_ready();
-        self.ladder.missed(now);
+        self.transport_policy.missed(now);
         // Another one is being dialled already, and that this end gave up says nothing new about the path.
-        let is_old_news = current.suspect && held.reason.by == ClosedBy::Local;
+        let is_known_loss = current.suspect && summary.reason.by == ClosedBy::Local;
         if self.draining {
-            return self.report.ended(current.rung, &held);
+            return self.report.ended(current.transport, &summary);
         }
-        if is_old_news {
-            return self.report.lost(current.rung, &held, None);
+        if is_known_loss {
+            return self.report.lost(current.transport, &summary, None);
         }
-        if held.reason.code == CloseCode::CredentialRevoked {
-            self.shared.keeper.revoke();
+        if summary.reason.code == CloseCode::CredentialRevoked {
+            self.context.rotating_credentials.revoke();
         }
-        let event = Event::Lost {
-            ready_for: held.ready_for,
-            code: held.reason.code,
+        let event = ReconnectEvent::Lost {
+            ready_for: summary.ready_for,
+            code: summary.reason.code,
         };
-        let dialling = self
+        let connecting = self
             .attempt
-            .take_if(|attempt| attempt.purpose == Purpose::Connect);
+            .take_if(|attempt| attempt.purpose == DialPurpose::Connect);
         // What is left was dialled for another purpose.
         self.abandon();
         let retry_in = self.retry(event, now);
-        self.attempt = dialling;
+        self.attempt = connecting;
         // A server that is back, which its word on the old session shows, is better asked afresh; so is the one that comes
         // after a server that has stopped.
         if retry_in.is_zero() || current.draining {
             self.abandon();
         }
         let retry_in = self.attempt.is_none().then_some(retry_in);
-        self.report.lost(current.rung, &held, retry_in);
+        self.report.lost(current.transport, &summary, retry_in);
     }
 
     /// Asks the plan when the next attempt begins.
-    fn retry(&mut self, event: Event, now: Instant) -> Duration {
-        let retry_in = self.plan.next(event, now, rand::random());
+    fn retry(&mut self, event: ReconnectEvent, now: Instant) -> Duration {
+        let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
             self.retry_at = Some(now + retry_in);
         }
         retry_in
     }
 
-    fn count(&self, rung: Rung, error: &ConnectError) {
-        let metrics = &self.shared.metrics;
-        if error.failure() == race::Failure::Silence {
+    fn count(&self, transport: SessionTransport, error: &ConnectError) {
+        let metrics = &self.context.metrics;
+        if error.failure() == happy_eyeballs::DialFailure::Timeout {
             metrics.limit(Limit::HandshakeTimeout);
         }
-        metrics.connect_attempt(rung.transport(), error.result());
+        metrics.connect_attempt(transport.transport(), error.result());
     }
 
     fn not_ready(&mut self) {
         let readiness = &self.readiness;
-        self.waiting.get_or_insert_with(|| readiness.block(SESSION));
+        self.readiness_block
+            .get_or_insert_with(|| readiness.block(SESSION));
     }
 }
 
@@ -436,8 +457,8 @@ pub(crate) const SESSION: &str = "session";
 /// All agents of a server that stops hear of it in the same moment: their dials are spread over this time. Requests wait for
 /// the slowest of them.
 const DRAIN_SPREAD: Duration = Duration::from_millis(500);
-/// News that wait for the connector, which takes them at once; a session that finds the queue full waits.
-const NEWS_QUEUE: usize = 64;
+/// Events queued for the connector, which takes them at once; a session that finds the queue full waits.
+const EVENT_QUEUE: usize = 64;
 
 #[cfg(test)]
 mod tests;

@@ -12,22 +12,22 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
-use tunnel_proto::tls::{self, AgentTrust, Judge, Trust};
-use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
+use tunnel_proto::tls::{self, AgentTrust, RevocationCheck, Trust};
+use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
 use crate::config::{NO_CA, TokenSource, parse_token};
 
+mod credential_files;
 mod error;
-mod given;
-mod keeper;
 mod pem;
+mod rotation;
 
+pub use credential_files::CredentialFiles;
 pub(crate) use error::CredentialError;
-pub use given::Given;
-pub(crate) use keeper::Keeper;
 use pem::pem_certificates;
+pub(crate) use rotation::RotatingCredentials;
 
 /// What the agent proves itself with, and what it trusts.
 #[derive(Debug, Clone)]
@@ -50,7 +50,7 @@ pub(crate) struct Credentials {
 pub(crate) type Issued = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
 impl Credentials {
-    /// What a server issued to `signer`; `given` stands in for the server's roots.
+    /// What a server issued to `signer`; `ca_roots` replaces the server's roots.
     ///
     /// # Errors
     /// When it cannot be used, in a line for people.
@@ -58,14 +58,14 @@ impl Credentials {
         signer: Arc<KeyPair>,
         chain: &[Vec<u8>],
         roots: &[Vec<u8>],
-        given: Option<&[CertificateDer<'static>]>,
+        ca_roots: Option<&[CertificateDer<'static>]>,
     ) -> Result<Self, String> {
         let chain = certificates(chain);
-        let leaf = chain.first().ok_or("it holds no certificate")?;
+        let leaf = chain.first().ok_or("answer has no certificate")?;
         let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
         let key = PrivateKeyDer::Pkcs8(signer.serialize_der().into());
         let own = tls::certified_key(chain, key).map_err(|error| error.to_string())?;
-        let roots = given.map_or_else(|| certificates(roots), <[_]>::to_vec);
+        let roots = ca_roots.map_or_else(|| certificates(roots), <[_]>::to_vec);
         Ok(Self {
             own,
             roots: tls::roots(roots).map_err(|error| error.to_string())?,
@@ -90,10 +90,10 @@ impl Credentials {
         now: SystemTime,
     ) -> Result<(), String> {
         let chain = certificates(chain);
-        let leaf = chain.first().ok_or("it holds no certificate")?;
+        let leaf = chain.first().ok_or("answer has no certificate")?;
         let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
         if not_after <= now {
-            return Err("its certificate has ended by the clock of this host".to_owned());
+            return Err("certificate has already expired by the clock of this host".to_owned());
         }
         let roots = tls::roots(certificates(roots)).map_err(|error| error.to_string())?;
         let is_trusted = roots.roots.iter().any(|root| {
@@ -103,15 +103,15 @@ impl Credentials {
             })
         });
         if !is_trusted {
-            return Err("none of its roots is trusted already".to_owned());
+            return Err("none of the new roots is already trusted".to_owned());
         }
         let at = now.max(not_before).duration_since(SystemTime::UNIX_EPOCH);
         let at = UnixTime::since_unix_epoch(at.unwrap_or_default());
-        let everyone: Judge = Arc::new(|_peer| Ok(()));
+        let everyone: RevocationCheck = Arc::new(|_peer| Ok(()));
         AgentTrust::new(roots, everyone)
             .and_then(|trust| trust.verify(&chain, at))
             .map(drop)
-            .map_err(|error| format!("its certificate does not chain to its roots: {error}"))
+            .map_err(|error| format!("certificate does not chain to its roots: {error}"))
     }
 
     /// How servers are judged.
@@ -135,16 +135,16 @@ pub(crate) enum Stored {
     /// One that ended at the given time, and what is left of it when its key is here.
     Expired(SystemTime, Option<Box<Credentials>>),
     /// None.
-    Nothing,
+    Missing,
 }
 
 /// The data directory.
 #[derive(Debug, Clone)]
-pub(crate) struct Store {
+pub(crate) struct CredentialStore {
     dir: PathBuf,
 }
 
-impl Store {
+impl CredentialStore {
     /// Makes the directory unless it is there.
     pub(crate) fn open(dir: &Path) -> Result<Self, CredentialError> {
         let store = Self {
@@ -162,7 +162,7 @@ impl Store {
         now: SystemTime,
     ) -> Result<Stored, CredentialError> {
         let Some(chain) = self.certificates(CERTIFICATE)? else {
-            return Ok(Stored::Nothing);
+            return Ok(Stored::Missing);
         };
         let damaged = |problem: &str| self.damaged(CERTIFICATE, problem);
         let leaf = chain
@@ -174,14 +174,14 @@ impl Store {
             .node()
             .ok_or_else(|| damaged("is not an agent's certificate"))?;
         if stored != node {
-            return Err(CredentialError::OtherName {
+            return Err(CredentialError::StoredNodeMismatch {
                 configured: node.clone(),
                 stored: stored.clone(),
                 dir: self.dir.clone(),
             });
         }
         let not_after = identity.not_after;
-        let loaded = self.usable(CURRENT, &identity, chain, ca);
+        let loaded = self.load_pair(CURRENT, &identity, chain, ca);
         match loaded {
             Ok(credentials) if not_after <= now => {
                 Ok(Stored::Expired(not_after, Some(Box::new(credentials))))
@@ -192,7 +192,7 @@ impl Store {
         }
     }
 
-    /// The certificate of `node` from before the stored one, as [`Store::set_aside`] stored it, if it is there and usable.
+    /// The certificate of `node` from before the stored one, as [`CredentialStore::save_previous`] stored it, if it is there and usable.
     pub(crate) fn previous(
         &self,
         node: &NodeName,
@@ -203,22 +203,22 @@ impl Store {
         if identity.node() != Some(node) {
             return None;
         }
-        self.usable(PREVIOUS, &identity, chain, ca).ok()
+        self.load_pair(PREVIOUS, &identity, chain, ca).ok()
     }
 
-    /// Copies the stored certificate and its roots, so that they outlive the next [`Store::keep`].
-    pub(crate) fn set_aside(&self) -> Result<(), CredentialError> {
+    /// Copies the stored certificate and its roots, so that they outlive the next [`CredentialStore::save`].
+    pub(crate) fn save_previous(&self) -> Result<(), CredentialError> {
         self.copy(CURRENT, PREVIOUS)
     }
 
     /// Stores again what was set aside.
-    pub(crate) fn take_back(&self) -> Result<(), CredentialError> {
+    pub(crate) fn restore_previous(&self) -> Result<(), CredentialError> {
         self.copy(PREVIOUS, CURRENT)?;
-        self.forget_previous()
+        self.remove_previous()
     }
 
     /// Removes what was set aside.
-    pub(crate) fn forget_previous(&self) -> Result<(), CredentialError> {
+    pub(crate) fn remove_previous(&self) -> Result<(), CredentialError> {
         for name in [PREVIOUS.certificate, PREVIOUS.ca] {
             match std::fs::remove_file(self.dir.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -230,8 +230,8 @@ impl Store {
         Ok(())
     }
 
-    /// Copies a pair that is there; the certificate last, as [`Store::keep`] does.
-    fn copy(&self, from: Pair, to: Pair) -> Result<(), CredentialError> {
+    /// Copies a pair that is there; the certificate last, as [`CredentialStore::save`] does.
+    fn copy(&self, from: CertificateFiles, to: CertificateFiles) -> Result<(), CredentialError> {
         if let (Some(chain), Some(roots)) = (self.read(from.certificate)?, self.read(from.ca)?) {
             self.replace(to.ca, &roots)?;
             self.replace(to.certificate, &chain)?;
@@ -240,9 +240,9 @@ impl Store {
     }
 
     /// The rest of what belongs to a stored certificate.
-    fn usable(
+    fn load_pair(
         &self,
-        pair: Pair,
+        pair: CertificateFiles,
         identity: &PeerIdentity,
         chain: Vec<CertificateDer<'static>>,
         ca: Option<&[CertificateDer<'static>]>,
@@ -250,17 +250,17 @@ impl Store {
         let damaged = |problem: &str| self.damaged(pair.certificate, problem);
         let pem = self
             .read_key()?
-            .ok_or_else(|| damaged("has no agent.key beside it"))?;
+            .ok_or_else(|| damaged("has no agent.key next to it"))?;
         let signer = self.key_pair(&pem)?;
         let key = PrivateKeyDer::from_pem_slice(&pem)
             .map_err(|error| self.damaged(KEY, &format!("is not a private key: {error:?}")))?;
         let own = tls::certified_key(chain, key)
             .map_err(|error| damaged(&format!("does not belong to agent.key: {error}")))?;
         let roots = match ca {
-            Some(given) => tls::roots(given.iter().cloned()),
+            Some(ca_roots) => tls::roots(ca_roots.iter().cloned()),
             None => {
-                let kept = self.certificates(pair.ca)?;
-                tls::roots(kept.ok_or_else(|| damaged("has no ca.crt beside it"))?)
+                let stored_roots = self.certificates(pair.ca)?;
+                tls::roots(stored_roots.ok_or_else(|| damaged("has no ca.crt next to it"))?)
             }
         };
         let roots =
@@ -308,12 +308,12 @@ impl Store {
     }
 
     /// Stores what was issued; the certificate last, since it is what says that all is there.
-    pub(crate) fn keep(&self, chain: &[Vec<u8>], roots: &[Vec<u8>]) -> Result<(), CredentialError> {
+    pub(crate) fn save(&self, chain: &[Vec<u8>], roots: &[Vec<u8>]) -> Result<(), CredentialError> {
         self.replace(CA, pem_certificates(roots).as_bytes())?;
         self.replace(CERTIFICATE, pem_certificates(chain).as_bytes())
     }
 
-    /// Takes the lock under which one process enrols; `None` while another one does.
+    /// Takes the lock under which one process enrolls; `None` while another one does.
     pub(crate) fn lock(&self) -> Result<Option<std::fs::File>, CredentialError> {
         files::try_lock(&self.dir.join("enrol.lock")).map_err(|source| self.storage(source))
     }
@@ -359,27 +359,27 @@ impl Store {
     }
 }
 
-/// What an agent enrols with.
+/// What an agent enrolls with.
 #[derive(Debug, Clone)]
 pub(crate) enum Token {
     /// A join token.
     Join(JoinToken),
     /// A ServiceAccount token, in the file that the kubelet keeps fresh.
-    Account(AccountFile),
+    ServiceAccount(ServiceAccountTokenFile),
 }
 
 /// The file of a ServiceAccount token.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct AccountFile(PathBuf);
+pub(crate) struct ServiceAccountTokenFile(PathBuf);
 
-impl AccountFile {
+impl ServiceAccountTokenFile {
     /// The token of this moment. Blocks the thread.
     pub(crate) fn read(&self) -> Result<Zeroizing<String>, CredentialError> {
         let text = read_text(&self.0)?;
-        if !is_account_token(&text) {
+        if !is_service_account_token(&text) {
             return Err(CredentialError::BadToken {
                 path: self.0.clone(),
-                problem: "is no ServiceAccount token any more".to_owned(),
+                problem: "does not hold a ServiceAccount token".to_owned(),
             });
         }
         Ok(text.trim().to_owned().into())
@@ -389,7 +389,7 @@ impl AccountFile {
 /// The token, read from its file when that is where it is. A ServiceAccount token needs the CA of --ca-file.
 pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, CredentialError> {
     let path = match source {
-        TokenSource::Given(token) => return Ok(Token::Join(token.clone())),
+        TokenSource::Inline(token) => return Ok(Token::Join(token.clone())),
         TokenSource::File(path) => path,
     };
     let text = read_text(path)?;
@@ -397,17 +397,17 @@ pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, Cr
         path: path.clone(),
         problem,
     };
-    if !is_account_token(&text) {
+    if !is_service_account_token(&text) {
         return parse_token(&text).map(Token::Join).map_err(bad);
     }
     if !has_ca {
         return Err(bad(NO_CA.to_owned()));
     }
-    Ok(Token::Account(AccountFile(path.clone())))
+    Ok(Token::ServiceAccount(ServiceAccountTokenFile(path.clone())))
 }
 
 fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
-    let content = files::read_given(path).map_err(|source| CredentialError::TokenFile {
+    let content = files::read_operator_file(path).map_err(|source| CredentialError::TokenFile {
         path: path.to_owned(),
         source,
     })?;
@@ -416,7 +416,7 @@ fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
 
 /// The files of a certificate and of the roots that came with it.
 #[derive(Debug, Clone, Copy)]
-struct Pair {
+struct CertificateFiles {
     certificate: &'static str,
     ca: &'static str,
 }
@@ -425,12 +425,12 @@ const KEY: &str = "agent.key";
 const CERTIFICATE: &str = "agent.crt";
 const CA: &str = "ca.crt";
 /// What is in use.
-const CURRENT: Pair = Pair {
+const CURRENT: CertificateFiles = CertificateFiles {
     certificate: CERTIFICATE,
     ca: CA,
 };
 /// What was in use before, until a session shows that the current pair works.
-const PREVIOUS: Pair = Pair {
+const PREVIOUS: CertificateFiles = CertificateFiles {
     certificate: "agent.crt.previous",
     ca: "ca.crt.previous",
 };
@@ -441,23 +441,23 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::testing::{Ca, Scratch};
+    use crate::testing::{Ca, TempDir};
 
     fn node(name: &str) -> NodeName {
         name.parse().unwrap()
     }
 
-    fn filled(scratch: &Scratch, ca: &Ca) -> Store {
-        let store = Store::open(scratch.path()).unwrap();
+    fn filled(scratch: &TempDir, ca: &Ca) -> CredentialStore {
+        let store = CredentialStore::open(scratch.path()).unwrap();
         let key = store.key().unwrap();
         let leaf = ca.issue(&key, "culvert://agent/worker-1");
-        store.keep(&[leaf.to_vec()], &[ca.der().to_vec()]).unwrap();
+        store.save(&[leaf.to_vec()], &[ca.der().to_vec()]).unwrap();
         store
     }
 
     #[test]
     fn stored_credentials_are_private_and_come_back() {
-        let (scratch, ca) = (Scratch::new(), Ca::new());
+        let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);
         let now = SystemTime::now();
         let Stored::Valid(credentials) = store.load(&node("worker-1"), None, now).unwrap() else {
@@ -477,15 +477,15 @@ mod tests {
 
     #[test]
     fn key_is_made_once() {
-        let scratch = Scratch::new();
-        let store = Store::open(scratch.path()).unwrap();
+        let scratch = TempDir::new();
+        let store = CredentialStore::open(scratch.path()).unwrap();
         let first = store.key().unwrap().serialize_pem();
         assert_eq!(store.key().unwrap().serialize_pem(), first);
     }
 
     #[test]
     fn other_name_is_a_usage_error_that_says_what_to_do() {
-        let (scratch, ca) = (Scratch::new(), Ca::new());
+        let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);
         let error = store
             .load(&node("worker-2"), None, SystemTime::now())
@@ -500,7 +500,7 @@ mod tests {
 
     #[test]
     fn key_of_another_certificate_is_noticed() {
-        let (scratch, ca) = (Scratch::new(), Ca::new());
+        let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);
         std::fs::remove_file(scratch.path().join(KEY)).unwrap();
         store.key().unwrap();

@@ -7,8 +7,8 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
-use tunnel_proto::process::telemetry::{ACCESS, LineLimit};
-use tunnel_proto::relay::{RelayEnd, Side, relay};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
+use tunnel_proto::relay::{RelayEnd, RelaySide, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -16,7 +16,7 @@ use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limits;
 use crate::metrics::{Limit, Metrics, StreamEnd};
-use crate::policy::Ceiling;
+use crate::policy::DialPolicy;
 
 mod dial;
 mod node_ip;
@@ -32,7 +32,7 @@ use socket::TargetSocket;
 #[derive(Debug)]
 pub(crate) struct Egress {
     node: NodeName,
-    ceiling: Ceiling,
+    dial_policy: DialPolicy,
     head_timeout: Duration,
     dial_timeout: Duration,
     permits: Semaphore,
@@ -42,7 +42,7 @@ pub(crate) struct Egress {
 
 /// What holds for the streams of one session.
 #[derive(Debug, Clone)]
-pub(crate) struct Terms {
+pub(crate) struct SessionParams {
     /// The session, for logs.
     pub(crate) session: SessionId,
     /// Where targets of class node are dialled.
@@ -52,10 +52,10 @@ pub(crate) struct Terms {
 }
 
 /// A server can open such streams faster than a disk takes lines, and each line says the same.
-static WITHOUT_HEADER: LineLimit = LineLimit::new("streams without a header");
+static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("streams without a header");
 
 /// How a stream ended, for the access record.
-struct Outcome {
+struct StreamOutcome {
     end: StreamEnd,
     dialled: String,
     to_target: u64,
@@ -63,16 +63,16 @@ struct Outcome {
     detail: String,
 }
 
-impl Outcome {
+impl StreamOutcome {
     fn refused(refusal: Refusal) -> Self {
         Self {
             end: StreamEnd::Refused(refusal.code),
             detail: refusal.detail,
-            ..Self::nothing_moved(StreamEnd::Ok)
+            ..Self::without_bytes(StreamEnd::Ok)
         }
     }
 
-    fn nothing_moved(end: StreamEnd) -> Self {
+    fn without_bytes(end: StreamEnd) -> Self {
         Self {
             end,
             dialled: String::new(),
@@ -87,14 +87,14 @@ impl Egress {
     /// An egress that refuses new streams once `draining` is cancelled.
     pub(crate) fn new(
         node: NodeName,
-        ceiling: Ceiling,
+        dial_policy: DialPolicy,
         limits: &Limits,
         metrics: Metrics,
         draining: CancellationToken,
     ) -> Self {
         Self {
             node,
-            ceiling,
+            dial_policy,
             head_timeout: limits.request_head_timeout,
             dial_timeout: limits.target_dial_timeout,
             permits: Semaphore::new(limits.streams_per_agent as usize),
@@ -105,39 +105,44 @@ impl Egress {
 
     /// Serves one stream to its end; without `has_room` in memory for another one, it is refused. Dropped early, both
     /// sides see a cut.
-    pub(crate) async fn serve(&self, incoming: IncomingStream, has_room: bool, terms: &Terms) {
+    pub(crate) async fn serve(
+        &self,
+        incoming: IncomingStream,
+        has_room: bool,
+        params: &SessionParams,
+    ) {
         let began = Instant::now();
         let _open = self.metrics.stream();
         let (target, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
         {
             Ok((header, stream)) => {
-                let outcome = self.answer(&header, stream, has_room, terms).await;
+                let outcome = self.answer(&header, stream, has_room, params).await;
                 (describe(&header.kind), header.trace_parent, outcome)
             }
             Err(error) => {
                 if error.kind() == ErrorKind::TimedOut {
                     self.metrics.limit(Limit::RequestHeadTimeout);
                 }
-                let outcome = Outcome {
+                let outcome = StreamOutcome {
                     detail: error.to_string(),
-                    ..Outcome::nothing_moved(StreamEnd::NoHeader)
+                    ..StreamOutcome::without_bytes(StreamEnd::NoHeader)
                 };
                 ("unknown".to_owned(), String::new(), outcome)
             }
         };
         self.metrics.stream_ended(outcome.end);
-        if outcome.end == StreamEnd::NoHeader && !WITHOUT_HEADER.admit() {
+        if outcome.end == StreamEnd::NoHeader && !NO_HEADER_LOG_LIMIT.admit() {
             return;
         }
         info!(
             target: ACCESS,
             agent = %self.node,
-            session = %terms.session,
+            session = %params.session,
             target,
-            dialled = present(&outcome.dialled),
+            dialled = non_empty(&outcome.dialled),
             code = outcome.end.label(),
-            error = present(&outcome.detail),
-            trace_parent = present(&trace_parent),
+            error = non_empty(&outcome.detail),
+            trace_parent = non_empty(&trace_parent),
             bytes_in = outcome.to_target,
             bytes_out = outcome.from_target,
             elapsed = ?began.elapsed(),
@@ -150,12 +155,12 @@ impl Egress {
         header: &StreamHeader,
         stream: Stream,
         has_room: bool,
-        terms: &Terms,
-    ) -> Outcome {
+        params: &SessionParams,
+    ) -> StreamOutcome {
         let refusal = match &header.kind {
             StreamKind::Control { .. } => Refusal {
                 code: RefusalCode::BadHeader,
-                detail: "the session has its control stream already".to_owned(),
+                detail: "session already has a control stream".to_owned(),
             },
             StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
                 code: RefusalCode::Draining,
@@ -165,12 +170,12 @@ impl Egress {
                 self.metrics.limit(Limit::BufferPool);
                 Refusal {
                     code: RefusalCode::TooManyStreams,
-                    detail: "targets that do not read hold what agent's limits.bufferPool allows"
+                    detail: "buffer pool is full of data that targets have not read (agent's limits.bufferPool)"
                         .to_owned(),
                 }
             }
             StreamKind::Target(target) => match self.permits.try_acquire() {
-                Ok(_until_the_end) => return self.connect(target, stream, terms).await,
+                Ok(_until_the_end) => return self.connect(target, stream, params).await,
                 Err(_none_left) => {
                     self.metrics.limit(Limit::StreamsPerAgent);
                     Refusal {
@@ -181,26 +186,31 @@ impl Egress {
             },
         };
         stream.refuse(refusal.code, &refusal.detail).await;
-        Outcome::refused(refusal)
+        StreamOutcome::refused(refusal)
     }
 
-    async fn connect(&self, target: &Target, stream: Stream, terms: &Terms) -> Outcome {
-        let limit = if terms.dial_timeout.is_zero() {
+    async fn connect(
+        &self,
+        target: &Target,
+        stream: Stream,
+        params: &SessionParams,
+    ) -> StreamOutcome {
+        let limit = if params.dial_timeout.is_zero() {
             self.dial_timeout
         } else {
-            self.dial_timeout.min(terms.dial_timeout)
+            self.dial_timeout.min(params.dial_timeout)
         };
         let context = DialContext {
-            node_ip: terms.node_ip,
-            ceiling: &self.ceiling,
+            node_ip: params.node_ip,
+            dial_policy: &self.dial_policy,
             limit,
             metrics: &self.metrics,
         };
         match dial(target, &context).await {
             Ok((tcp, address)) => {
                 let socket = TargetSocket::new(tcp, &self.metrics);
-                let outcome = join(stream, socket, &address.to_string()).await;
-                Outcome {
+                let outcome = relay_stream(stream, socket, &address.to_string()).await;
+                StreamOutcome {
                     dialled: address.to_string(),
                     ..outcome
                 }
@@ -210,38 +220,42 @@ impl Egress {
                     self.metrics.limit(Limit::TargetDialTimeout);
                 }
                 stream.refuse(refusal.code, &refusal.detail).await;
-                Outcome::refused(refusal)
+                StreamOutcome::refused(refusal)
             }
         }
     }
 }
 
 /// Accepts the stream and relays until both sides have ended or one was cut.
-async fn join(mut stream: Stream, mut socket: TargetSocket, dialled: &str) -> Outcome {
+async fn relay_stream(
+    mut stream: Stream,
+    mut socket: TargetSocket,
+    dialled: &str,
+) -> StreamOutcome {
     if let Err(error) = stream.accept(dialled).await {
-        return Outcome {
+        return StreamOutcome {
             detail: error.to_string(),
-            ..Outcome::nothing_moved(StreamEnd::CutByPeer)
+            ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
         };
     }
     let relayed = relay(&mut stream, &mut socket).await;
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
-            socket.ended_well();
+            socket.close();
             (StreamEnd::Ok, String::new())
         }
-        RelayEnd::ReaderLeft(_) => {
-            socket.ended_well();
-            (StreamEnd::ReaderLeft, String::new())
+        RelayEnd::ReaderClosed(_) => {
+            socket.close();
+            (StreamEnd::ReaderClosed, String::new())
         }
         // The socket resets when it is dropped here, the stream below.
-        RelayEnd::Cut(Side::Left, error) => (StreamEnd::CutByPeer, error.to_string()),
-        RelayEnd::Cut(Side::Right, error) => {
+        RelayEnd::Cut(RelaySide::Left, error) => (StreamEnd::CutByPeer, error.to_string()),
+        RelayEnd::Cut(RelaySide::Right, error) => {
             stream.reset(ResetCode::PeerCut);
             (StreamEnd::CutByTarget, error.to_string())
         }
     };
-    Outcome {
+    StreamOutcome {
         end,
         dialled: String::new(),
         to_target: relayed.left_to_right,
@@ -251,7 +265,7 @@ async fn join(mut stream: Stream, mut socket: TargetSocket, dialled: &str) -> Ou
 }
 
 /// A field that is left out when there is nothing to say.
-fn present(text: &str) -> Option<&str> {
+fn non_empty(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }
 

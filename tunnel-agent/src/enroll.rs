@@ -31,50 +31,52 @@ use zeroize::{Zeroize as _, Zeroizing};
 use crate::config::ServerAddress;
 use crate::config::{NO_CA, NO_PIN};
 use crate::connector::causes;
-use crate::connector::endpoint::{Endpoints, ResolveError};
-use crate::credentials::{AccountFile, Credentials, Issued, Store, Stored, Token};
+use crate::connector::endpoint::{EndpointCursor, ResolveError};
+use crate::credentials::{
+    CredentialStore, Credentials, Issued, ServiceAccountTokenFile, Stored, Token,
+};
 use crate::proxy::ProxyChoice;
 
 mod error;
-mod rounds;
+mod retry;
 
+use error::EnrollEndpoint;
 pub(crate) use error::EnrollError;
-use error::Place;
-pub(crate) use rounds::{enroll, renew_or_enroll};
+pub(crate) use retry::{enroll, renew_or_enroll};
 
-/// What enrolment needs.
+/// What enrollment needs.
 #[derive(Debug)]
-pub(crate) struct Enrolment {
+pub(crate) struct Enrollment {
     pub(crate) servers: Vec<ServerAddress>,
     /// Which way to them.
     pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
     /// What it is asked for with.
-    pub(crate) claim: Claim,
+    pub(crate) proof: EnrollProof,
     /// The CA certificates of --ca-file; without them the token's hash pins the CA.
     pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
-    pub(crate) store: Store,
+    pub(crate) store: CredentialStore,
     /// Bound on each step.
     pub(crate) within: Duration,
 }
 
 /// What a certificate is asked for with.
 #[derive(Debug, Clone)]
-pub(crate) enum Claim {
+pub(crate) enum EnrollProof {
     /// A join token.
     Token(JoinToken),
     /// A ServiceAccount token of this moment, in place of a certificate that ends so, if there is one.
-    Account(AccountFile, Option<SystemTime>),
+    ServiceAccount(ServiceAccountTokenFile, Option<SystemTime>),
     /// A certificate that has ended, and its key.
-    Ended(Box<Credentials>),
+    ExpiredCertificate(Box<Credentials>),
 }
 
-impl Claim {
+impl EnrollProof {
     /// By a token; a ServiceAccount token may be used in place of a certificate that ends at `replaced`.
-    pub(crate) fn by(token: Token, replaced: Option<SystemTime>) -> Self {
+    pub(crate) fn from_token(token: Token, replaced: Option<SystemTime>) -> Self {
         match token {
             Token::Join(token) => Self::Token(token),
-            Token::Account(file) => Self::Account(file, replaced),
+            Token::ServiceAccount(file) => Self::ServiceAccount(file, replaced),
         }
     }
 }
@@ -88,7 +90,7 @@ pub(crate) struct Enrolled {
 }
 
 impl Enrolled {
-    fn kept(credentials: Credentials) -> Self {
+    fn stored(credentials: Credentials) -> Self {
         Self {
             credentials,
             issued: None,
@@ -98,58 +100,61 @@ impl Enrolled {
 
 /// Servers take turns, and so do the addresses of each: every attempt moves on, since one that succeeds is the last.
 #[derive(Debug, Default)]
-struct Turns {
-    taken: usize,
-    endpoints: Vec<Endpoints>,
+struct EndpointRotation {
+    attempts: usize,
+    endpoints: Vec<EndpointCursor>,
 }
 
-impl Turns {
+impl EndpointRotation {
     /// The place to try; a name that is for a proxy to resolve is not resolved here.
-    async fn next(&mut self, enrolment: &Enrolment) -> Result<Place, ResolveError> {
-        let servers = &enrolment.servers;
-        let index = self.taken % servers.len().max(1);
+    async fn next(&mut self, enrollment: &Enrollment) -> Result<EnrollEndpoint, ResolveError> {
+        let servers = &enrollment.servers;
+        let index = self.attempts % servers.len().max(1);
         let server = servers.get(index).ok_or(ResolveError::NoServer)?;
-        self.taken += 1;
-        let proxy = enrolment.proxy.proxy_for(server).cloned();
+        self.attempts += 1;
+        let proxy = enrollment.proxy.proxy_for(server).cloned();
         self.endpoints
-            .resize_with(servers.len(), Endpoints::default);
+            .resize_with(servers.len(), EndpointCursor::default);
         let endpoints = &mut self.endpoints[index];
         let remote = endpoints
-            .next(slice::from_ref(server), enrolment.within, |_| {
+            .next(slice::from_ref(server), enrollment.within, |_| {
                 proxy.is_some()
             })
             .await?;
         endpoints.failed();
-        Ok(Place { remote, proxy })
+        Ok(EnrollEndpoint { remote, proxy })
     }
 }
 
-async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, EnrollError> {
-    let Enrolment {
+async fn attempt(
+    enrollment: &Enrollment,
+    rotation: &mut EndpointRotation,
+) -> Result<Enrolled, EnrollError> {
+    let Enrollment {
         node, store, ca, ..
-    } = enrolment;
-    let _one_at_a_time = lock(enrolment)?;
-    if let Some(credentials) = from_another(enrolment)? {
-        return Ok(Enrolled::kept(*credentials));
+    } = enrollment;
+    let _one_at_a_time = lock(enrollment)?;
+    if let Some(credentials) = from_other_process(enrollment)? {
+        return Ok(Enrolled::stored(*credentials));
     }
-    let key = match &enrolment.claim {
-        Claim::Token(_) | Claim::Account(..) => Arc::new(store.key()?),
-        Claim::Ended(ended) => ended
+    let key = match &enrollment.proof {
+        EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => Arc::new(store.key()?),
+        EnrollProof::ExpiredCertificate(ended) => ended
             .signer
             .clone()
-            .ok_or_else(|| EnrollError::Prepare("the certificate's key is not here".to_owned()))?,
+            .ok_or_else(|| EnrollError::Prepare("key of the certificate is missing".to_owned()))?,
     };
-    let place = turns.next(enrolment).await?;
-    let (chain, roots) = match request(enrolment, &key, &place).await? {
+    let endpoint = rotation.next(enrollment).await?;
+    let (chain, roots) = match request(enrollment, &key, &endpoint).await? {
         EnrollReply::Issued { chain, roots } => (chain, roots),
-        EnrollReply::Refused(code, detail) => return Err(refused(enrolment, code, detail)),
+        EnrollReply::Refused(code, detail) => return Err(refused(enrollment, code, detail)),
     };
-    if let Err(problem) = check(enrolment, &key, &chain, &roots) {
-        return Err(EnrollError::Answer { place, problem });
+    if let Err(problem) = check(enrollment, &key, &chain, &roots) {
+        return Err(EnrollError::Answer { endpoint, problem });
     }
     let credentials = match Credentials::issued(key, &chain, &roots, ca.as_deref()) {
         Ok(credentials) => credentials,
-        Err(problem) => return Err(EnrollError::Unusable { place, problem }),
+        Err(problem) => return Err(EnrollError::Unusable { endpoint, problem }),
     };
     if credentials.not_after <= SystemTime::now() {
         let clock = humantime::format_rfc3339_seconds(SystemTime::now());
@@ -158,29 +163,31 @@ async fn attempt(enrolment: &Enrolment, turns: &mut Turns) -> Result<Enrolled, E
             "by the clock of this host ({clock}) it has ended already, though the server issued it just now ({issued} by \
              the server's clock): one of the clocks is wrong"
         );
-        return Err(EnrollError::Unusable { place, problem });
+        return Err(EnrollError::Unusable { endpoint, problem });
     }
-    if let Claim::Ended(_) | Claim::Account(_, Some(_)) = &enrolment.claim {
+    if let EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)) =
+        &enrollment.proof
+    {
         // Kept by whoever asked, who can go on without.
         return Ok(Enrolled {
             credentials,
             issued: Some((chain, roots)),
         });
     }
-    store.keep(&chain, &roots)?;
+    store.save(&chain, &roots)?;
     let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
     info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
-    Ok(Enrolled::kept(credentials))
+    Ok(Enrolled::stored(credentials))
 }
 
-fn refused(enrolment: &Enrolment, code: EnrollCode, detail: String) -> EnrollError {
-    let has_account = matches!(enrolment.claim, Claim::Account(..));
+fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollError {
+    let has_account = matches!(enrollment.proof, EnrollProof::ServiceAccount(..));
     // The kubelet writes the next one by itself.
     if has_account && matches!(code, EnrollCode::TokenExpired | EnrollCode::TokenUsed) {
         return EnrollError::Stale(detail);
     }
     EnrollError::Refused {
-        node: enrolment.node.clone(),
+        node: enrollment.node.clone(),
         code,
         detail,
         has_account,
@@ -189,13 +196,18 @@ fn refused(enrolment: &Enrolment, code: EnrollCode, detail: String) -> EnrollErr
 
 /// Keeps other processes from enrolling with the same directory. Whoever renews needs the directory for nothing else, so
 /// one that cannot be written does not stop it.
-fn lock(enrolment: &Enrolment) -> Result<Option<File>, EnrollError> {
-    match (&enrolment.claim, enrolment.store.lock()) {
-        (_, Ok(Some(held))) => Ok(Some(held)),
+fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
+    match (&enrollment.proof, enrollment.store.lock()) {
+        (_, Ok(Some(lock_file))) => Ok(Some(lock_file)),
         (_, Ok(None)) => Err(EnrollError::Busy),
-        (Claim::Token(_) | Claim::Account(_, None), Err(error)) => Err(error.into()),
-        (Claim::Ended(_) | Claim::Account(_, Some(_)), Err(error)) => {
-            warn!(agent = %enrolment.node, error = causes(&error), "renewing without the lock of the data directory");
+        (EnrollProof::Token(_) | EnrollProof::ServiceAccount(_, None), Err(error)) => {
+            Err(error.into())
+        }
+        (
+            EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)),
+            Err(error),
+        ) => {
+            warn!(agent = %enrollment.node, error = causes(&error), "cannot lock the data directory; renewing without the lock");
             Ok(None)
         }
     }
@@ -203,25 +215,25 @@ fn lock(enrolment: &Enrolment) -> Result<Option<File>, EnrollError> {
 
 /// What another process got while this one waited for its turn. In place of a certificate that has ended or is revoked only
 /// one that ends later will do: by a clock that is behind, the ended one itself is still valid.
-fn from_another(enrolment: &Enrolment) -> Result<Option<Box<Credentials>>, EnrollError> {
-    let Enrolment {
+fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>>, EnrollError> {
+    let Enrollment {
         node, store, ca, ..
-    } = enrolment;
+    } = enrollment;
     let stored = store.load(node, ca.as_deref(), SystemTime::now());
-    let replaced = match &enrolment.claim {
-        Claim::Token(_) => None,
-        Claim::Account(_, replaced) => *replaced,
-        Claim::Ended(ended) => Some(ended.not_after),
+    let replaced = match &enrollment.proof {
+        EnrollProof::Token(_) => None,
+        EnrollProof::ServiceAccount(_, replaced) => *replaced,
+        EnrollProof::ExpiredCertificate(ended) => Some(ended.not_after),
     };
     match (replaced, stored) {
         (None, Ok(Stored::Valid(stored))) => Ok(Some(stored)),
         (Some(replaced), Ok(Stored::Valid(stored))) => {
             Ok(Some(stored).filter(|stored| stored.not_after > replaced))
         }
-        (_, Ok(Stored::Expired(..) | Stored::Nothing)) => Ok(None),
+        (_, Ok(Stored::Expired(..) | Stored::Missing)) => Ok(None),
         (None, Err(error)) => Err(error.into()),
         (Some(_), Err(error)) => {
-            warn!(agent = %node, error = causes(&error), "renewing without what the data directory holds");
+            warn!(agent = %node, error = causes(&error), "cannot read the data directory; renewing without the stored certificate");
             Ok(None)
         }
     }
@@ -229,54 +241,54 @@ fn from_another(enrolment: &Enrolment) -> Result<Option<Box<Credentials>>, Enrol
 
 /// One request to one place. The token leaves only after the verifier accepted the server's chain and role.
 async fn request(
-    enrolment: &Enrolment,
+    enrollment: &Enrollment,
     key: &KeyPair,
-    place: &Place,
+    endpoint: &EnrollEndpoint,
 ) -> Result<EnrollReply, EnrollError> {
     let prepare = |error: String| EnrollError::Prepare(error);
     let csr = CertificateParams::default()
         .serialize_request(key)
         .map_err(|error| prepare(error.to_string()))?;
-    let trust = match &enrolment.ca {
+    let trust = match &enrollment.ca {
         Some(given) => Trust::Roots(
             tls::roots(given.iter().cloned()).map_err(|error| prepare(error.to_string()))?,
         ),
-        None => match &enrolment.claim {
-            Claim::Ended(ended) => ended.trust(),
-            Claim::Token(token) => match token.ca_hash() {
+        None => match &enrollment.proof {
+            EnrollProof::ExpiredCertificate(ended) => ended.trust(),
+            EnrollProof::Token(token) => match token.ca_hash() {
                 Some(hash) => Trust::Pin(*hash),
                 None => return Err(prepare(format!("the token {NO_PIN}"))),
             },
-            Claim::Account(..) => return Err(prepare(format!("the token {NO_CA}"))),
+            EnrollProof::ServiceAccount(..) => return Err(prepare(format!("the token {NO_CA}"))),
         },
     };
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
-    let within = enrolment.within;
-    let at = || place.clone();
-    let tcp = limited(within, enrolment.proxy.connect(&place.remote))
+    let within = enrollment.within;
+    let at = || endpoint.clone();
+    let tcp = limited(within, enrollment.proxy.connect(&endpoint.remote))
         .await
         .map_err(|source| EnrollError::Connect {
-            place: at(),
+            endpoint: at(),
             source,
         })?;
     let tls = limited(within, handshake(config, tcp))
         .await
         .map_err(|source| EnrollError::Tls {
-            place: at(),
+            endpoint: at(),
             source,
         })?;
-    let proof = match &enrolment.claim {
-        Claim::Token(_) | Claim::Account(..) => None,
-        Claim::Ended(ended) => Some(prove(ended, &tls).map_err(prepare)?),
+    let proof = match &enrollment.proof {
+        EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => None,
+        EnrollProof::ExpiredCertificate(ended) => Some(prove(ended, &tls).map_err(prepare)?),
     };
     let message = EnrollRequest {
-        token: match &enrolment.claim {
-            Claim::Token(token) => token.reveal().into(),
-            Claim::Account(file, _) => file.read()?,
-            Claim::Ended(_) => Zeroizing::default(),
+        token: match &enrollment.proof {
+            EnrollProof::Token(token) => token.reveal().into(),
+            EnrollProof::ServiceAccount(file, _) => file.read()?,
+            EnrollProof::ExpiredCertificate(_) => Zeroizing::default(),
         },
         csr: csr.der().to_vec(),
-        node_name: enrolment.node.clone(),
+        node_name: enrollment.node.clone(),
         proof,
     };
     let mut framed = BytesMut::new();
@@ -286,7 +298,7 @@ async fn request(
     let replied = limited(within, exchange(tls, &framed)).await;
     framed.as_mut().zeroize();
     replied.map_err(|source| EnrollError::Exchange {
-        place: at(),
+        endpoint: at(),
         source,
     })
 }
@@ -317,7 +329,9 @@ async fn handshake(
     let name = ServerName::try_from(SERVER_NAME).map_err(io::Error::other)?;
     let tls = TlsConnector::from(config).connect(name, tcp).await?;
     if tls.get_ref().1.alpn_protocol() != Some(ALPN_ENROLL) {
-        return Err(io::Error::other("server does not offer enrolment here"));
+        return Err(io::Error::other(
+            "server does not offer enrollment on this port",
+        ));
     }
     Ok(tls)
 }
@@ -343,21 +357,21 @@ async fn limited<T>(within: Duration, step: impl Future<Output = io::Result<T>>)
 
 /// Whether what was issued is for our key and name, and from the pinned CA.
 fn check(
-    enrolment: &Enrolment,
+    enrollment: &Enrollment,
     key: &KeyPair,
     chain: &[Vec<u8>],
     roots: &[Vec<u8>],
 ) -> Result<(), &'static str> {
-    check_issued(&enrolment.node, key, chain)?;
-    let Claim::Token(token) = &enrolment.claim else {
+    check_issued(&enrollment.node, key, chain)?;
+    let EnrollProof::Token(token) = &enrollment.proof else {
         return Ok(());
     };
     let pinned = roots.iter().any(|root| {
         spki_sha256(&CertificateDer::from(root.as_slice()))
             .is_ok_and(|hash| token.ca_hash() == Some(&hash))
     });
-    if enrolment.ca.is_none() && !pinned {
-        return Err("its roots do not hold the CA that the token pins");
+    if enrollment.ca.is_none() && !pinned {
+        return Err("roots do not include the CA that the token pins");
     }
     Ok(())
 }
@@ -368,15 +382,15 @@ pub(crate) fn check_issued(
     key: &KeyPair,
     chain: &[Vec<u8>],
 ) -> Result<(), &'static str> {
-    let leaf = CertificateDer::from(chain.first().ok_or("it holds no certificate")?.as_slice());
+    let leaf = CertificateDer::from(chain.first().ok_or("answer has no certificate")?.as_slice());
     let identity =
-        PeerIdentity::from_certificate(&leaf).map_err(|_why| "its certificate names nobody")?;
+        PeerIdentity::from_certificate(&leaf).map_err(|_why| "certificate has no identity")?;
     if identity.node() != Some(node) {
-        return Err("its certificate is for another node");
+        return Err("certificate is for another node");
     }
     let ours = sha256(&key.subject_public_key_info());
-    if spki_sha256(&leaf).map_err(|_why| "its certificate is malformed")? != ours {
-        return Err("its certificate is for another key");
+    if spki_sha256(&leaf).map_err(|_why| "certificate is malformed")? != ours {
+        return Err("certificate is for another key");
     }
     Ok(())
 }

@@ -8,7 +8,7 @@
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
 //! | `connector` | which session takes new streams: dials, races transports, replaces what is silent, climbs back to QUIC |
-//! | [`plan`] | when a session is dialled again: pure, and public so that simulators dial as agents do |
+//! | [`backoff`] | when a session is dialled again: pure, and public so that simulators dial as agents do |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: ceiling, dial, reply, relay |
 //! | [`policy`] | the ceiling: pure checks of resolved addresses |
@@ -31,4 +31,4 @@ mod session;
 #[cfg(test)]
 mod testing;
 
-pub use connector::plan;
+pub use connector::backoff;

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Parser;
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
-use tunnel_agent::cli::{self, Cli, Health, Source, Verb};
+use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, HealthcheckArgs};
 use tunnel_agent::config::{self, Config, Settings};
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
 
@@ -21,18 +21,18 @@ fn main() -> ExitCode {
             return code.into();
         }
     };
-    let done = match cli.verb {
-        Verb::Run(source) => run(*source),
-        Verb::CheckConfig(source) => check_config(*source),
-        Verb::Healthcheck(health) => healthcheck(health),
-        Verb::Completion { shell } => {
+    let result = match cli.subcommand {
+        Command::Run(source) => run(*source),
+        Command::CheckConfig(source) => check_config(*source),
+        Command::Healthcheck(health) => healthcheck(health),
+        Command::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut cli::command(), NAME, &mut script);
             print(&script)
         }
-        Verb::Version => say(concat!("tunnel-agent ", env!("CARGO_PKG_VERSION"))),
+        Command::Version => print_line(concat!("tunnel-agent ", env!("CARGO_PKG_VERSION"))),
     };
-    match done {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             telemetry::print_error(&format!("{NAME}: {error:#}"));
@@ -41,12 +41,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(source: Source) -> anyhow::Result<()> {
+fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let config = load(source)?;
     let _logs =
         telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
     if let Err(error) = secrets::forbid_core_dumps() {
-        warn!(%error, "cannot forbid core dumps; they would hold keys");
+        warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }
     for warning in &config.warnings {
         warn!("{warning}");
@@ -61,10 +61,13 @@ fn run(source: Source) -> anyhow::Result<()> {
     let ended = runtime.block_on(async {
         info!(agent = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
         let app = App::start(config).await?;
-        shutdown::on_signals(app.shutdown()).context("cannot listen for signals")?;
+        shutdown::handle_signals(app.shutdown()).context("cannot listen for signals")?;
         let shutdown = app.shutdown().clone();
         app.run().await?;
-        anyhow::ensure!(!shutdown.is_broken(), "a listener was lost");
+        anyhow::ensure!(
+            !shutdown.has_listener_panicked(),
+            "a listener panicked; see the log"
+        );
         Ok(())
     });
     // A name lookup that hangs must not keep the process.
@@ -72,14 +75,14 @@ fn run(source: Source) -> anyhow::Result<()> {
     ended
 }
 
-fn check_config(source: Source) -> anyhow::Result<()> {
+fn check_config(source: ConfigArgs) -> anyhow::Result<()> {
     for warning in &load(source)?.warnings {
         writeln!(std::io::stderr(), "warning: {warning}")?;
     }
-    say("configuration is fine")
+    print_line("configuration is fine")
 }
 
-fn load(source: Source) -> anyhow::Result<Config> {
+fn load(source: ConfigArgs) -> anyhow::Result<Config> {
     let variable = |name: &str| std::env::var(name).ok();
     Ok(config::load(
         source.settings,
@@ -88,16 +91,16 @@ fn load(source: Source) -> anyhow::Result<Config> {
     )?)
 }
 
-fn healthcheck(health: Health) -> anyhow::Result<()> {
-    let given = Settings {
+fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
+    let flags = Settings {
         meta_listen: health.meta_listen,
         ..Settings::default()
     };
-    let settings = config::layers(given, health.config.as_deref(), |_| None)?;
+    let settings = config::layers(flags, health.config.as_deref(), |_| None)?;
     let address = config::meta_address(settings.meta_listen.as_deref())
         .map_err(config::LoadError::meta_listen)?
         .ok_or_else(|| {
-            config::LoadError::meta_listen("is off, so there is nothing to ask".to_owned())
+            config::LoadError::meta_listen("is off; set an address to check readiness".to_owned())
         })?;
     let address = reachable(address);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -122,7 +125,7 @@ fn reachable(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
-fn say(line: &str) -> anyhow::Result<()> {
+fn print_line(line: &str) -> anyhow::Result<()> {
     print(format!("{line}\n").as_bytes())
 }
 

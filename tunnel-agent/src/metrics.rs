@@ -7,7 +7,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_proto::process::panics::Panics;
+use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::code::RefusalCode;
@@ -43,17 +43,17 @@ impl Metrics {
         );
         registry.register(
             "sessions_suspect",
-            "Ready sessions whose server is silent, or says that it does not hear this agent",
+            "Ready sessions whose server is silent, or reports that this agent is silent",
             metrics.suspects.clone(),
         );
         registry.register(
             "promotions",
-            "Times that QUIC took over from h2",
+            "Number of upgrades from h2 to QUIC",
             metrics.promotions.clone(),
         );
         registry.register(
             "fallbacks",
-            "Times that h2 took over because QUIC gave no answer",
+            "Number of fallbacks from QUIC to h2",
             metrics.fallbacks.clone(),
         );
         registry.register(
@@ -63,7 +63,7 @@ impl Metrics {
         );
         registry.register(
             "streams",
-            "Streams that ended, by how",
+            "Streams that ended, by result",
             metrics.streams.clone(),
         );
         registry.register(
@@ -78,7 +78,7 @@ impl Metrics {
         );
         registry.register(
             "connect_attempts",
-            "Sessions that were dialled, by transport and result",
+            "Session dials, by transport and result",
             metrics.connect_attempts.clone(),
         );
         registry.register(
@@ -98,19 +98,19 @@ impl Metrics {
         );
         registry.register(
             "renewals",
-            "Certificates that were asked for on sessions, by result",
+            "Certificate renewals requested on sessions, by result",
             metrics.renewals.clone(),
         );
         registry.register(
             "limits_reached",
-            "Times that an entry of limits: made the agent wait no longer, refuse a stream or doubt its server",
+            "Number of times a configured limit was reached, by limit",
             metrics.limits.clone(),
         );
         for limit in Limit::ALL {
             // Shown from the start, so that a first increase is seen.
             drop(metrics.limits.get_or_create(&LimitLabels { limit }));
         }
-        registry.register_collector(Box::new(Panics));
+        registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
         (metrics, registry)
     }
@@ -122,14 +122,14 @@ impl Metrics {
 
     /// Counts a ready session until the guard is dropped.
     pub(crate) fn session(&self, transport: TransportKind) -> GaugeGuard {
-        GaugeGuard::hold(&self.sessions.get_or_create_owned(&TransportLabels {
+        GaugeGuard::new(&self.sessions.get_or_create_owned(&TransportLabels {
             transport: TransportLabel(transport),
         }))
     }
 
     /// Counts a suspect session until the guard is dropped.
     pub(crate) fn suspect(&self) -> GaugeGuard {
-        GaugeGuard::hold(&self.suspects)
+        GaugeGuard::new(&self.suspects)
     }
 
     /// Counts that QUIC took over from h2.
@@ -144,7 +144,7 @@ impl Metrics {
 
     /// Counts an open stream until the guard is dropped.
     pub(crate) fn stream(&self) -> GaugeGuard {
-        GaugeGuard::hold(&self.streams_open)
+        GaugeGuard::new(&self.streams_open)
     }
 
     /// Counts a stream that ended.
@@ -188,13 +188,13 @@ impl Metrics {
 
     /// How often h2 took over, and how often QUIC did.
     #[cfg(test)]
-    pub(crate) fn moves(&self) -> (u64, u64) {
+    pub(crate) fn transport_changes(&self) -> (u64, u64) {
         (self.fallbacks.get(), self.promotions.get())
     }
 
     /// Counts a renewal: `issued`, or why there was none.
     pub(crate) fn renewal(&self, result: &'static str) {
-        let result = Word(result);
+        let result = StaticLabel(result);
         self.renewals.get_or_create(&RenewalLabels { result }).inc();
     }
 
@@ -223,7 +223,7 @@ impl Metrics {
 pub(crate) struct GaugeGuard(Gauge);
 
 impl GaugeGuard {
-    fn hold(gauge: &Gauge) -> Self {
+    fn new(gauge: &Gauge) -> Self {
         gauge.inc();
         Self(gauge.clone())
     }
@@ -294,7 +294,7 @@ pub(crate) enum StreamEnd {
     /// Both sides ended cleanly.
     Ok,
     /// One side stopped reading before it had everything.
-    ReaderLeft,
+    ReaderClosed,
     /// The tunnel's side was cut.
     CutByPeer,
     /// The target's side was cut.
@@ -310,7 +310,7 @@ impl StreamEnd {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
-            Self::ReaderLeft => "reader_left",
+            Self::ReaderClosed => "reader_left",
             Self::CutByPeer => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
             Self::NoHeader => "no_header",
@@ -415,14 +415,14 @@ label_values!(
     ConnectResult,
     TransportLabel,
     Limit,
-    Word
+    StaticLabel
 );
 
 /// A word of the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Word(&'static str);
+struct StaticLabel(&'static str);
 
-impl Word {
+impl StaticLabel {
     fn label(self) -> &'static str {
         self.0
     }
@@ -430,7 +430,7 @@ impl Word {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RenewalLabels {
-    result: Word,
+    result: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

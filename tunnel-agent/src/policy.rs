@@ -4,13 +4,13 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
-use tunnel_proto::process::networks::{Cidr, CidrError, judged, never_dialled};
+use tunnel_proto::process::networks::{Cidr, CidrError, effective_ip, forbidden_kind};
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
 
 /// How the server asked for a target; each class has its own rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Class {
+pub enum TargetClass {
     /// The node's own address.
     Node,
     /// The loopback of the agent's host.
@@ -21,12 +21,12 @@ pub enum Class {
 
 /// The operator's limits of what the cloud may reach through this agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Ceiling {
-    /// Ports of class [`Class::Loopback`].
+pub struct DialPolicy {
+    /// Ports of class [`TargetClass::Loopback`].
     pub localhost_ports: PortSet,
     /// Ports that are dialled in no class.
     pub deny_ports: PortSet,
-    /// Targets of class [`Class::Host`].
+    /// Targets of class [`TargetClass::Host`].
     pub allow_targets: AllowTargets,
 }
 
@@ -47,9 +47,13 @@ pub const NEVER: &str = "built-in rule";
 ///
 /// # Errors
 /// [`Denied`], naming the flag.
-pub fn check(class: Class, address: SocketAddr, ceiling: &Ceiling) -> Result<(), Denied> {
-    let ip = judged(address.ip());
-    if let Some(kind) = never_dialled(ip) {
+pub fn check(
+    class: TargetClass,
+    address: SocketAddr,
+    dial_policy: &DialPolicy,
+) -> Result<(), Denied> {
+    let ip = effective_ip(address.ip());
+    if let Some(kind) = forbidden_kind(ip) {
         return denied(
             NEVER,
             format!("forbids {kind} addresses ({})", address.ip()),
@@ -58,21 +62,21 @@ pub fn check(class: Class, address: SocketAddr, ceiling: &Ceiling) -> Result<(),
     let Some(port) = Port::new(address.port()) else {
         return denied(NEVER, "forbids port 0".to_owned());
     };
-    if ceiling.deny_ports.contains(port) {
+    if dial_policy.deny_ports.contains(port) {
         return denied("--deny-ports", format!("lists {port}"));
     }
     match class {
-        Class::Node => Ok(()),
-        Class::Loopback if !ip.is_loopback() => {
+        TargetClass::Node => Ok(()),
+        TargetClass::Loopback if !ip.is_loopback() => {
             denied(NEVER, format!("forbids {ip} as a loopback address"))
         }
-        Class::Loopback if ceiling.localhost_ports.contains(port) => Ok(()),
-        Class::Loopback => denied("--localhost-ports", format!("does not list {port}")),
-        Class::Host if ip.is_loopback() => {
+        TargetClass::Loopback if dial_policy.localhost_ports.contains(port) => Ok(()),
+        TargetClass::Loopback => denied("--localhost-ports", format!("does not list {port}")),
+        TargetClass::Host if ip.is_loopback() => {
             denied(NEVER, format!("forbids {ip} as an address of another host"))
         }
-        Class::Host if ceiling.allow_targets.contains(ip, port) => Ok(()),
-        Class::Host => denied(
+        TargetClass::Host if dial_policy.allow_targets.contains(ip, port) => Ok(()),
+        TargetClass::Host => denied(
             "--allow-targets",
             format!("does not list {}", SocketAddr::new(ip, port.get())),
         ),
@@ -86,7 +90,7 @@ fn denied(flag: &'static str, reason: String) -> Result<(), Denied> {
 /// Whether no setting makes this agent dial `ip`.
 #[must_use]
 pub fn is_never_dialled(ip: IpAddr) -> bool {
-    never_dialled(judged(ip)).is_some()
+    forbidden_kind(effective_ip(ip)).is_some()
 }
 
 /// Networks with ports, as in `10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443`.
@@ -139,8 +143,8 @@ impl FromStr for AllowTarget {
             ));
         }
         let network = network.parse().map_err(|error: CidrError| match error {
-            CidrError::Shape => shape(),
-            CidrError::Prefix(_) | CidrError::Start(_) => format!("{item:?}: {error}"),
+            CidrError::Syntax => shape(),
+            CidrError::Prefix(_) | CidrError::HostBits(_) => format!("{item:?}: {error}"),
         })?;
         let ports: PortSet = ports.parse()?;
         if ports.ranges().next().is_none() {
@@ -167,8 +171,8 @@ impl fmt::Display for AllowTargets {
 mod tests {
     use super::*;
 
-    fn ceiling() -> Ceiling {
-        Ceiling {
+    fn dial_policy() -> DialPolicy {
+        DialPolicy {
             localhost_ports: "10250, 10255, 10266, 10267".parse().unwrap(),
             deny_ports: "2379-2381, 10248".parse().unwrap(),
             allow_targets:
@@ -179,8 +183,8 @@ mod tests {
     }
 
     /// What decided: "" for allowed, else the flag.
-    fn verdict(class: Class, address: &str) -> &'static str {
-        match check(class, address.parse().unwrap(), &ceiling()) {
+    fn verdict(class: TargetClass, address: &str) -> &'static str {
+        match check(class, address.parse().unwrap(), &dial_policy()) {
             Ok(()) => "",
             Err(denied) => denied.flag,
         }
@@ -215,7 +219,7 @@ mod tests {
             "[64:ff9b::169.254.169.254]",
             "[64:ff9b::a83f:8110]",
         ] {
-            for class in [Class::Node, Class::Loopback, Class::Host] {
+            for class in [TargetClass::Node, TargetClass::Loopback, TargetClass::Host] {
                 assert_eq!(
                     verdict(class, &format!("{ip}:9999")),
                     NEVER,
@@ -227,7 +231,7 @@ mod tests {
 
     #[test]
     fn each_class_has_its_own_rule() {
-        use Class::{Host, Loopback, Node};
+        use TargetClass::{Host, Loopback, Node};
         for (class, address, expected) in [
             (Node, "192.168.33.221:9100", ""),
             (Node, "192.168.33.221:10250", ""),
@@ -270,20 +274,20 @@ mod tests {
     #[test]
     fn denial_names_the_flag_in_one_sentence() {
         let text = |class, address: &str| {
-            check(class, address.parse().unwrap(), &ceiling())
+            check(class, address.parse().unwrap(), &dial_policy())
                 .unwrap_err()
                 .to_string()
         };
         assert_eq!(
-            text(Class::Loopback, "127.0.0.1:9999"),
+            text(TargetClass::Loopback, "127.0.0.1:9999"),
             "agent's --localhost-ports does not list 9999"
         );
         assert_eq!(
-            text(Class::Host, "[::ffff:10.0.0.1]:1"),
+            text(TargetClass::Host, "[::ffff:10.0.0.1]:1"),
             "agent's --allow-targets does not list 10.0.0.1:1"
         );
         assert_eq!(
-            text(Class::Node, "169.254.1.1:80"),
+            text(TargetClass::Node, "169.254.1.1:80"),
             "agent's built-in rule forbids link-local addresses (169.254.1.1)"
         );
     }

@@ -10,13 +10,13 @@ use tokio::net::{TcpStream, lookup_host};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tracing::debug;
-use tunnel_proto::tcp::{Connect, Remote};
+use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Secret;
 
-mod bypass;
 mod choice;
+mod no_proxy;
 #[cfg(test)]
 pub(crate) mod testing;
 mod url;
@@ -45,7 +45,7 @@ impl fmt::Display for HttpProxy {
 
 #[async_trait]
 impl Connect for HttpProxy {
-    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream> {
+    async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream> {
         let (proxy, target) = (self, remote.name.as_str());
         debug!(%proxy, target, "connecting through the proxy");
         self.tunnel(target).await.map_err(|problem| {
@@ -58,30 +58,30 @@ impl Connect for HttpProxy {
 
 /// Why the proxy gave no connection. Nothing of user and password is in here.
 #[derive(Debug, thiserror::Error)]
-enum Problem {
-    #[error("its name cannot be resolved: {0}")]
+enum ProxyError {
+    #[error("cannot resolve the proxy name: {0}")]
     Resolve(io::Error),
     #[error("cannot connect: {0}")]
     Connect(io::Error),
-    #[error("{0:?} cannot be asked for")]
+    #[error("{0:?} is not a valid CONNECT target")]
     Target(String),
-    #[error("connection broke before its answer: {0}")]
+    #[error("connection failed before the response: {0}")]
     Broken(io::Error),
-    #[error("closed the connection before the end of its answer")]
+    #[error("closed the connection before the end of the response")]
     Closed,
     #[error("does not answer in HTTP/1.x; is this the port of an HTTP proxy?")]
     NotHttp,
-    #[error("head of its answer is longer than {HEAD_MAX} bytes")]
+    #[error("response head is longer than {HEAD_MAX} bytes")]
     Oversize,
-    #[error("refuses {target}: {answer}{}", advice(.answer.code, *.authorized))]
+    #[error("refuses {target}: {status_line}{}", advice(.status_line.code, *.authorized))]
     Refused {
         target: String,
-        answer: Answer,
+        status_line: StatusLine,
         authorized: bool,
     },
 }
 
-impl Problem {
+impl ProxyError {
     fn kind(&self) -> io::ErrorKind {
         match self {
             Self::Resolve(error) | Self::Connect(error) | Self::Broken(error) => error.kind(),
@@ -113,12 +113,12 @@ fn advice(code: u16, authorized: bool) -> &'static str {
 
 /// A status line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Answer {
+struct StatusLine {
     code: u16,
     reason: String,
 }
 
-impl fmt::Display for Answer {
+impl fmt::Display for StatusLine {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{} {}", self.code, self.reason)?;
         Ok(())
@@ -126,27 +126,27 @@ impl fmt::Display for Answer {
 }
 
 impl HttpProxy {
-    async fn tunnel(&self, target: &str) -> Result<TcpStream, Problem> {
+    async fn tunnel(&self, target: &str) -> Result<TcpStream, ProxyError> {
         if target.is_empty() || !target.bytes().all(|byte| byte.is_ascii_graphic()) {
-            return Err(Problem::Target(target.to_owned()));
+            return Err(ProxyError::Target(target.to_owned()));
         }
         let addresses = lookup_host((self.host.as_str(), self.port.get()))
             .await
-            .map_err(Problem::Resolve)?;
+            .map_err(ProxyError::Resolve)?;
         let attempts = addresses.map(TcpStream::connect);
-        let mut socket = race(attempts).await.map_err(Problem::Connect)?;
-        socket.set_nodelay(true).map_err(Problem::Broken)?;
+        let mut socket = connect_any(attempts).await.map_err(ProxyError::Connect)?;
+        socket.set_nodelay(true).map_err(ProxyError::Broken)?;
         let request = self.request(target);
         socket
             .write_all(request.as_bytes())
             .await
-            .map_err(Problem::Broken)?;
-        let answer = answer(&mut socket).await?;
+            .map_err(ProxyError::Broken)?;
+        let status_line = status_line(&mut socket).await?;
         // What a head says of the length of a body has no meaning after 2xx: the tunnel begins behind the head.
-        if !(200..300).contains(&answer.code) {
-            return Err(Problem::Refused {
+        if !(200..300).contains(&status_line.code) {
+            return Err(ProxyError::Refused {
                 target: target.to_owned(),
-                answer,
+                status_line,
                 authorized: self.authorization.is_some(),
             });
         }
@@ -165,14 +165,14 @@ impl HttpProxy {
 }
 
 /// The first attempt that succeeds. The next one begins when one failed, or beside those that are silent for a while.
-async fn race<T, F>(attempts: impl Iterator<Item = F>) -> io::Result<T>
+async fn connect_any<T, F>(attempts: impl Iterator<Item = F>) -> io::Result<T>
 where
     T: Send + 'static,
     F: Future<Output = io::Result<T>> + Send + 'static,
 {
     let mut attempts = attempts.peekable();
     let mut running = JoinSet::new();
-    let mut failure = io::Error::new(io::ErrorKind::NotFound, "its name has no address");
+    let mut failure = io::Error::new(io::ErrorKind::NotFound, "proxy name has no address");
     loop {
         if let Some(attempt) = attempts.next() {
             running.spawn(attempt);
@@ -190,42 +190,42 @@ where
 }
 
 /// The final answer, read without a byte behind its head: those are the server's.
-async fn answer(socket: &mut TcpStream) -> Result<Answer, Problem> {
+async fn status_line(socket: &mut TcpStream) -> Result<StatusLine, ProxyError> {
     let mut room = HEAD_MAX;
     loop {
         let head = head(socket, room).await?;
-        let answer = status(&head).ok_or(Problem::NotHttp)?;
+        let status_line = status(&head).ok_or(ProxyError::NotHttp)?;
         // Interim answers may come unasked (RFC 9110, section 15.2). After 101 this would not be HTTP any more.
-        if !(100..200).contains(&answer.code) || answer.code == 101 {
-            return Ok(answer);
+        if !(100..200).contains(&status_line.code) || status_line.code == 101 {
+            return Ok(status_line);
         }
         room -= head.len();
     }
 }
 
-async fn head(socket: &mut TcpStream, room: usize) -> Result<Vec<u8>, Problem> {
+async fn head(socket: &mut TcpStream, room: usize) -> Result<Vec<u8>, ProxyError> {
     let mut head = Vec::new();
-    let mut seen = [0; 1024];
+    let mut buffer = [0; 1024];
     loop {
-        let count = socket.peek(&mut seen).await.map_err(Problem::Broken)?;
+        let count = socket.peek(&mut buffer).await.map_err(ProxyError::Broken)?;
         if count == 0 {
-            return Err(Problem::Closed);
+            return Err(ProxyError::Closed);
         }
-        let looked_at = head.len();
-        head.extend_from_slice(&seen[..count]);
-        let end = end_of_head(&head, looked_at);
+        let previous_len = head.len();
+        head.extend_from_slice(&buffer[..count]);
+        let end = end_of_head(&head, previous_len);
         head.truncate(end.unwrap_or(head.len()));
-        let taken = head.len() - looked_at;
+        let count_read = head.len() - previous_len;
         socket
-            .read_exact(&mut seen[..taken])
+            .read_exact(&mut buffer[..count_read])
             .await
-            .map_err(Problem::Broken)?;
+            .map_err(ProxyError::Broken)?;
         // At once, since something that is no proxy may wait for us as we would for the end of a head.
         if !head.iter().zip(HTTP_1).all(|(is, should)| is == should) {
-            return Err(Problem::NotHttp);
+            return Err(ProxyError::NotHttp);
         }
         if head.len() > room {
-            return Err(Problem::Oversize);
+            return Err(ProxyError::Oversize);
         }
         if end.is_some() {
             return Ok(head);
@@ -243,7 +243,7 @@ fn end_of_head(head: &[u8], from: usize) -> Option<usize> {
         .map(|index| index + 1)
 }
 
-fn status(head: &[u8]) -> Option<Answer> {
+fn status(head: &[u8]) -> Option<StatusLine> {
     let line = head.split(|byte| *byte == b'\n').next()?;
     let line = String::from_utf8_lossy(line.strip_prefix(HTTP_1)?);
     let (minor, rest) = line.split_once(' ')?;
@@ -255,16 +255,16 @@ fn status(head: &[u8]) -> Option<Answer> {
         return None;
     }
     let shown = reason.chars().filter(|character| !character.is_control());
-    Some(Answer {
+    Some(StatusLine {
         code: code.parse().ok().filter(|code| *code >= 100)?,
-        reason: shown.take(REASON_SHOWN).collect(),
+        reason: shown.take(REASON_MAX).collect(),
     })
 }
 
 /// Heads of answers are a few hundred bytes; some proxies add cookies and long explanations.
 const HEAD_MAX: usize = 16 << 10;
 /// Characters of a reason in an error: enough for any sentence, too little to flood a log.
-const REASON_SHOWN: usize = 120;
+const REASON_MAX: usize = 120;
 const HTTP_1: &[u8] = b"HTTP/1.";
 const USER_AGENT: &str = concat!("tunnel-agent/", env!("CARGO_PKG_VERSION"));
 /// Between two attempts, as RFC 8305, section 5 recommends: an address that drops packets must not use up all the time.

@@ -5,7 +5,7 @@
 //!     |                    | |                             |
 //!     |                    | +---another session is ready--+--> Retired --last stream ended--+
 //!     |                    | (the server's Drain has another one dialed; until that is ready, this one is)
-//!     |                    +--SIGTERM--> Draining --streams done-----------------------------+--> Farewell --> closed
+//!     |                    +--SIGTERM--> Draining --streams done-----------------------------+--> Shutdown --> closed
 //!     +-- NotAdmitted, no version in common, timeout --> closed      (server gone, Bye: closed, from everywhere)
 //! ```
 
@@ -22,29 +22,29 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::control::ControlReader;
-use tunnel_proto::transport::liveness::SuspicionLog;
+use tunnel_proto::transport::liveness::SuspectLogThrottle;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
-use crate::credentials::Keeper;
-use crate::egress::{Egress, NodeIp, Terms};
+use crate::credentials::RotatingCredentials;
+use crate::egress::{Egress, NodeIp, SessionParams};
 use crate::metrics::{GaugeGuard, Limit, Metrics};
 
 mod admission;
-mod vigil;
-mod voice;
+mod control_sender;
+mod monitor;
 
 pub(crate) use admission::AdmitError;
 use admission::{Admitted, admit};
-use vigil::{Turn, Vigil};
-use voice::Voice;
+use control_sender::ControlSender;
+use monitor::{SessionMonitor, Transition};
 
 /// What all sessions of an agent share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SessionContext {
     pub(crate) node: NodeName,
     /// The node's address when the operator gave it.
     pub(crate) node_ip: Option<IpAddr>,
@@ -54,23 +54,23 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
     /// The credentials, which sessions renew.
-    pub(crate) keeper: Arc<Keeper>,
+    pub(crate) rotating_credentials: Arc<RotatingCredentials>,
     /// Cancelled when the drain is over and sessions should end.
-    pub(crate) farewell: CancellationToken,
+    pub(crate) graceful_shutdown: CancellationToken,
 }
 
 /// What ties the task of a session to the connector.
 #[derive(Debug, Clone)]
-pub(crate) struct Tether {
+pub(crate) struct SessionHandle {
     /// Cancelled when another session takes the new streams, or nobody waits for this one any more.
     pub(crate) retire: CancellationToken,
     /// Where the connector hears of it.
-    pub(crate) news: mpsc::Sender<(Id, News)>,
+    pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
 }
 
 /// What the connector hears of a session, the first two in this order; its end is the end of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum SessionEvent {
     /// The handshake is done.
     Answered,
     /// Welcome came: the server may open streams.
@@ -83,16 +83,16 @@ pub(crate) enum News {
     Draining,
 }
 
-impl Tether {
+impl SessionHandle {
     /// Tells the connector. To be called in the session's task. Cancel-safe: dropped early, nothing is told.
-    pub(crate) async fn tell(&self, news: News) {
-        let _connector_may_be_gone = self.news.send((task::id(), news)).await;
+    pub(crate) async fn send(&self, session_event: SessionEvent) {
+        let _connector_may_be_gone = self.session_event.send((task::id(), session_event)).await;
     }
 }
 
 /// A ready session that ended.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct SessionSummary {
     pub(crate) ready_for: Duration,
     pub(crate) reason: CloseReason,
 }
@@ -100,31 +100,34 @@ pub(crate) struct Held {
 /// Runs a session that was dialled at `began`. Dropped early, the session is cut.
 pub(crate) async fn run(
     session: Arc<dyn Session>,
-    shared: &Shared,
-    tether: &Tether,
+    context: &SessionContext,
+    handle: &SessionHandle,
     began: Instant,
-) -> Result<Held, AdmitError> {
+) -> Result<SessionSummary, AdmitError> {
     let remote = session.health().remote;
-    let node_ip = match shared.node_ip {
-        Some(ip) => Some(NodeIp { ip, given: true }),
-        None => NodeIp::towards(remote),
+    let node_ip = match context.node_ip {
+        Some(ip) => Some(NodeIp {
+            ip,
+            is_configured: true,
+        }),
+        None => NodeIp::for_route_to(remote),
     };
     let Admitted {
         reader,
         writer,
         welcome,
-    } = admit(&session, shared, node_ip).await?;
-    session.allow_streams(
+    } = admit(&session, context, node_ip).await?;
+    session.set_max_concurrent_streams(
         // The control stream, and those that have ended at the server but not yet here.
         welcome
             .streams_per_agent
-            .min(STREAMS_MOST)
+            .min(STREAMS_MAX)
             .saturating_mul(2)
             .saturating_add(1),
     );
-    let _connected = shared.metrics.session(session.transport());
+    let _connected = context.metrics.session(session.transport());
     info!(
-        agent = %shared.node,
+        agent = %context.node,
         session = %welcome.session,
         peer = %remote,
         transport = %session.transport(),
@@ -133,63 +136,63 @@ pub(crate) async fn run(
         elapsed = ?began.elapsed(),
         "session ready"
     );
-    tether.tell(News::Ready).await;
+    handle.send(SessionEvent::Ready).await;
     let ready = Instant::now();
-    let terms = Terms {
+    let params = SessionParams {
         session: welcome.session,
         node_ip,
         dial_timeout: welcome.target_dial_timeout,
     };
-    let serving = Serving {
-        shared,
-        tether,
-        terms: Arc::new(terms),
-        voice: Voice::new(writer),
-        vigil: Vigil::new(
-            shared.limits.liveness(),
+    let active = ActiveSession {
+        context,
+        handle,
+        params: Arc::new(params),
+        control_sender: ControlSender::new(writer),
+        monitor: SessionMonitor::new(
+            context.limits.liveness(),
             session.transport(),
             session.health(),
             ready,
         ),
         suspect: None,
-        log: SuspicionLog::default(),
-        is_odd_logged: false,
-        renews: welcome
+        log: SuspectLogThrottle::default(),
+        is_unexpected_logged: false,
+        can_renew: welcome
             .capabilities
             .iter()
             .any(|able| able == CAPABILITY_RENEW),
-        asked: 0,
+        pending_renewals: 0,
         session,
     };
-    let reason = serving.run(reader).await;
-    Ok(Held {
+    let reason = active.run(reader).await;
+    Ok(SessionSummary {
         ready_for: ready.elapsed(),
         reason,
     })
 }
 
 /// A ready session.
-struct Serving<'a> {
+struct ActiveSession<'a> {
     session: Arc<dyn Session>,
-    shared: &'a Shared,
-    tether: &'a Tether,
-    terms: Arc<Terms>,
-    voice: Voice,
-    vigil: Vigil,
+    context: &'a SessionContext,
+    handle: &'a SessionHandle,
+    params: Arc<SessionParams>,
+    control_sender: ControlSender,
+    monitor: SessionMonitor,
     /// Counts it while it is suspect.
     suspect: Option<GaugeGuard>,
-    log: SuspicionLog,
+    log: SuspectLogThrottle,
     /// A line about a message without meaning here was logged: the server may repeat such messages at will.
-    is_odd_logged: bool,
+    is_unexpected_logged: bool,
     /// The server issues certificates on this session.
-    renews: bool,
+    can_renew: bool,
     /// Certificates that were asked for here and have not been answered.
-    asked: u32,
+    pending_renewals: u32,
 }
 
-impl Serving<'_> {
+impl ActiveSession<'_> {
     async fn run(mut self, mut reader: ControlReader) -> CloseReason {
-        let (shared, tether) = (self.shared, self.tether);
+        let (context, handle) = (self.context, self.handle);
         let session = self.session.clone();
         let mut closed = pin!(session.closed());
         let (mut withdrawn, mut listening, mut draining) = (false, true, false);
@@ -197,52 +200,52 @@ impl Serving<'_> {
             tokio::select! {
                 biased;
                 reason = &mut closed => return reason,
-                () = shared.shutdown.drain().cancelled(), if !withdrawn => {
+                () = context.shutdown.drain().cancelled(), if !withdrawn => {
                     withdrawn = true;
-                    self.voice.withdraw();
+                    self.control_sender.withdraw();
                 }
-                () = tether.retire.cancelled(), if !self.vigil.is_retired() => self.retire(),
-                () = shared.farewell.cancelled() => return self.farewell(STOPPING).await,
-                request = shared.keeper.due(), if self.may_renew(withdrawn) => {
-                    self.asked = self.asked.saturating_add(1);
-                    self.voice.renew(request);
+                () = handle.retire.cancelled(), if !self.monitor.is_retired() => self.retire(),
+                () = context.graceful_shutdown.cancelled() => return self.graceful_shutdown(STOPPING).await,
+                request = context.rotating_credentials.due(), if self.may_renew(withdrawn) => {
+                    self.pending_renewals = self.pending_renewals.saturating_add(1);
+                    self.control_sender.renew(request);
                 }
-                () = sleep_until(self.vigil.next()) => match self.look().await {
-                    Turn::Dead => {
-                        shared.metrics.limit(Limit::DeadAfter);
-                        let why = "nothing was heard for too long (agent's limits.deadAfter)";
+                () = sleep_until(self.monitor.next()) => match self.check().await {
+                    Transition::Dead => {
+                        context.metrics.limit(Limit::DeadAfter);
+                        let why = "no data received for too long (agent's limits.deadAfter)";
                         return self.end(CloseCode::Dead, why).await;
                     }
-                    Turn::Done => return self.farewell(REPLACED).await,
-                    Turn::Same | Turn::Suspect | Turn::Live => {}
+                    Transition::Finished => return self.graceful_shutdown(REPLACED).await,
+                    Transition::Unchanged | Transition::Suspect | Transition::Live => {}
                 },
                 message = reader.receive(), if listening => match message {
                     Ok(Some(ControlMessage::Bye(reason))) => {
-                        info!(agent = %shared.node, session = %self.terms.session, reason, "server says goodbye");
+                        info!(agent = %context.node, session = %self.params.session, reason, "server sent Bye");
                         return self.after_bye().await;
                     }
                     Ok(Some(ControlMessage::Renewed(reply))) => {
                         // Closed rather than ignored: a server that hands out what nobody asked for is broken or worse,
                         // and should carry no requests either.
-                        let Some(left) = self.asked.checked_sub(1) else {
-                            shared.metrics.renewal("unasked");
-                            let why = "a certificate came that was not asked for";
-                            warn!(agent = %shared.node, session = %self.terms.session, "{why}; ending the session");
+                        let Some(left) = self.pending_renewals.checked_sub(1) else {
+                            context.metrics.renewal("unasked");
+                            let why = "received a certificate that was not requested";
+                            warn!(agent = %context.node, session = %self.params.session, "{why}; closing the session");
                             return self.end(CloseCode::Protocol, why).await;
                         };
-                        self.asked = left;
-                        let keeper = shared.keeper.clone();
-                        shared.shutdown.spawn_service(async move { keeper.answered(reply).await });
+                        self.pending_renewals = left;
+                        let rotating_credentials = context.rotating_credentials.clone();
+                        context.shutdown.spawn_service(async move { rotating_credentials.handle_reply(reply).await });
                     }
                     Ok(Some(ControlMessage::Drain(deadline))) if !draining => {
                         draining = true;
                         info!(
-                            agent = %shared.node, session = %self.terms.session, ?deadline,
+                            agent = %context.node, session = %self.params.session, ?deadline,
                             "server is stopping; dialing another session, open streams go on"
                         );
-                        tether.tell(News::Draining).await;
+                        handle.send(SessionEvent::Draining).await;
                     }
-                    Ok(Some(message)) => self.heed(&message),
+                    Ok(Some(message)) => self.handle_control(&message),
                     Ok(None) => listening = false,
                     Err(error) => return self.control_failed(&error).await,
                 },
@@ -258,25 +261,25 @@ impl Serving<'_> {
 
     /// Whether the next certificate may be asked for here: not on a session that may be gone, or is about to.
     fn may_renew(&self, withdrawn: bool) -> bool {
-        self.renews && !withdrawn && !self.vigil.is_retired() && self.suspect.is_none()
+        self.can_renew && !withdrawn && !self.monitor.is_retired() && self.suspect.is_none()
     }
 
     fn serve(&mut self, incoming: IncomingStream) {
-        let (egress, terms) = (self.shared.egress.clone(), self.terms.clone());
+        let (egress, params) = (self.context.egress.clone(), self.params.clone());
         let has_room = self.session.has_room();
-        let span = debug_span!("stream", agent = %self.shared.node, session = %terms.session);
-        self.shared.shutdown.spawn_work(
-            async move { egress.serve(incoming, has_room, &terms).await }.instrument(span),
+        let span = debug_span!("stream", agent = %self.context.node, session = %params.session);
+        self.context.shutdown.spawn_work(
+            async move { egress.serve(incoming, has_room, &params).await }.instrument(span),
         );
-        self.vigil.stream(Instant::now());
+        self.monitor.stream(Instant::now());
     }
 
-    fn heed(&mut self, message: &ControlMessage) {
-        let (agent, session) = (&self.shared.node, self.terms.session);
+    fn handle_control(&mut self, message: &ControlMessage) {
+        let (agent, session) = (&self.context.node, self.params.session);
         match message {
-            ControlMessage::Doubt(doubts) => {
-                debug!(%agent, %session, doubts, "server says whether it hears this end");
-                self.vigil.peer_doubts(*doubts, Instant::now());
+            ControlMessage::Suspect(doubts) => {
+                debug!(%agent, %session, doubts, "server reported whether it doubts this session");
+                self.monitor.peer_suspects(*doubts, Instant::now());
             }
             ControlMessage::Unknown => {
                 debug!(%agent, %session, "message of a later version ignored")
@@ -289,7 +292,7 @@ impl Serving<'_> {
             | ControlMessage::Renew(_)
             | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
-                if !std::mem::replace(&mut self.is_odd_logged, true) {
+                if !std::mem::replace(&mut self.is_unexpected_logged, true) {
                     warn!(%agent, %session, "unexpected message on the control stream ignored");
                 }
             }
@@ -297,60 +300,63 @@ impl Serving<'_> {
     }
 
     /// Looks at the session and does what follows, except for its end.
-    async fn look(&mut self) -> Turn {
+    async fn check(&mut self) -> Transition {
         let now = Instant::now();
-        let seen = self.vigil.look(self.session.health(), now);
-        if seen.probe {
+        let observation = self.monitor.check(self.session.health(), now);
+        if observation.probe {
             self.session.probe();
         }
-        self.voice.doubt(seen.own_doubt);
-        match seen.turn {
-            Turn::Suspect => {
-                if seen.own_doubt {
-                    let idle = seen.silence >= self.shared.limits.suspect_after_idle;
-                    self.shared.metrics.limit(if idle {
+        self.control_sender.doubt(observation.is_suspect_locally);
+        match observation.transition {
+            Transition::Suspect => {
+                if observation.is_suspect_locally {
+                    let idle = observation.silence >= self.context.limits.suspect_after_idle;
+                    self.context.metrics.limit(if idle {
                         Limit::SuspectAfterIdle
                     } else {
                         Limit::SuspectAfterBusy
                     });
                 }
-                self.suspect = Some(self.shared.metrics.suspect());
-                self.tether.tell(News::Suspect).await;
+                self.suspect = Some(self.context.metrics.suspect());
+                self.handle.send(SessionEvent::Suspect).await;
             }
-            Turn::Live => {
+            Transition::Live => {
                 self.suspect = None;
-                self.tether.tell(News::Live).await;
+                self.handle.send(SessionEvent::Live).await;
             }
-            Turn::Same | Turn::Dead | Turn::Done => {}
+            Transition::Unchanged | Transition::Dead | Transition::Finished => {}
         }
         if self.log.is_due(self.suspect.is_some(), now) {
-            let (agent, session) = (&self.shared.node, self.terms.session);
-            let (silence, own, transport) =
-                (seen.silence, seen.own_doubt, self.session.transport());
+            let (agent, session) = (&self.context.node, self.params.session);
+            let (silence, own, transport) = (
+                observation.silence,
+                observation.is_suspect_locally,
+                self.session.transport(),
+            );
             if self.suspect.is_some() {
                 warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
             } else {
                 info!(%agent, %session, %transport, "session is live again");
             }
         }
-        seen.turn
+        observation.transition
     }
 
     /// Another session takes the new streams; this one ends with its last.
     fn retire(&mut self) {
         let streams = self.session.health().streams;
-        debug!(agent = %self.shared.node, session = %self.terms.session, streams, "session retires");
-        self.voice.withdraw();
-        self.vigil.retire(Instant::now());
+        debug!(agent = %self.context.node, session = %self.params.session, streams, "retiring session");
+        self.control_sender.withdraw();
+        self.monitor.retire(Instant::now());
     }
 
     /// Says Bye, serves what the server opened before it knew (a draining egress refuses it), and closes.
-    async fn farewell(mut self, why: &'static str) -> CloseReason {
-        let stopping = self.shared.farewell.clone();
+    async fn graceful_shutdown(mut self, why: &'static str) -> CloseReason {
+        let stopping = self.context.graceful_shutdown.clone();
         let session = self.session.clone();
         let replaced = !stopping.is_cancelled();
-        self.voice.bye(why, GOODBYE_WITHIN).await;
-        let mut until = Instant::now() + (session.health().rtt + LATE_STREAMS).min(GOODBYE_WITHIN);
+        self.control_sender.bye(why, BYE_TIMEOUT).await;
+        let mut until = Instant::now() + (session.health().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
         loop {
             tokio::select! {
                 biased;
@@ -374,17 +380,17 @@ impl Serving<'_> {
 
     /// The server closes next; if not, this end does.
     async fn after_bye(self) -> CloseReason {
-        match timeout(GOODBYE_WITHIN, self.session.closed()).await {
+        match timeout(BYE_TIMEOUT, self.session.closed()).await {
             Ok(reason) => reason,
-            Err(_still_open) => self.end(CloseCode::Normal, "server said goodbye").await,
+            Err(_still_open) => self.end(CloseCode::Normal, "server sent Bye").await,
         }
     }
 
     async fn control_failed(self, error: &io::Error) -> CloseReason {
-        if let Ok(reason) = timeout(REASON_WITHIN, self.session.closed()).await {
+        if let Ok(reason) = timeout(CLOSE_REASON_TIMEOUT, self.session.closed()).await {
             return reason;
         }
-        warn!(agent = %self.shared.node, session = %self.terms.session, %error, "control stream failed");
+        warn!(agent = %self.context.node, session = %self.params.session, %error, "control stream failed");
         let reason = format!("control stream failed: {error}");
         self.end(CloseCode::Protocol, &reason).await
     }
@@ -402,13 +408,13 @@ impl Serving<'_> {
 /// What the agent says when it drains.
 const STOPPING: &str = "agent is stopping";
 /// What it says on a session that another one has replaced.
-const REPLACED: &str = "another session has taken over";
+const REPLACED: &str = "replaced by another session";
 /// Bound on what Welcome may allow; quinn keeps some 80 bytes for each allowed stream.
-const STREAMS_MOST: u32 = 65536;
+const STREAMS_MAX: u32 = 65536;
 /// How long the reason of a session's end may come after the failure of its streams.
-const REASON_WITHIN: Duration = Duration::from_millis(100);
+const CLOSE_REASON_TIMEOUT: Duration = Duration::from_millis(100);
 /// Bound on each step of saying goodbye.
-const GOODBYE_WITHIN: Duration = Duration::from_secs(1);
+const BYE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Beyond one round trip: how long streams may still arrive that were opened before the server read the last word.
 const LATE_STREAMS: Duration = Duration::from_millis(50);
 

@@ -10,18 +10,18 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKe
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::identity::{Domain, PeerIdentity, Role};
+use tunnel_proto::identity::{PeerIdentity, Role, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{Session, memory};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
-use crate::credentials::{Credentials, Keeper};
+use crate::credentials::{Credentials, RotatingCredentials};
 use crate::egress::Egress;
 use crate::metrics::Metrics;
-use crate::policy::Ceiling;
-use crate::session::Shared;
+use crate::policy::DialPolicy;
+use crate::session::SessionContext;
 
 pub(crate) mod net;
 pub(crate) mod server;
@@ -81,9 +81,9 @@ impl Ca {
 }
 
 /// A directory that goes with the value.
-pub(crate) struct Scratch(PathBuf);
+pub(crate) struct TempDir(PathBuf);
 
-impl Scratch {
+impl TempDir {
     pub(crate) fn new() -> Self {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -99,7 +99,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for TempDir {
     fn drop(&mut self) {
         let _gone = std::fs::remove_dir_all(&self.0);
     }
@@ -108,7 +108,7 @@ impl Drop for Scratch {
 /// A session in memory: the server's end and the agent's.
 pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
-        domain: Domain::Tunnel,
+        domain: TrustDomain::Tunnel,
         role,
         not_before: SystemTime::UNIX_EPOCH,
         not_after: SystemTime::now() + Duration::from_secs(3600),
@@ -133,20 +133,26 @@ pub(crate) fn credentials(ca: &Ca) -> Credentials {
 }
 
 /// What the sessions of an agent on this host share.
-pub(crate) fn shared(limits: Limits) -> Shared {
+pub(crate) fn context(limits: Limits) -> SessionContext {
     let (shutdown, metrics) = (Shutdown::new(), Metrics::default());
     let node: NodeName = "worker-1".parse().unwrap();
-    let ceiling = Ceiling::default();
+    let dial_policy = DialPolicy::default();
     let draining = shutdown.drain().clone();
-    let keeper = Keeper::new(
+    let rotating_credentials = RotatingCredentials::new(
         node.clone(),
         credentials(&Ca::new()),
         None,
         None,
         metrics.clone(),
     );
-    let egress = Egress::new(node.clone(), ceiling, &limits, metrics.clone(), draining);
-    Shared {
+    let egress = Egress::new(
+        node.clone(),
+        dial_policy,
+        &limits,
+        metrics.clone(),
+        draining,
+    );
+    SessionContext {
         node,
         node_ip: Some([127, 0, 0, 1].into()),
         instance: InstanceId::new([7; 16]),
@@ -154,7 +160,7 @@ pub(crate) fn shared(limits: Limits) -> Shared {
         egress: Arc::new(egress),
         metrics,
         shutdown,
-        keeper,
-        farewell: CancellationToken::new(),
+        rotating_credentials,
+        graceful_shutdown: CancellationToken::new(),
     }
 }

@@ -16,18 +16,18 @@ use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::accept::Accepting;
-use tunnel_proto::process::meta::{Answer, json, text};
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::meta::{FullResponse, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::{CreateTokenError, TokenStore};
-use crate::ingress::connect::Tunnels;
+use crate::ingress::connect::AdminTunnels;
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
-use crate::unix::{self, Access};
+use crate::unix::{self, SocketPermissions};
 
 mod client;
 mod command;
@@ -37,7 +37,7 @@ pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use command::{AgentCommand, agent_command};
-pub use message::{CreateToken, CreatedToken, Problem, RevokedNode};
+pub use message::{CreateToken, CreatedToken, ErrorBody, RevokedNode};
 
 /// What the admin socket gives access to.
 #[derive(Clone)]
@@ -55,9 +55,9 @@ pub struct AdminState {
     /// Addresses that agents should dial, HOST:PORT.
     pub advertised: Vec<String>,
     /// Whether tokens can be exchanged for certificates; not with `--agent-ca`.
-    pub issues: bool,
+    pub can_issue: bool,
     /// The way to nodes, for `connect`.
-    pub tunnels: Option<Tunnels>,
+    pub tunnels: Option<AdminTunnels>,
 }
 
 impl fmt::Debug for AdminState {
@@ -76,7 +76,7 @@ impl fmt::Debug for AdminState {
 /// When another server answers there, or the socket cannot be made, with its path.
 pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
     let path = dir.admin_socket();
-    let (listener, socket) = unix::bind(&path, OWN_USER).map_err(|error| match error.kind() {
+    let (listener, socket) = unix::bind(&path, OWNER_ONLY).map_err(|error| match error.kind() {
         io::ErrorKind::AddrInUse => {
             let problem = "another tunnel-server runs with this data directory";
             io::Error::new(error.kind(), format!("{}: {problem}", path.display()))
@@ -88,9 +88,9 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
     shutdown.spawn_listener(async move {
         let _removed_at_the_end = socket;
         let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-        let mut accepting = Accepting::new(listener, "admin");
+        let mut accepting = RetryingListener::new(listener, "admin");
         while let Ok(permit) = permits.clone().acquire_owned().await {
-            let socket = accepting.next().await;
+            let socket = accepting.accept().await;
             let state = state.clone();
             tasks.spawn_service(async move {
                 serve(state, socket).await;
@@ -108,19 +108,22 @@ async fn serve(state: Arc<AdminState>, socket: UnixStream) {
             return Ok(tunnels.answer(request, user.as_ref().ok().copied()).await);
         }
         let answered = answer(&state, request).await;
-        Ok::<_, Infallible>(answered.unwrap_or_else(Refusal::into_answer))
+        Ok::<_, Infallible>(answered.unwrap_or_else(RequestError::into_response))
     });
     let mut server = hyper::server::conn::http1::Builder::new();
     server
         .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_LIMIT);
+        .header_read_timeout(HEAD_TIMEOUT);
     let connection = server.serve_connection(TokioIo::new(socket), service);
     if let Err(error) = connection.with_upgrades().await {
         debug!(%error, "admin connection ended");
     }
 }
 
-async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<Answer, Refusal> {
+async fn answer(
+    state: &Arc<AdminState>,
+    request: Request<Incoming>,
+) -> Result<FullResponse, RequestError> {
     let path = request.uri().path().to_owned();
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     match (request.method().as_str(), &segments[..]) {
@@ -129,8 +132,8 @@ async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<A
             value(StatusCode::OK, &tokens)
         }
         ("POST", ["tokens"]) => {
-            let wish = read(request).await?;
-            let created = blocking(state, |state| create_token(&state, wish)).await??;
+            let token_request = read(request).await?;
+            let created = blocking(state, |state| create_token(&state, token_request)).await??;
             value(StatusCode::CREATED, &created)
         }
         ("DELETE", ["tokens", id]) => {
@@ -144,72 +147,81 @@ async fn answer(state: &Arc<AdminState>, request: Request<Incoming>) -> Result<A
                     info!(token, "join token revoked");
                     Ok(text(StatusCode::NO_CONTENT, ""))
                 }
-                Ok((false, id)) => Err(Refusal::not_found(format!("no token has the id {id}"))),
-                Err(error) => Err(Refusal::internal(&error)),
+                Ok((false, id)) => {
+                    Err(RequestError::not_found(format!("no token has the id {id}")))
+                }
+                Err(error) => Err(RequestError::internal(&error)),
             }
         }
         ("GET", ["nodes"]) => value(StatusCode::OK, &(state.status)()),
         ("DELETE", ["nodes", name]) => {
             let node = name
                 .parse()
-                .map_err(|error| Refusal::bad(format!("{name:?}: {error}")))?;
+                .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))?;
             blocking(state, move |state| forget_node(&state, &node)).await??;
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("POST", ["nodes", name, "revoke"]) => {
             let node = name
                 .parse()
-                .map_err(|error| Refusal::bad(format!("{name:?}: {error}")))?;
+                .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))?;
             let revoked = blocking(state, move |state| {
                 revoke_node(&state.revocations, &state.tokens, &node).map(|tokens| (node, tokens))
             });
-            let (node, tokens) = revoked.await?.map_err(|error| Refusal::internal(&error))?;
+            let (node, tokens) = revoked
+                .await?
+                .map_err(|error| RequestError::internal(&error))?;
             info!(agent = %node, tokens, "node revoked");
             value(StatusCode::OK, &RevokedNode { tokens })
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
-        (_, ["tokens" | "nodes" | "ca", ..]) => Err(Refusal {
+        (_, ["tokens" | "nodes" | "ca", ..]) => Err(RequestError {
             status: StatusCode::METHOD_NOT_ALLOWED,
             problem: format!("{} {path} is not offered", method(request.method())),
         }),
-        _ => Err(Refusal::not_found(format!("{path} is not offered"))),
+        _ => Err(RequestError::not_found(format!("{path} is not offered"))),
     }
 }
 
 /// Makes a token, and its node known. Blocks the thread.
-fn create_token(state: &AdminState, wish: CreateToken) -> Result<CreatedToken, Refusal> {
-    if !state.issues {
-        return Err(Refusal::bad(format!(
+fn create_token(
+    state: &AdminState,
+    token_request: CreateToken,
+) -> Result<CreatedToken, RequestError> {
+    if !state.can_issue {
+        return Err(RequestError::bad_request(format!(
             "this server runs with --agent-ca and issues no certificates, so a token would be of no use: have that CA issue \
              one with the SAN URI culvert://agent/{node} and the usage client auth, and start the agent with --cert-file, \
              --key-file and --ca-file",
-            node = wish.node
+            node = token_request.node
         )));
     }
-    let ttl = Duration::from_secs(wish.ttl_seconds);
+    let ttl = Duration::from_secs(token_request.ttl_seconds);
     let now = SystemTime::now();
     let token = state
         .tokens
         .create(
-            &wish.node,
+            &token_request.node,
             ttl,
-            wish.ips.clone(),
+            token_request.ips.clone(),
             state.ca.spki_sha256(),
             now,
         )
         .map_err(|error| match error {
-            CreateTokenError::Life => Refusal::bad(error.to_string()),
-            CreateTokenError::File(_) | CreateTokenError::Parts(_) => Refusal::internal(&error),
+            CreateTokenError::InvalidTtl => RequestError::bad_request(error.to_string()),
+            CreateTokenError::File(_) | CreateTokenError::Parts(_) => {
+                RequestError::internal(&error)
+            }
         })?;
-    state.nodes.record(&wish.node, &wish.ips);
+    state.nodes.record(&token_request.node, &token_request.ips);
     state
         .nodes
         .save()
-        .map_err(|error| Refusal::internal(&error))?;
-    info!(agent = %wish.node, token = token.id(), "join token created");
+        .map_err(|error| RequestError::internal(&error))?;
+    info!(agent = %token_request.node, token = token.id(), "join token created");
     Ok(CreatedToken::new(
         &token,
-        &wish.node,
+        &token_request.node,
         now + ttl,
         &state.advertised,
     ))
@@ -226,56 +238,58 @@ pub fn revoke_node(
 ) -> io::Result<usize> {
     // Both, whatever becomes of the first: a token would buy the same key another certificate. Tokens first: what one
     // buys until then is dated before the revocation.
-    let tokens = tokens.revoke_of(node, SystemTime::now());
+    let tokens = tokens.revoke_node_tokens(node, SystemTime::now());
     let certificates = revocations.revoke(node, SystemTime::now());
     certificates.and(tokens)
 }
 
 /// Forgets a node that is not connected. Blocks the thread.
-fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), Refusal> {
+fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
     let is_connected = (state.status)()
         .iter()
         .any(|status| status["node"] == node.as_str() && status["connected"] == true);
     if is_connected {
-        return Err(Refusal {
+        return Err(RequestError {
             status: StatusCode::CONFLICT,
             problem: format!("{node} is connected; stop its agent first"),
         });
     }
     if !state.nodes.forget(node) {
-        return Err(Refusal::not_found(format!("no node is called {node}")));
+        return Err(RequestError::not_found(format!("no node is called {node}")));
     }
     info!(agent = %node, "node forgotten");
     state
         .nodes
         .save()
-        .map_err(|error| Refusal::internal(&error))
+        .map_err(|error| RequestError::internal(&error))
 }
 
 /// Runs what touches files off the runtime's own threads.
 async fn blocking<T: Send + 'static>(
     state: &Arc<AdminState>,
     work: impl FnOnce(Arc<AdminState>) -> T + Send + 'static,
-) -> Result<T, Refusal> {
+) -> Result<T, RequestError> {
     let state = state.clone();
     tokio::task::spawn_blocking(move || work(state))
         .await
-        .map_err(|panic| Refusal::internal(&panic))
+        .map_err(|panic| RequestError::internal(&panic))
 }
 
-async fn read<T: serde::de::DeserializeOwned>(request: Request<Incoming>) -> Result<T, Refusal> {
+async fn read<T: serde::de::DeserializeOwned>(
+    request: Request<Incoming>,
+) -> Result<T, RequestError> {
     let body = Limited::new(request.into_body(), BODY_MAX_BYTES)
         .collect()
         .await
-        .map_err(|error| Refusal::bad(format!("cannot read the request: {error}")))?;
+        .map_err(|error| RequestError::bad_request(format!("cannot read the request: {error}")))?;
     serde_json::from_slice(&body.to_bytes())
-        .map_err(|error| Refusal::bad(format!("cannot read the request: {error}")))
+        .map_err(|error| RequestError::bad_request(format!("cannot read the request: {error}")))
 }
 
-fn value(status: StatusCode, value: &impl Serialize) -> Result<Answer, Refusal> {
+fn value(status: StatusCode, value: &impl Serialize) -> Result<FullResponse, RequestError> {
     match serde_json::to_value(value) {
         Ok(value) => Ok(json(status, &value)),
-        Err(error) => Err(Refusal::internal(&error)),
+        Err(error) => Err(RequestError::internal(&error)),
     }
 }
 
@@ -296,13 +310,13 @@ fn method(method: &Method) -> &str {
 }
 
 /// An answer that says no.
-struct Refusal {
+struct RequestError {
     status: StatusCode,
     problem: String,
 }
 
-impl Refusal {
-    fn bad(problem: String) -> Self {
+impl RequestError {
+    fn bad_request(problem: String) -> Self {
         Self {
             status: StatusCode::BAD_REQUEST,
             problem,
@@ -324,8 +338,8 @@ impl Refusal {
         }
     }
 
-    fn into_answer(self) -> Answer {
-        let problem = Problem {
+    fn into_response(self) -> FullResponse {
+        let problem = ErrorBody {
             error: self.problem,
         };
         json(self.status, &serde_json::json!(problem))
@@ -333,14 +347,14 @@ impl Refusal {
 }
 
 /// Nobody but the server's own user.
-const OWN_USER: Access = Access {
+const OWNER_ONLY: SocketPermissions = SocketPermissions {
     mode: 0o600,
     owner: None,
 };
 /// Connections at once; more wait. Verbs make one each.
 const CONNECTIONS_MAX: usize = 16;
 /// A caller must send its request head within this time.
-const HEAD_LIMIT: Duration = Duration::from_secs(5);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Largest request; a token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 

@@ -9,10 +9,10 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
+use tunnel_proto::process::admission::ConnLimiter;
 use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::meta::{self, Meta, Readiness};
-use tunnel_proto::process::places::Places;
-use tunnel_proto::process::shutdown::{DrainEnd, Shutdown};
+use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, BufferPool, SessionSettings};
@@ -28,15 +28,15 @@ use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::config::{Capacity, Config};
 use crate::dns::Records;
-use crate::ingress::client_auth::Borrowers;
-use crate::ingress::{DoorLimits, Doors};
+use crate::ingress::client_auth::DelegationPolicy;
+use crate::ingress::{IngressContext, ListenerLimits};
 use crate::metrics::Metrics;
-use crate::policy::{LivePolicy, PortPolicy};
-use crate::routing::dial_policy::LiveRanges;
+use crate::policy::{PortPolicy, SharedPortPolicy};
+use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::{Registry, RegistryLimits};
-use crate::routing::routes::{RouteNode, Routes, Source};
-use crate::session::acceptor::{Acceptor, TcpEntry};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::session::acceptor::{Acceptor, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 use crate::store::data_dir::DataDir;
 
@@ -49,20 +49,21 @@ mod records;
 mod sockets;
 mod targets;
 
-use authority::{Authority, Opening};
-use cluster::{FollowedCluster, Following, follow_cluster};
-use identity::{Followed, agent_side, follow_kubelets};
+use authority::{Authority, AuthorityContext};
+use cluster::{ClusterContext, ClusterServices, start_cluster};
+use identity::{CredentialWatcher, agent_auth, watch_kubelet_ca};
 #[cfg(feature = "dns")]
 use records::DnsContext;
-pub use sockets::Bound;
+pub use sockets::BoundAddrs;
 use sockets::{
-    Sockets, advertised, bind, door_certificates, door_names, listen, log_bound, own_ports,
+    Sockets, advertised, bind, listen, log_bound, reserved_ports, serving_certificates,
+    serving_names,
 };
 
 /// A running server.
 #[derive(Debug)]
 pub struct App {
-    bound: Bound,
+    bound: BoundAddrs,
     config: Config,
     shutdown: Shutdown,
     readiness: Readiness,
@@ -73,9 +74,9 @@ pub struct App {
     tokens: Arc<TokenStore>,
     nodes: Arc<KnownNodes>,
     records: Records,
-    cluster: FollowedCluster,
+    cluster: ClusterServices,
     revocations: Arc<Revocations>,
-    holding: authority::Holding,
+    lease_guard: authority::LeaseGuard,
     /// Held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
@@ -101,7 +102,7 @@ impl App {
         let starting = readiness.block("listeners");
         let mut metrics_registry = MetricsRegistry::default();
         let meta_listener = listen(config.meta_listen, "--meta-listen").await?;
-        let opening = Opening {
+        let authority_context = AuthorityContext {
             config: &config,
             data: &data,
             readiness: &readiness,
@@ -112,9 +113,9 @@ impl App {
             tokens,
             revocations,
             keys,
-            side,
-            holding,
-        } = opening
+            cluster_handle,
+            lease_guard,
+        } = authority_context
             .authority(&meta_listener, &mut metrics_registry)
             .await?;
         let nodes = Arc::new(KnownNodes::open(&data)?);
@@ -131,27 +132,28 @@ impl App {
 
         revocations.enforce(&registry, &shutdown);
 
-        let followed = Followed {
-            every: config.limits.reload_every,
+        let watcher = CredentialWatcher {
+            interval: config.limits.reload_every,
             metrics: &metrics,
             shutdown: &shutdown,
         };
-        let agents = agent_side(&config, &ca, &revocations, &followed)?;
+        let agents = agent_auth(&config, &ca, &revocations, &watcher)?;
         distrusted::enforce(&agents.trust, &registry, &shutdown);
-        follow_kubelets(&config, &agents, &followed)?;
+        watch_kubelet_ca(&config, &agents, &watcher)?;
         let session_tls =
-            |alpn| tls::session_server_trusting(agents.own.clone(), agents.trust.clone(), alpn);
+            |alpn| tls::session_server_with_trust(agents.own.clone(), agents.trust.clone(), alpn);
         let settings = session_settings(&config, pool);
-        let door_names = door_names(&config);
-        let certificates = door_certificates(&config, (&ca, &door_names), &routes, &followed)?;
+        let serving_names = serving_names(&config);
+        let certificates = serving_certificates(&config, (&ca, &serving_names), &routes, &watcher)?;
         let callers = config.client_auth.as_ref();
         let callers = callers.map(|(path, required)| (&**path, *required));
-        let door_tls = targets::door_tls("client_ca", certificates.clone(), callers, &followed)?;
+        let listener_tls =
+            targets::listener_tls("client_ca", certificates.clone(), callers, &watcher)?;
         let quic_tls = session_tls(ALPN_SESSION)?;
         let sockets = bind(
             &config,
             (quic_tls, &keys, &settings),
-            door_tls,
+            listener_tls,
             meta_listener,
         )
         .await?;
@@ -159,7 +161,7 @@ impl App {
             tcp,
             quic,
             meta: meta_listener,
-            doors,
+            listeners,
             #[cfg(feature = "dns")]
                 dns: dns_sockets,
             connect: connect_sockets,
@@ -187,17 +189,17 @@ impl App {
         data.set_advertised(&advertised)?;
 
         let drivers = TaskTracker::new();
-        let ranges = LiveRanges::default();
-        let policy = LivePolicy::default();
+        let ranges = LiveClusterNetworks::default();
+        let policy = SharedPortPolicy::default();
         policy.replace(PortPolicy {
-            own: own_ports(&bound),
+            own: reserved_ports(&bound),
             ..config.ports.clone()
         });
-        let targets = targets::targets(&config, &followed, &readiness)?;
-        let cluster = follow_cluster(
+        let targets = targets::targets(&config, &watcher, &readiness)?;
+        let cluster = start_cluster(
             &config,
-            side,
-            Following {
+            cluster_handle,
+            ClusterContext {
                 routes: &routes,
                 records: &records,
                 policy: &policy,
@@ -209,44 +211,44 @@ impl App {
                 bound: &bound,
                 agents: &agents,
                 targets: &targets,
-                door_names: &door_names,
+                serving_names: &serving_names,
                 shutdown: &shutdown,
             },
         );
-        let shared = Arc::new(Doors {
+        let shared = Arc::new(IngressContext {
             routes: routes.clone(),
             registry: registry.clone(),
             policy,
             pods: cluster.pods.clone(),
             targets,
-            borrowers: Borrowers::named(config.targets.borrowers.clone()),
-            limits: DoorLimits {
+            delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone()),
+            limits: ListenerLimits {
                 handshake: config.limits.handshake_timeout,
                 request_head_time: config.limits.request_head_timeout,
                 request_head_bytes: config.limits.request_head_bytes,
                 idle: config.limits.caller_idle_timeout,
                 open: config.limits.open_timeout,
             },
-            callers: Places::new(capacity.callers),
-            verified_callers: Places::new(capacity.verified_callers),
+            callers: ConnLimiter::new(capacity.callers),
+            verified_callers: ConnLimiter::new(capacity.verified_callers),
             metrics: metrics.clone(),
             shutdown: shutdown.clone(),
             drivers: drivers.clone(),
         });
-        for (listener, mode) in doors {
+        for (listener, mode) in listeners {
             shared.start(listener, mode);
         }
         let tunnels = connect_sockets.start(
             &config,
             (&shared, &ranges, &bound),
-            (certificates, &followed),
+            (certificates, &watcher),
         )?;
         Acceptor {
             quic: quic.clone(),
-            tcp_entry: Arc::new(TcpEntry {
+            tcp_handler: Arc::new(TcpHandler {
                 session_tls: session_tls(ALPN_SESSION_TCP)?,
                 settings,
-                enroll_tls: tls::enroll_server(agents.enrolment.clone())?,
+                enroll_tls: tls::enroll_server(agents.enrollment.clone())?,
                 enrollment: Enrollment {
                     renewals: agents.renewals.clone(),
                     tokens: tokens.clone(),
@@ -266,7 +268,7 @@ impl App {
                     target_dial: config.limits.target_dial_timeout,
                     drain: config.drain_timeout,
                     liveness: config.limits.liveness(),
-                    expired: config.limits.expired(),
+                    expiry_grace: config.limits.expiry_grace(),
                 },
                 admission_rate: Arc::new(AdmissionRate::new(config.limits.admissions_per_node)),
                 revocations: revocations.clone(),
@@ -274,14 +276,14 @@ impl App {
                 renewals: agents.renewals.clone(),
             }),
             handshake_limit: config.limits.handshake_timeout,
-            pre_auth: Places::new(capacity.half_open),
-            over_tcp: Arc::new(Semaphore::new(capacity.agents_over_tcp)),
+            pre_auth: ConnLimiter::new(capacity.half_open),
+            tcp_permits: Arc::new(Semaphore::new(capacity.agents_over_tcp)),
         }
         .start(tcp);
         let list = {
             let (nodes, registry) = (nodes.clone(), registry.clone());
             Arc::new(move || {
-                let list = status::list(&nodes, &routes.of(Source::Cluster), &registry);
+                let list = status::list(&nodes, &routes.of(RouteSource::Cluster), &registry);
                 // A structure of texts and numbers always has a JSON form.
                 list.iter()
                     .filter_map(|node| serde_json::to_value(node).ok())
@@ -295,7 +297,7 @@ impl App {
             revocations: revocations.clone(),
             status: list.clone(),
             advertised,
-            issues: config.agent_files.is_none(),
+            can_issue: config.agent_files.is_none(),
             tunnels: Some(tunnels),
         };
         admin::start(state, &data, &shutdown)?;
@@ -304,7 +306,7 @@ impl App {
             .start(meta_listener, &shutdown);
         #[cfg(feature = "dns")]
         if let Some(dns) = &dns {
-            dns.refuse_loops(&shutdown).await?;
+            dns.start_loop_detection(&shutdown).await?;
         }
         drop(starting);
         log_bound(&bound);
@@ -322,14 +324,14 @@ impl App {
             records,
             cluster,
             revocations,
-            holding,
+            lease_guard,
             _lock: lock,
         })
     }
 
     /// The addresses really bound.
     #[must_use]
-    pub fn bound(&self) -> &Bound {
+    pub fn bound(&self) -> &BoundAddrs {
         &self.bound
     }
 
@@ -383,16 +385,16 @@ impl App {
             () = self.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.readiness.block("draining");
-        let holding = std::mem::take(&mut self.holding);
+        let lease_guard = std::mem::take(&mut self.lease_guard);
         // At the start, so that a server that comes now has the keys: what still reaches this one goes on, and a packet of a
         // session of this one that reaches the other has lost its way, which the other's reset says at once.
         let stop = self.shutdown.stop().clone();
-        tokio::join!(self.drain(), holding.release(&stop));
+        tokio::join!(self.drain(), lease_guard.release(&stop));
         self.shutdown.finish().await;
         self.drivers.close();
         self.drivers.wait().await;
         if let Err(error) = self.nodes.save() {
-            warn!(%error, "cannot keep the known nodes");
+            warn!(%error, "cannot save the known nodes");
         }
         info!("stopped");
     }
@@ -400,15 +402,15 @@ impl App {
     /// No new work, running work within the drain timeout, then the end of all sessions.
     async fn drain(&mut self) {
         match self.shutdown.drain_within(self.config.drain_timeout).await {
-            DrainEnd::Complete => {
-                info!("all requests have ended");
-                self.agents_leave().await;
+            DrainOutcome::Complete => {
+                info!("all requests are finished");
+                self.wait_for_agents_to_leave().await;
             }
-            DrainEnd::Deadline => warn!(
+            DrainOutcome::Deadline => warn!(
                 streams = self.shutdown.work_left(),
-                "drain timeout is over, cutting the rest"
+                "drain timeout is over, resetting the remaining streams"
             ),
-            DrainEnd::Stopped => debug!("stopping without waiting"),
+            DrainOutcome::Stopped => debug!("stopping without waiting"),
         }
         let closing = TaskTracker::new();
         for agent in self.registry.all() {
@@ -432,24 +434,24 @@ impl App {
     /// Where another server may follow at once, gives agents the time to connect to it before their sessions here end. Until
     /// the network leads new connections to that server only, this one has to refuse them: a QUIC dial to a server that has
     /// gone would wait in silence for seconds.
-    async fn agents_leave(&self) {
+    async fn wait_for_agents_to_leave(&self) {
         let settings = self.config.kubernetes.as_ref();
         if settings.is_none_or(|settings| settings.single_replica) {
             return;
         }
         let left = async {
-            let mut look = tokio::time::interval(LEAVE_LOOK);
+            let mut interval = tokio::time::interval(AGENTS_LEAVE_POLL);
             while self
                 .registry
                 .all()
                 .iter()
                 .any(|agent| !agent.is_withdrawn())
             {
-                look.tick().await;
+                interval.tick().await;
             }
         };
         tokio::select! {
-            _either_way = tokio::time::timeout(LEAVE_WITHIN, left) => {}
+            _either_way = tokio::time::timeout(AGENTS_LEAVE_TIMEOUT, left) => {}
             () = self.shutdown.stop().cancelled() => {}
         }
     }
@@ -457,8 +459,8 @@ impl App {
 
 /// Agents dial another server within 0.5 s, and again until the network of the cluster knows that this one is going, which
 /// takes a second or so.
-const LEAVE_WITHIN: Duration = Duration::from_secs(2);
-const LEAVE_LOOK: Duration = Duration::from_millis(20);
+const AGENTS_LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+const AGENTS_LEAVE_POLL: Duration = Duration::from_millis(20);
 
 /// Windows and timers of agents' sessions, whatever carries them.
 fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
@@ -486,7 +488,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             addresses: node.addresses.clone(),
             kubelet_port: None,
         });
-        let table = routes.set(Source::Known, known.collect());
+        let table = routes.set(RouteSource::Known, known.collect());
         metrics.routes(table.len(), table.conflicts().len());
     };
     rebuild();
@@ -497,7 +499,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
     });
 }
 
-fn nodes_endpoint(peer: SocketAddr, nodes: Vec<serde_json::Value>) -> meta::Answer {
+fn nodes_endpoint(peer: SocketAddr, nodes: Vec<serde_json::Value>) -> meta::FullResponse {
     if !peer.ip().to_canonical().is_loopback() {
         return meta::text(
             http::StatusCode::FORBIDDEN,

@@ -37,8 +37,8 @@ pub mod revocation;
 mod serving_names;
 pub mod tokens;
 
-pub use crate::ca::csr::AgentRequest;
-pub use crate::ca::serving_names::DoorNames;
+pub use crate::ca::csr::AgentCsr;
+pub use crate::ca::serving_names::ServingNames;
 pub use material::CaMaterial;
 
 /// Life of every certificate but the CA's own, unless `limits.certificateLife` says another.
@@ -53,7 +53,7 @@ pub struct LocalCa {
     /// Key of the server's credential towards agents; only in memory.
     server_key: LeafKey,
     /// Key of all serving certificates of the TLS door; only in memory.
-    door_key: LeafKey,
+    serving_key: LeafKey,
 }
 
 /// Why the CA cannot be used.
@@ -63,7 +63,9 @@ pub enum CaError {
     #[error("{0}")]
     File(#[from] io::Error),
     /// There is a certificate, but no key that could sign.
-    #[error("{0} is there, but its key {1} is missing; restore it, or remove both to begin anew")]
+    #[error(
+        "{0} exists, but its key {1} is missing; restore the key, or remove both to create a new CA"
+    )]
     KeyMissing(String, String),
     /// A file does not hold what its name says.
     #[error("{name} holds no usable {what}: {problem}")]
@@ -79,8 +81,8 @@ pub enum CaError {
     #[error("{0} and {1} do not belong together")]
     Mismatch(String, String),
     /// A new key or certificate cannot be made.
-    #[error("cannot make a key or certificate")]
-    Make(#[source] rcgen::Error),
+    #[error("cannot generate a key or certificate")]
+    Generate(#[source] rcgen::Error),
     /// TLS does not take the new key.
     #[error("cannot use a new key for TLS")]
     Tls(#[source] rustls::Error),
@@ -88,8 +90,8 @@ pub enum CaError {
 
 /// A certificate for an agent.
 #[derive(Debug, Clone)]
-pub struct Issued {
-    /// Leaf first; the root is not in it.
+pub struct AgentCertificate {
+    /// LeafParams first; the root is not in it.
     pub chain: Vec<CertificateDer<'static>>,
     /// The roots of the moment of the issue.
     pub roots: Vec<CertificateDer<'static>>,
@@ -110,7 +112,7 @@ pub enum IssueError {
     #[error("cannot sign a certificate")]
     Sign(#[source] rcgen::Error),
     /// The system gives no random serial number.
-    #[error("cannot make a serial number")]
+    #[error("cannot generate a serial number")]
     Serial(#[source] io::Error),
 }
 
@@ -133,7 +135,7 @@ impl LocalCa {
                 return Err(CaError::KeyMissing(names.0, names.1));
             }
             None => {
-                let key = KeyPair::generate().map_err(CaError::Make)?;
+                let key = KeyPair::generate().map_err(CaError::Generate)?;
                 files::replace(&key_path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 key
             }
@@ -144,7 +146,7 @@ impl LocalCa {
             // The key may be here without its certificate: a crash between the two files.
             let pem = material::self_signed(&key, SystemTime::now())?.pem();
             files::replace(&certificate_path, pem.as_bytes())?;
-            info!(path = %certificate_path.display(), "made a CA");
+            info!(path = %certificate_path.display(), "created a CA");
             pem
         };
         let material = CaMaterial::new(root_pem, key, (&names.0, &names.1))?;
@@ -161,7 +163,7 @@ impl LocalCa {
             generation: watch::Sender::new(0),
             life: CERTIFICATE_LIFE,
             server_key: LeafKey::generate()?,
-            door_key: LeafKey::generate()?,
+            serving_key: LeafKey::generate()?,
         })
     }
 
@@ -226,8 +228,12 @@ impl LocalCa {
     ///
     /// # Errors
     /// [`IssueError`].
-    pub fn issue_agent(&self, csr_der: &[u8], node: &NodeName) -> Result<Issued, IssueError> {
-        self.issue(&AgentRequest::parse(csr_der)?, node, SystemTime::now())
+    pub fn issue_agent(
+        &self,
+        csr_der: &[u8],
+        node: &NodeName,
+    ) -> Result<AgentCertificate, IssueError> {
+        self.issue(&AgentCsr::parse(csr_der)?, node, SystemTime::now())
     }
 
     /// As [`Self::issue_agent`] for a request that was checked before.
@@ -236,11 +242,11 @@ impl LocalCa {
     /// [`IssueError`].
     pub fn issue(
         &self,
-        request: &AgentRequest,
+        request: &AgentCsr,
         node: &NodeName,
         now: SystemTime,
-    ) -> Result<Issued, IssueError> {
-        let leaf = Leaf {
+    ) -> Result<AgentCertificate, IssueError> {
+        let leaf = LeafParams {
             // Never the bare name: a name of a node must not read as the CN that a caller's check looks for.
             common_name: format!("culvert agent {node}"),
             names: vec![uri(&Role::Agent(node.clone()))?],
@@ -248,7 +254,7 @@ impl LocalCa {
         };
         let material = self.material.load();
         let (certificate, not_after) = self.sign(&material, leaf, request.public_key(), now)?;
-        Ok(Issued {
+        Ok(AgentCertificate {
             chain: vec![certificate],
             roots: material.roots.clone(),
             not_after,
@@ -259,19 +265,22 @@ impl LocalCa {
     /// know it by hash only. Reissued at half life; `on_issue` hears the end of each.
     #[must_use]
     pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(cert_resolver::ServerCredential::new(self.clone(), on_issue))
+        Arc::new(cert_resolver::ServerCertResolver::new(
+            self.clone(),
+            on_issue,
+        ))
     }
 
     /// Serving certificates of the TLS door by SNI: one per known node, and a default for the door's own names, which also
     /// answers clients without SNI and unknown names. They carry no role: they can never act as the tunnel server towards
     /// agents.
     #[must_use]
-    pub fn door_resolver(
+    pub fn serving_resolver(
         self: &Arc<Self>,
         is_known: IsKnown,
-        own: DoorNames,
+        own: ServingNames,
     ) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(cert_resolver::DoorCertificates::new(
+        Arc::new(cert_resolver::ServingCertResolver::new(
             self.clone(),
             is_known,
             own,
@@ -279,7 +288,7 @@ impl LocalCa {
     }
 
     fn server_leaf(&self, now: SystemTime) -> Result<CertifiedKey, IssueError> {
-        let leaf = Leaf {
+        let leaf = LeafParams {
             common_name: "culvert server".into(),
             names: vec![uri(&Role::Server)?],
             usage: ExtendedKeyUsagePurpose::ServerAuth,
@@ -287,23 +296,23 @@ impl LocalCa {
         self.serving(leaf, &self.server_key, now)
     }
 
-    fn door_leaf(
+    fn serving_leaf(
         &self,
         common_name: &str,
         names: Vec<SanType>,
         now: SystemTime,
     ) -> Result<CertifiedKey, IssueError> {
-        let leaf = Leaf {
+        let leaf = LeafParams {
             common_name: common_name.to_owned(),
             names,
             usage: ExtendedKeyUsagePurpose::ServerAuth,
         };
-        self.serving(leaf, &self.door_key, now)
+        self.serving(leaf, &self.serving_key, now)
     }
 
     fn serving(
         &self,
-        leaf: Leaf,
+        leaf: LeafParams,
         key: &LeafKey,
         now: SystemTime,
     ) -> Result<CertifiedKey, IssueError> {
@@ -319,7 +328,7 @@ impl LocalCa {
     fn sign(
         &self,
         material: &CaMaterial,
-        leaf: Leaf,
+        leaf: LeafParams,
         key: &impl PublicKeyData,
         now: SystemTime,
     ) -> Result<(CertificateDer<'static>, SystemTime), IssueError> {
@@ -358,7 +367,7 @@ pub type IsKnown = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
 pub type OnIssue = Box<dyn Fn(SystemTime) + Send + Sync>;
 
 /// What differs between the certificates that the CA signs.
-struct Leaf {
+struct LeafParams {
     common_name: String,
     names: Vec<SanType>,
     usage: ExtendedKeyUsagePurpose,
@@ -372,7 +381,7 @@ struct LeafKey {
 
 impl LeafKey {
     fn generate() -> Result<Self, CaError> {
-        let pair = KeyPair::generate().map_err(CaError::Make)?;
+        let pair = KeyPair::generate().map_err(CaError::Generate)?;
         let private = PrivateKeyDer::Pkcs8(pair.serialize_der().into());
         let signing = tls::signing_key(private).map_err(CaError::Tls)?;
         Ok(Self { pair, signing })

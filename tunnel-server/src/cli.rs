@@ -11,7 +11,7 @@ use crate::config::RawConfig;
 
 /// Culvert's cloud side: accepts agents and passes requests for edge nodes to them
 ///
-/// Agents connect to port 10262. Callers reach a node by its name: through the plain door (10264), the TLS door (10263),
+/// Agents connect to port 10262. Callers reach a node by its name: through the HTTP listener (10264), the HTTPS listener (10263),
 /// extra ports bound with --proxy-port-listen, or TCP services of the configuration file.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-server", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
@@ -29,15 +29,15 @@ pub enum Verb {
     /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
     /// a key of the file (same words, camelCase): --http-listen is httpListen. The file alone also has the sections
     /// `services:` and `limits:`.
-    Run(Box<Source>),
+    Run(Box<ConfigArgs>),
     /// Load the configuration as `run` would, print all mistakes at once, and exit
-    CheckConfig(Box<Source>),
+    CheckConfig(Box<ConfigArgs>),
     /// Create, list and revoke join tokens
     #[command(subcommand)]
     Token(TokenVerb),
     /// List known and connected nodes, revoke or forget one
     Nodes(NodesArgs),
-    /// Print the CA certificate that the doors' certificates chain to
+    /// Print the CA certificate that issues the listeners' serving certificates
     Ca(CaArgs),
     /// Connect standard input and output to a port of a node, as a ProxyCommand of ssh and ansible
     ///
@@ -60,7 +60,7 @@ pub enum Verb {
 
 /// Where settings come from.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub struct Source {
+pub struct ConfigArgs {
     /// Configuration file (YAML)
     #[arg(long, env = "TUNNEL_SERVER_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,

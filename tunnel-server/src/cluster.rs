@@ -2,12 +2,12 @@
 //! by the one that holds the Lease.
 //!
 //! ```text
-//! watches ──▶ World ──▶ derive (pure) ──▶ routes, records, policy of this server, at once
-//!                                    └──▶ Desired ──▶ writers, after a short quiet, while leading
+//! watches ──▶ ClusterState ──▶ derive (pure) ──▶ routes, records, policy of this server, at once
+//!                                    └──▶ DesiredState ──▶ writers, after a short quiet, while leading
 //! ```
 //!
 //! Everything is level-triggered: an event only makes the whole due anew, so a missed one leaves no residue. The data plane
-//! knows none of this: it reads [`Routes`], [`Records`] and [`LivePolicy`], and asks a [`crate::routing::pod_lookup::PodFinder`].
+//! knows none of this: it reads [`Routes`], [`Records`] and [`SharedPortPolicy`], and asks a [`crate::routing::pod_lookup::PodResolver`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,24 +25,24 @@ use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 
-use crate::ca::DoorNames;
+use crate::ca::ServingNames;
 use crate::config::KubernetesSettings;
 use crate::dns::Records;
 use crate::metrics::Metrics;
-use crate::policy::{LivePolicy, PortPolicy};
-use crate::routing::dial_policy::LiveRanges;
+use crate::policy::{PortPolicy, SharedPortPolicy};
+use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::pod_lookup::Question;
 use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 
-mod authority;
 mod client;
+mod cluster_ca;
 mod conditions;
 mod events;
 mod failure;
 mod hosts;
-mod kubelets;
+mod kubelet_ca;
 mod leader_election;
 mod metrics;
 mod nodes;
@@ -62,19 +62,19 @@ mod token_review;
 mod watches;
 mod writers;
 
-use crate::cluster::conditions::Problems;
+use crate::cluster::conditions::Conditions;
 use crate::cluster::leader_election::Election;
-use crate::cluster::state::{Desired, Own, World};
-pub use authority::Holding;
+use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use client::Connection;
-use events::EventLog;
+pub use cluster_ca::LeaseGuard;
+use events::EventRecorder;
 use metrics::{ClusterMetrics, Object};
 use nodes::{AliasRules, NodeObject, NodeStore};
 use publisher::Publisher;
-pub use service::DoorPorts;
-pub use signing::Signer;
-use signing::Signing;
-use watches::{Context, Seen, config, follow, follow_one};
+pub use service::ListenerPorts;
+use signing::KubeletCertificateTask;
+pub use signing::SignerConfig;
+use watches::{Observed, WatchContext, config, follow, follow_one};
 use writers::Writers;
 
 /// A server without any node kept waits this long for the first list before it says that it is ready.
@@ -82,13 +82,13 @@ const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
 
 /// What the cluster's side feeds.
 #[derive(Debug)]
-pub struct Parts {
+pub struct ClusterInputs {
     /// Gets the nodes.
     pub routes: Routes,
     /// Get what names answer with.
     pub records: Records,
     /// Gets the ports.
-    pub policy: LivePolicy,
+    pub policy: SharedPortPolicy,
     /// Tells which agents are connected.
     pub registry: Arc<Registry>,
     /// Counts the routes.
@@ -100,32 +100,32 @@ pub struct Parts {
     /// Ends it all.
     pub shutdown: Shutdown,
     /// The doors that the Service's ports lead to.
-    pub doors: DoorPorts,
+    pub listener_ports: ListenerPorts,
     /// Gets what the CONNECT doors may dial, when there are any.
-    pub ranges: Option<LiveRanges>,
+    pub ranges: Option<LiveClusterNetworks>,
     /// Whether only these ranges say what the CONNECT listeners dial without an agent, and no --connect-direct.
     pub dials_by_ranges: bool,
     /// Gets what callers of the TLS door call it.
-    pub door_names: DoorNames,
+    pub serving_names: ServingNames,
     /// Questions of the doors about pods.
     pub questions: Option<mpsc::Receiver<Question>>,
-    /// Questions of enrolments about tokens.
+    /// Questions of enrollments about tokens.
     pub attestations: Option<mpsc::Receiver<crate::ca::attestation::Question>>,
     /// Gets the CA of kubelets' client certificates.
-    pub kubelets: Option<Arc<AgentTrust>>,
+    pub kubelet_ca: Option<Arc<AgentTrust>>,
     /// Who is asked for the client certificate for kubelets.
-    pub signer: Option<Signer>,
+    pub signer: Option<SignerConfig>,
 }
 
 /// A way to the API server, and where problems with it are told. Clones share it.
 #[derive(Clone)]
-pub struct ClusterSide {
+pub struct ClusterHandle {
     connection: Connection,
-    problems: Problems,
+    problems: Conditions,
     metrics: ClusterMetrics,
 }
 
-impl ClusterSide {
+impl ClusterHandle {
     /// Prepares it. Nothing is sent.
     ///
     /// # Errors
@@ -136,23 +136,27 @@ impl ClusterSide {
         registry: &mut MetricsRegistry,
     ) -> Result<Self, ConfigError> {
         let connection = client::connect(settings).await?;
-        Ok(Self::over(connection, readiness, registry))
+        Ok(Self::with_connection(connection, readiness, registry))
     }
 
-    fn over(connection: Connection, readiness: &Readiness, registry: &mut MetricsRegistry) -> Self {
+    fn with_connection(
+        connection: Connection,
+        readiness: &Readiness,
+        registry: &mut MetricsRegistry,
+    ) -> Self {
         let metrics = ClusterMetrics::new(registry);
         Self {
             connection,
-            problems: Problems::new(readiness.clone(), metrics.clone()),
+            problems: Conditions::new(readiness.clone(), metrics.clone()),
             metrics,
         }
     }
 }
 
-impl std::fmt::Debug for ClusterSide {
+impl std::fmt::Debug for ClusterHandle {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
-            .debug_struct("ClusterSide")
+            .debug_struct("ClusterHandle")
             .field("namespace", &self.connection.namespace)
             .finish_non_exhaustive()
     }
@@ -160,9 +164,9 @@ impl std::fmt::Debug for ClusterSide {
 
 /// What is written to the cluster. It ends by itself when the drain begins.
 #[derive(Debug)]
-pub struct Writing(oneshot::Receiver<()>);
+pub struct WritersHandle(oneshot::Receiver<()>);
 
-impl Writing {
+impl WritersHandle {
     /// Waits until nothing is written any more and the Lease is given back, which takes 2 s at most after the drain has
     /// begun.
     pub async fn ended(self) {
@@ -171,38 +175,46 @@ impl Writing {
 }
 
 /// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
-pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> Writing {
-    let ClusterSide {
+pub fn start(
+    settings: &KubernetesSettings,
+    cluster: ClusterHandle,
+    inputs: ClusterInputs,
+) -> WritersHandle {
+    let ClusterHandle {
         connection,
         problems,
         metrics,
-    } = side;
-    let kept = snapshot::load(&parts.data);
-    let first_list = kept
+    } = cluster;
+    let persisted = snapshot::load(&inputs.data);
+    let first_list = persisted
         .nodes
         .is_empty()
-        .then(|| parts.readiness.block("nodes of the cluster"));
+        .then(|| inputs.readiness.block("nodes of the cluster"));
     info!(
         namespace = connection.namespace,
-        kept_nodes = kept.nodes.len(),
+        persisted_nodes = persisted.nodes.len(),
         "following the cluster"
     );
     let aliases = AliasRules {
         patterns: settings.record_names.clone(),
-        owners: kept.aliases.clone(),
+        owners: persisted.aliases.clone(),
     };
-    let mut store = NodeStore::new(settings.edge_label.clone(), kept.nodes.clone(), aliases);
-    let world = watch::Sender::new(World::kept(kept, store.nodes()));
-    let desired = watch::Sender::new(Desired::default());
-    let writing = write(
+    let mut store = NodeStore::new(
+        settings.edge_label.clone(),
+        persisted.nodes.clone(),
+        aliases,
+    );
+    let world = watch::Sender::new(ClusterState::persisted(persisted, store.nodes()));
+    let desired = watch::Sender::new(DesiredState::default());
+    let writing = start_writers(
         settings,
         &connection,
-        &parts,
+        &inputs,
         (&world, &desired, &problems, &metrics),
     );
-    snapshot::start(&parts.data, world.subscribe(), &parts.shutdown);
-    parts.shutdown.spawn_service(serving_names::follow(
-        parts.door_names,
+    snapshot::start(&inputs.data, world.subscribe(), &inputs.shutdown);
+    inputs.shutdown.spawn_service(serving_names::follow(
+        inputs.serving_names,
         (
             connection.namespace.clone(),
             settings.cluster_domain.clone(),
@@ -210,59 +222,59 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
         world.subscribe(),
         problems.clone(),
     ));
-    if let Some(questions) = parts.questions {
+    if let Some(questions) = inputs.questions {
         let answering = pods::answer(connection.client.clone(), questions, problems.clone());
-        parts.shutdown.spawn_service(answering);
+        inputs.shutdown.spawn_service(answering);
     }
-    if let Some(questions) = parts.attestations {
+    if let Some(questions) = inputs.attestations {
         let tokens = settings.agent_tokens.clone();
         let answering = token_review::answer(connection.client.clone(), questions, tokens);
-        parts.shutdown.spawn_service(answering);
+        inputs.shutdown.spawn_service(answering);
     }
-    if let Some(trust) = parts.kubelets {
-        let context = Context {
+    if let Some(trust) = inputs.kubelet_ca {
+        let context = WatchContext {
             object: Object::KubeletCa,
             metrics: metrics.clone(),
             problems: problems.clone(),
             throttle: connection.throttle.clone(),
         };
-        kubelets::start(
+        kubelet_ca::start(
             &connection.client,
             trust,
-            parts.data.kubelet_ca(),
+            inputs.data.kubelet_ca(),
             (context, problems.clone()),
-            &parts.shutdown,
+            &inputs.shutdown,
         );
     }
-    if parts.ranges.is_some() {
+    if inputs.ranges.is_some() {
         let (client, namespace) = (connection.client.clone(), connection.namespace.clone());
         let (world, problems, are_needed) =
-            (world.clone(), problems.clone(), parts.dials_by_ranges);
-        parts.shutdown.spawn_service(async move {
+            (world.clone(), problems.clone(), inputs.dials_by_ranges);
+        inputs.shutdown.spawn_service(async move {
             ranges::follow(client, world, problems, are_needed, &namespace).await;
         });
     }
-    if let Some(signer) = parts.signer {
-        let signing = Signing {
+    if let Some(signer) = inputs.signer {
+        let signing = KubeletCertificateTask {
             api: Api::all(connection.client.clone()),
             signer,
-            data: parts.data.clone(),
+            data: inputs.data.clone(),
             problems: problems.clone(),
-            metrics: parts.metrics.clone(),
+            metrics: inputs.metrics.clone(),
         };
-        parts.shutdown.spawn_service(signing.run());
+        inputs.shutdown.spawn_service(signing.run());
     }
     let publisher = Publisher {
-        ranges: parts.ranges,
-        own: Own {
-            policy: PortPolicy::clone(&parts.policy.load()),
-            doors: parts.doors,
+        ranges: inputs.ranges,
+        own: LocalFacts {
+            policy: PortPolicy::clone(&inputs.policy.load()),
+            listener_ports: inputs.listener_ports,
         },
-        routes: parts.routes,
-        records: parts.records,
-        policy: parts.policy,
-        agents: settings.edge_by_agent.then_some(parts.registry),
-        route_metrics: parts.metrics,
+        routes: inputs.routes,
+        records: inputs.records,
+        policy: inputs.policy,
+        agents: settings.edge_by_agent.then_some(inputs.registry),
+        route_metrics: inputs.metrics,
         service: format!(
             "{}/{}",
             connection.namespace, settings.names.internal_service
@@ -273,13 +285,13 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
         last_nodes: None,
         last_ranges: None,
     };
-    parts
+    inputs
         .shutdown
         .spawn_service(publisher.run(world.subscribe()));
-    watch_all(
+    start_watches(
         settings,
         &connection,
-        &parts.shutdown,
+        &inputs.shutdown,
         (store, world, first_list),
         (problems, metrics),
     );
@@ -287,17 +299,17 @@ pub fn start(settings: &KubernetesSettings, side: ClusterSide, parts: Parts) -> 
 }
 
 /// The election and the writers that depend on it: writing has ended when the Lease is given back.
-fn write(
+fn start_writers(
     settings: &KubernetesSettings,
     connection: &Connection,
-    parts: &Parts,
+    inputs: &ClusterInputs,
     (world, desired, problems, metrics): (
-        &watch::Sender<World>,
-        &watch::Sender<Desired>,
-        &Problems,
+        &watch::Sender<ClusterState>,
+        &watch::Sender<DesiredState>,
+        &Conditions,
         &ClusterMetrics,
     ),
-) -> Writing {
+) -> WritersHandle {
     let Connection {
         client,
         throttle,
@@ -313,7 +325,7 @@ fn write(
     let mut writers = Writers {
         maps: Api::namespaced(client.clone(), namespace),
         services: writers::services(client.clone(), namespace),
-        events: EventLog::new(
+        events: EventRecorder::new(
             Api::namespaced(client.clone(), namespace),
             namespace.clone(),
             identity,
@@ -327,24 +339,28 @@ fn write(
         metrics: metrics.clone(),
         written: None,
     };
-    let drain = parts.shutdown.drain().clone();
+    let drain = inputs.shutdown.drain().clone();
     let (end, ended) = oneshot::channel();
-    parts.shutdown.spawn_service(async move {
+    inputs.shutdown.spawn_service(async move {
         let writing = Box::pin(writers.run(&drain));
         let electing = Box::pin(election.run(&drain));
         tokio::join!(writing, electing);
         election.release().await;
         let _nobody_waits = end.send(());
     });
-    Writing(ended)
+    WritersHandle(ended)
 }
 
-fn watch_all(
+fn start_watches(
     settings: &KubernetesSettings,
     connection: &Connection,
     shutdown: &Shutdown,
-    (mut store, world, first_list): (NodeStore, watch::Sender<World>, Option<ReadinessBlock>),
-    (problems, metrics): (Problems, ClusterMetrics),
+    (mut store, world, first_list): (
+        NodeStore,
+        watch::Sender<ClusterState>,
+        Option<ReadinessBlock>,
+    ),
+    (problems, metrics): (Conditions, ClusterMetrics),
 ) {
     let Connection {
         client,
@@ -352,7 +368,7 @@ fn watch_all(
         namespace,
     } = connection;
     let names = settings.names.clone();
-    let context = |object| Context {
+    let context = |object| WatchContext {
         object,
         metrics: metrics.clone(),
         problems: problems.clone(),
@@ -361,28 +377,28 @@ fn watch_all(
     let nodes = Api::<NodeObject>::all(client.clone());
     let services = writers::services(client.clone(), namespace);
     let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-    let (of_nodes, of_service) = (context(Object::Nodes), context(Object::Service));
-    let (of_records, of_ports) = (context(Object::Records), context(Object::Ports));
-    let (heard, listed) = oneshot::channel();
-    let mut heard = Some(heard);
+    let (nodes_context, service_context) = (context(Object::Nodes), context(Object::Service));
+    let (records_context, ports_context) = (context(Object::Records), context(Object::Ports));
+    let (first_list_tx, first_list_rx) = oneshot::channel();
+    let mut first_list_tx = Some(first_list_tx);
     let world = Arc::new(world);
-    let (service_world, records_world, ports_world) = (world.clone(), world.clone(), world.clone());
+    let (service_state, records_state, ports_state) = (world.clone(), world.clone(), world.clone());
     shutdown.spawn_service(async move {
-        follow(nodes, config(), of_nodes, |events| {
+        follow(nodes, config(), nodes_context, |events| {
             let applied = store.apply(events);
             if applied.is_listed {
                 metrics.synced(Object::Nodes);
-                if let Some(heard) = heard.take() {
-                    let _nobody_waits = heard.send(());
+                if let Some(first_list_tx) = first_list_tx.take() {
+                    let _nobody_waits = first_list_tx.send(());
                 }
             }
             world.send_if_modified(|world| {
                 if applied.is_changed {
                     world.nodes = Arc::new(store.nodes());
                 }
-                let is_news = applied.is_listed && !world.is_listed;
+                let is_first_list = applied.is_listed && !world.is_listed;
                 world.is_listed |= applied.is_listed;
-                applied.is_changed || is_news
+                applied.is_changed || is_first_list
             });
         })
         .await;
@@ -392,33 +408,33 @@ fn watch_all(
         follow_one(
             services,
             &service_name,
-            of_service,
-            |seen: Seen<DynamicObject>| {
-                service_world.send_modify(|world| world.service = seen.map(with_metadata));
+            service_context,
+            |observed: Observed<DynamicObject>| {
+                service_state.send_modify(|world| world.service = observed.map(with_metadata));
             },
         )
         .await;
     });
     let (records_maps, records_name) = (maps.clone(), names.nodes_config_map.clone());
     shutdown.spawn_service(async move {
-        follow_one(records_maps, &records_name, of_records, |seen| {
-            records_world.send_modify(|world| world.records_map = seen.map(|map| map));
+        follow_one(records_maps, &records_name, records_context, |observed| {
+            records_state.send_modify(|world| world.records_map = observed.map(|map| map));
         })
         .await;
     });
     shutdown.spawn_service(async move {
-        follow_one(maps, &names.ports_config_map, of_ports, |seen| {
-            ports_world.send_modify(|world| world.ports_map = seen.map(|map| map));
+        follow_one(maps, &names.ports_config_map, ports_context, |observed| {
+            ports_state.send_modify(|world| world.ports_map = observed.map(|map| map));
         })
         .await;
     });
     if let Some(first_list) = first_list {
         shutdown.spawn_service(async move {
-            if tokio::time::timeout(FIRST_LIST_LIMIT, listed)
+            if tokio::time::timeout(FIRST_LIST_LIMIT, first_list_rx)
                 .await
                 .is_err()
             {
-                warn!("the cluster has not told its nodes yet; serving those that are known");
+                warn!("no list of Nodes from the API server yet; serving the persisted nodes");
             }
             drop(first_list);
         });

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::files;
-use tunnel_proto::process::settings::{ConfigError, Mistakes};
+use tunnel_proto::process::settings::{ConfigError, ConfigErrors};
 use tunnel_proto::process::telemetry::LogFormat;
-use tunnel_proto::tls::files::PairFiles;
+use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS, PORT_SERVER_META};
@@ -30,12 +30,12 @@ mod targets;
 pub use crate::metrics::limit::Limit;
 pub use capacity::Capacity;
 use check::{
-    address, advertised, agent_files, check_service, client_auth, door_address, duration,
-    https_certificate, https_names, loopback, parsed, port_list, proxy_port_listen,
+    address, advertised, agent_files, check_service, client_auth, duration, https_certificate,
+    https_names, listener_address, loopback, parsed, port_list, proxy_port_listen,
 };
-pub use connect::{ConnectSettings, UnixDoor};
+pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
-    AgentTokens, EDGE_LABEL, KubeletCa, KubernetesSettings, ObjectNames, Surroundings,
+    AgentTokens, EDGE_LABEL, Environment, KubeletCa, KubernetesSettings, ObjectNames,
 };
 pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
@@ -72,7 +72,7 @@ pub struct Config {
     /// Where the extra ports are bound.
     pub proxy_port_listen: ProxyPortListen,
     /// Chain and key of the TLS door.
-    pub https_certificate: Option<PairFiles>,
+    pub https_certificate: Option<KeyPairFiles>,
     /// Further names of the TLS door in the local CA's certificate.
     pub https_names: Vec<String>,
     /// Its further addresses.
@@ -111,7 +111,7 @@ pub struct AgentFiles {
     /// What agents' certificates chain to.
     pub ca: PathBuf,
     /// The server's own.
-    pub pair: PairFiles,
+    pub pair: KeyPairFiles,
 }
 
 /// Where extra proxy ports are bound.
@@ -120,7 +120,7 @@ pub enum ProxyPortListen {
     /// Not at all.
     Off,
     /// On the host of the door whose scheme they have.
-    WithDoor,
+    WithListener,
     /// Here.
     Host(IpAddr),
 }
@@ -153,7 +153,7 @@ impl TryFrom<RawConfig> for Config {
     type Error = ConfigError;
 
     fn try_from(raw: RawConfig) -> Result<Self, ConfigError> {
-        Self::check(&raw, Surroundings::of_process())
+        Self::check(&raw, Environment::of_process())
     }
 }
 
@@ -162,12 +162,12 @@ impl Config {
     ///
     /// # Errors
     /// [`ConfigError`] with all mistakes.
-    pub fn check(raw: &RawConfig, around: Surroundings) -> Result<Self, ConfigError> {
-        let mut mistakes = Mistakes::default();
-        let bad = &mut mistakes;
-        let (kubernetes, standalone) = kubernetes::kubernetes(bad, raw, around);
-        let in_cluster = around.in_cluster && kubernetes.is_some();
-        let client_auth = client_auth(bad, raw);
+    pub fn check(raw: &RawConfig, environment: Environment) -> Result<Self, ConfigError> {
+        let mut mistakes = ConfigErrors::default();
+        let errors = &mut mistakes;
+        let (kubernetes, standalone) = kubernetes::kubernetes(errors, raw, environment);
+        let in_cluster = environment.in_cluster && kubernetes.is_some();
+        let client_auth = client_auth(errors, raw);
         let required = matches!(client_auth, Some((_, true)));
         let https_default: SocketAddr = if required || in_cluster {
             (Ipv6Addr::UNSPECIFIED, PORT_HTTPS).into()
@@ -175,20 +175,22 @@ impl Config {
             loopback(PORT_HTTPS)
         };
         let agent_listen = match &raw.agent_listen {
-            Some(text) => address(bad, "--agent-listen", text).into_iter().collect(),
+            Some(text) => address(errors, "--agent-listen", text)
+                .into_iter()
+                .collect(),
             None => vec![
                 (Ipv6Addr::UNSPECIFIED, PORT_AGENTS).into(),
                 ([0, 0, 0, 0], PORT_AGENTS).into(),
             ],
         };
-        let https_listen = door_address(
-            bad,
+        let https_listen = listener_address(
+            errors,
             "--https-listen",
             raw.https_listen.as_deref(),
             https_default,
         );
-        let http_listen = door_address(
-            bad,
+        let http_listen = listener_address(
+            errors,
             "--http-listen",
             raw.http_listen.as_deref(),
             loopback(PORT_HTTP),
@@ -196,23 +198,23 @@ impl Config {
         let meta_listen = raw
             .meta_listen
             .as_deref()
-            .and_then(|text| address(bad, "--meta-listen", text));
+            .and_then(|text| address(errors, "--meta-listen", text));
         let meta_listen = meta_listen.unwrap_or_else(|| loopback(PORT_SERVER_META));
         let ports = PortPolicy {
             http: port_list(
-                bad,
+                errors,
                 "--http-proxy-ports",
                 raw.http_proxy_ports.as_deref(),
                 "",
             ),
             https: port_list(
-                bad,
+                errors,
                 "--https-proxy-ports",
                 raw.https_proxy_ports.as_deref(),
                 "",
             ),
             localhost: port_list(
-                bad,
+                errors,
                 "--localhost-proxy-ports",
                 raw.localhost_proxy_ports.as_deref(),
                 LOCALHOST_PORTS,
@@ -223,14 +225,14 @@ impl Config {
         let services = raw
             .services
             .iter()
-            .filter_map(|service| check_service(bad, service, &ports))
+            .filter_map(|service| check_service(errors, service, &ports))
             .collect();
-        let (https_names, https_addresses) = https_names(bad, raw);
+        let (https_names, https_addresses) = https_names(errors, raw);
         let config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             agent_listen,
             quic_congestion: parsed(
-                bad,
+                errors,
                 "--quic-congestion",
                 raw.quic_congestion.as_deref(),
                 CongestionControl::default(),
@@ -242,31 +244,31 @@ impl Config {
                 .advertise
                 .iter()
                 .filter(|text| !text.trim().is_empty())
-                .filter_map(|text| advertised(bad, text))
+                .filter_map(|text| advertised(errors, text))
                 .collect(),
             ports,
             proxy_port_listen: proxy_port_listen(
-                bad,
+                errors,
                 raw.proxy_port_listen.as_deref(),
                 kubernetes.is_some(),
             ),
-            https_certificate: https_certificate(bad, raw),
+            https_certificate: https_certificate(errors, raw),
             https_names,
             https_addresses,
-            agent_files: agent_files(bad, raw),
-            targets: targets::targets(bad, raw, (client_auth.is_some(), kubernetes.is_some())),
+            agent_files: agent_files(errors, raw),
+            targets: targets::targets(errors, raw, (client_auth.is_some(), kubernetes.is_some())),
             kubelet_ca: kubernetes::kubelet_ca(raw, kubernetes.is_some()),
             client_auth,
-            dns: dns::check(bad, raw),
-            connect: connect::check(bad, raw),
+            dns: dns::check(errors, raw),
+            connect: connect::check(errors, raw),
             drain_timeout: duration(
-                bad,
+                errors,
                 "--drain-timeout",
                 raw.drain_timeout.as_deref(),
                 Duration::from_secs(30),
             ),
             log_level: parsed(
-                bad,
+                errors,
                 "--log-level",
                 raw.log_level.as_deref(),
                 LevelFilter::INFO,
@@ -275,36 +277,36 @@ impl Config {
                 .log_format
                 .as_deref()
                 .map_or_else(LogFormat::detect, |text| {
-                    bad.take("--log-format", text.parse(), LogFormat::Json)
+                    errors.unwrap_or_record("--log-format", text.parse(), LogFormat::Json)
                 }),
             kubernetes,
             services,
-            limits: Limits::check(bad, raw.limits.as_ref()),
+            limits: Limits::check(errors, raw.limits.as_ref()),
             warnings: Vec::new(),
         };
         let allowed = parsed(
-            bad,
+            errors,
             "--allow-unauthenticated",
             raw.allow_unauthenticated.as_deref(),
             false,
         );
         if !allowed && !in_cluster {
-            config.refuse_open_doors(bad, required);
+            config.refuse_unauthenticated_listeners(errors, required);
         }
         if config.extra_listeners().len() > EXTRA_PORTS_MAX {
-            bad.add(
+            errors.add(
                 "--proxy-port-listen",
                 format!("would bind more than {EXTRA_PORTS_MAX} ports"),
             );
         }
-        let gives_records = !raw.dns_answer.is_empty() || !raw.dns_records.is_empty();
-        let unused_records = (config.kubernetes.is_some() && gives_records).then(|| {
+        let has_records = !raw.dns_answer.is_empty() || !raw.dns_records.is_empty();
+        let unused_records = (config.kubernetes.is_some() && has_records).then(|| {
             "--dns-answer and dnsRecords are not used in a cluster: its Nodes and the internal Service say the records"
                 .to_owned()
         });
         let warnings = standalone
             .into_iter()
-            .chain(config.open_door_warning(in_cluster))
+            .chain(config.unauthenticated_listener_warning(in_cluster))
             .chain(config.limits.hard_bound_warning())
             .chain(config.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(unused_records)
@@ -320,12 +322,12 @@ impl Config {
         let host = |https: bool| match self.proxy_port_listen {
             ProxyPortListen::Off => None,
             ProxyPortListen::Host(host) => Some(host),
-            ProxyPortListen::WithDoor => if https {
+            ProxyPortListen::WithListener => if https {
                 self.https_listen
             } else {
                 self.http_listen
             }
-            .map(|door| door.ip()),
+            .map(|listener| listener.ip()),
         };
         let ports = self.ports.extra_ports();
         ports
@@ -334,7 +336,7 @@ impl Config {
     }
 
     /// The TLS door is meant for the network; with nobody asked who they are, whoever reaches it reaches the nodes.
-    fn open_door_warning(&self, in_cluster: bool) -> Option<String> {
+    fn unauthenticated_listener_warning(&self, in_cluster: bool) -> Option<String> {
         let asked = match &self.client_auth {
             None => false,
             // In a cluster callers without a certificate have tokens that kubelets judge.
@@ -345,21 +347,25 @@ impl Config {
             .filter(|address| !address.ip().to_canonical().is_loopback());
         wide.filter(|_| !asked).map(|address| {
             format!(
-                "--https-listen {address} lets callers in without a certificate: whoever reaches it reaches the nodes' \
-                 allowed ports, with no credential but their own; --client-ca with --https-client-auth require closes it"
+                "--https-listen {address} accepts callers without a certificate: any caller that can connect reaches the nodes' \
+                 allowed ports; set --client-ca and --https-client-auth require"
             )
         })
     }
 
     /// Doors that anyone on the network could use need an explicit word.
-    fn refuse_open_doors(&self, bad: &mut Mistakes, client_certificates: bool) {
+    fn refuse_unauthenticated_listeners(
+        &self,
+        errors: &mut ConfigErrors,
+        client_certificates: bool,
+    ) {
         let mut refuse = |setting: &str, address: SocketAddr| {
             if !address.ip().to_canonical().is_loopback() {
-                bad.add(
+                errors.add(
                     setting,
                     format!(
                         "{address} would let anyone on the network reach the nodes; listen on loopback, require \
-                         client certificates (--client-ca and --https-client-auth require, TLS door only), or say \
+                         client certificates (--client-ca and --https-client-auth require, HTTPS listener only), or set \
                          --allow-unauthenticated"
                     ),
                 );

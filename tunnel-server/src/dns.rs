@@ -14,9 +14,9 @@ use tunnel_proto::wire::name::NodeName;
 #[cfg(feature = "dns")]
 mod answer;
 #[cfg(feature = "dns")]
-mod guard;
-#[cfg(feature = "dns")]
 mod limiter;
+#[cfg(feature = "dns")]
+mod loop_detection;
 #[cfg(feature = "dns")]
 mod metrics;
 #[cfg(feature = "dns")]
@@ -37,16 +37,16 @@ mod upstream;
 #[cfg(feature = "dns")]
 pub use crate::dns::snapshot::restore;
 #[cfg(feature = "dns")]
-pub use answer::{Asked, Transport, Verdict, View, decide};
+pub use answer::{AnswerContext, ClientQuery, Decision, Transport, decide};
 #[cfg(feature = "dns")]
-pub use guard::LoopError;
+pub use loop_detection::LoopError;
 #[cfg(feature = "dns")]
-pub use metrics::{DnsMetrics, Outcome};
+pub use metrics::{DnsMetrics, QueryOutcome};
 #[cfg(feature = "dns")]
-pub use names::{Names, Source};
+pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
 #[cfg(feature = "dns")]
-pub use server::{Dns, DnsParts, DnsSockets};
+pub use server::{Dns, DnsInputs, DnsSockets};
 pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};
 #[cfg(feature = "dns")]
 pub use udp::DnsSocket;
@@ -59,12 +59,12 @@ pub struct Node {
     /// The Node's Hostname address where it differs from the name: the kube-apiserver dials that one.
     pub hostname: Option<NodeName>,
     /// How it is reached.
-    pub place: Place,
+    pub location: NodeLocation,
 }
 
 /// How a node is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum NodeLocation {
     /// Through the tunnel: its name answers with the tunnel's address.
     Edge,
     /// Directly, at its own addresses in order of preference; the first of each family counts. None: it has no record.
@@ -114,9 +114,9 @@ impl RecordSet {
     /// The records of these nodes, edge nodes answering with `tunnel`. A name that stands for several nodes belongs to the
     /// node whose own name it is; a hostname that several others claim has no record, as it leads nowhere in routes.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node> + Clone, tunnel: Addresses) -> Self {
-        let answer = |node: &Node| match &node.place {
-            Place::Edge => tunnel,
-            Place::Cloud(own) => Addresses::first_of(own.iter().copied()),
+        let answer = |node: &Node| match &node.location {
+            NodeLocation::Edge => tunnel,
+            NodeLocation::Cloud(own) => Addresses::first_of(own.iter().copied()),
         };
         let mut aliases = BTreeMap::new();
         for node in nodes.clone() {
@@ -233,8 +233,8 @@ mod tests {
         Node {
             name: name(own_name),
             hostname: hostname.map(name),
-            place: own.map_or(Place::Edge, |own| {
-                Place::Cloud(own.iter().map(|ip| ip.parse().unwrap()).collect())
+            location: own.map_or(NodeLocation::Edge, |own| {
+                NodeLocation::Cloud(own.iter().map(|ip| ip.parse().unwrap()).collect())
             }),
         }
     }

@@ -9,17 +9,17 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug, info_span};
 use tunnel_proto::identity::{CallerError, caller_name, common_name};
-use tunnel_proto::process::accept::Accepting;
-use tunnel_proto::process::places::{Place, Places, Reached};
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::admission::{ConnLimiter, ConnPermit, LimitReached};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::config::Limit;
-use crate::ingress::client_auth::{Borrowers, DoorTls};
-use crate::ingress::target_tls::Targets;
+use crate::ingress::client_auth::{DelegationPolicy, ListenerTls};
+use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
-use crate::policy::LivePolicy;
-use crate::routing::pod_lookup::PodFinder;
+use crate::policy::SharedPortPolicy;
+use crate::routing::pod_lookup::PodResolver;
 use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 
@@ -33,33 +33,33 @@ pub mod peer;
 pub mod service;
 pub mod target_tls;
 
-use crate::ingress::caller_stream::{CallerSocket, DoorSocket, Fate, Hangup};
+use crate::ingress::caller_stream::{CallerClosed, CallerSocket, CallerStream, CloseMode};
 use crate::routing::decision::Scheme;
-use connect::Gate;
-use peer::{CallerName, Peer};
+use connect::ConnectProxy;
+use peer::{CallerAddr, CallerIdentity};
 use service::Service;
 
 /// What all doors share.
 #[derive(Debug, Clone)]
-pub struct Doors {
+pub struct IngressContext {
     /// Names and addresses.
     pub routes: Routes,
     /// Connected agents.
     pub registry: Arc<Registry>,
     /// Allowed ports.
-    pub policy: LivePolicy,
+    pub policy: SharedPortPolicy,
     /// In a cluster: which node a pod runs on, for callers with delegation.
-    pub pods: Option<PodFinder>,
+    pub pods: Option<PodResolver>,
     /// TLS towards https targets.
-    pub targets: Arc<Targets>,
+    pub targets: Arc<TargetTls>,
     /// Callers that may borrow the server's identity towards targets.
-    pub borrowers: Borrowers,
+    pub delegation_callers: DelegationPolicy,
     /// Limits.
-    pub limits: DoorLimits,
-    /// Places for callers' connections, for their whole life.
-    pub callers: Arc<Places>,
+    pub limits: ListenerLimits,
+    /// Limits callers' connections, for their whole life.
+    pub callers: Arc<ConnLimiter>,
     /// Further places, for callers that verify with a client certificate or come over a Unix socket: others cannot take them.
-    pub verified_callers: Arc<Places>,
+    pub verified_callers: Arc<ConnLimiter>,
     /// Counters.
     pub metrics: Metrics,
     /// Stopping.
@@ -70,7 +70,7 @@ pub struct Doors {
 
 /// Limits of the doors.
 #[derive(Debug, Clone, Copy)]
-pub struct DoorLimits {
+pub struct ListenerLimits {
     /// TLS handshake of a caller.
     pub handshake: Duration,
     /// Time for a request head.
@@ -85,7 +85,7 @@ pub struct DoorLimits {
 
 /// One HTTP listener.
 #[derive(Debug)]
-pub struct Door {
+pub struct HttpListener {
     /// `http`, `https`, `proxy` or `connect`, for logs.
     pub name: &'static str,
     /// Towards callers and targets alike.
@@ -93,25 +93,25 @@ pub struct Door {
     /// The target's port when Host names none.
     pub implied_port: Option<Port>,
     /// Present on https doors, and on CONNECT doors that know callers by their certificates.
-    pub tls: Option<Arc<DoorTls>>,
+    pub tls: Option<Arc<ListenerTls>>,
     /// Present exactly on CONNECT doors, where a request names what it is for and not a node in its Host.
-    pub connect: Option<Gate>,
+    pub connect: Option<ConnectProxy>,
 }
 
 /// What a listener does with its connections.
 #[derive(Debug, Clone)]
-pub enum Mode {
+pub enum ListenerKind {
     /// HTTP, routed per request.
-    Http(Arc<Door>),
+    Http(Arc<HttpListener>),
     /// Bytes to one target.
     Service(Arc<Service>),
 }
 
-impl Mode {
+impl ListenerKind {
     /// For logs.
     fn name(&self) -> &'static str {
         match self {
-            Self::Http(door) => door.name,
+            Self::Http(http_listener) => http_listener.name,
             Self::Service(_) => "service",
         }
     }
@@ -119,52 +119,52 @@ impl Mode {
 
 /// A caller's connection, below TLS.
 #[derive(Debug)]
-struct Line {
-    peer: Peer,
-    name: CallerName,
-    fate: Arc<Fate>,
-    hangup: Hangup,
+struct CallerConn {
+    peer: CallerAddr,
+    name: CallerIdentity,
+    close_mode: Arc<CloseMode>,
+    caller_closed: CallerClosed,
     /// The connection's place among all callers.
-    permit: Arc<Place>,
+    permit: Arc<ConnPermit>,
     /// The caller may borrow the server's identity.
-    borrows: bool,
+    has_delegation: bool,
     /// The name that the caller's TLS asked for, where it says the node of requests: for callers with delegation.
     server_name: Option<NodeName>,
     /// Its certificate is none of a caller's.
     refused: Option<CallerError>,
 }
 
-impl Doors {
+impl IngressContext {
     /// Accepts on a listener until the drain begins. Connections count as work, so a drain waits for them.
-    pub fn start(self: &Arc<Self>, listener: TcpListener, mode: Mode) {
-        let doors = self.clone();
+    pub fn start(self: &Arc<Self>, listener: TcpListener, kind: ListenerKind) {
+        let ingress = self.clone();
         self.shutdown
-            .spawn_listener(async move { doors.accept(listener, mode).await });
+            .spawn_listener(async move { ingress.accept(listener, kind).await });
     }
 
-    async fn accept(self: Arc<Self>, listener: TcpListener, mode: Mode) {
-        let mut accepting = Accepting::new(listener, mode.name());
+    async fn accept(self: Arc<Self>, listener: TcpListener, kind: ListenerKind) {
+        let mut accepting = RetryingListener::new(listener, kind.name());
         loop {
             let (tcp, peer) = tokio::select! {
                 biased;
                 () = self.shutdown.drain().cancelled() => return,
-                accepted = accepting.next() => accepted,
+                accepted = accepting.accept() => accepted,
             };
-            let doors = self.clone();
-            let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &mode {
-                Mode::Http(door) => {
-                    let caller = (peer.into(), CallerName::Unnamed);
-                    Box::pin(doors.serve(door.clone(), tcp.into(), caller))
+            let ingress = self.clone();
+            let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &kind {
+                ListenerKind::Http(http_listener) => {
+                    let caller = (peer.into(), CallerIdentity::Anonymous);
+                    Box::pin(ingress.serve(http_listener.clone(), tcp.into(), caller))
                 }
-                Mode::Service(service) => {
+                ListenerKind::Service(service) => {
                     let service = service.clone();
                     Box::pin(async move {
-                        let Some(permit) = doors.admit(peer.into()) else {
+                        let Some(permit) = ingress.admit(peer.into()) else {
                             return;
                         };
                         // A service's connection carries a stream for its whole life.
                         let _in_use = permit.in_use();
-                        service::serve(doors, service, tcp, peer).await;
+                        service::serve(ingress, service, tcp, peer).await;
                     })
                 }
             };
@@ -177,93 +177,100 @@ impl Doors {
     pub fn start_unix(
         self: &Arc<Self>,
         listener: UnixListener,
-        door: Arc<Door>,
+        http_listener: Arc<HttpListener>,
         guard: impl Send + 'static,
     ) {
-        let doors = self.clone();
+        let ingress = self.clone();
         self.shutdown.spawn_listener(async move {
             let _guard = guard;
-            let mut accepting = Accepting::new(listener, door.name);
+            let mut accepting = RetryingListener::new(listener, http_listener.name);
             loop {
                 let socket = tokio::select! {
                     biased;
-                    () = doors.shutdown.drain().cancelled() => return,
-                    socket = accepting.next() => socket,
+                    () = ingress.shutdown.drain().cancelled() => return,
+                    socket = accepting.accept() => socket,
                 };
-                let name = socket.peer_cred().map(|user| CallerName::Uid(user.uid()));
-                let caller = (Peer::Unix, name.unwrap_or_default());
-                let serving = doors.clone().serve(door.clone(), socket.into(), caller);
-                let peer = Peer::Unix;
-                doors
+                let name = socket
+                    .peer_cred()
+                    .map(|user| CallerIdentity::Uid(user.uid()));
+                let caller = (CallerAddr::Unix, name.unwrap_or_default());
+                let connection_task =
+                    ingress
+                        .clone()
+                        .serve(http_listener.clone(), socket.into(), caller);
+                let peer = CallerAddr::Unix;
+                ingress
                     .shutdown
-                    .spawn_work(Box::pin(serving).instrument(info_span!("conn", %peer)));
+                    .spawn_work(Box::pin(connection_task).instrument(info_span!("conn", %peer)));
             }
         });
     }
 
     /// Takes a place for a caller's connection. Without one the connection is dropped, which refuses it.
-    fn admit(&self, peer: Peer) -> Option<Arc<Place>> {
-        self.admitted(self.callers.enter(peer.source()))
+    fn admit(&self, peer: CallerAddr) -> Option<Arc<ConnPermit>> {
+        self.admitted(self.callers.acquire(peer.source()))
     }
 
     /// Takes a place for a caller that may verify. Returns whether it is one of those for callers that do.
-    fn admit_verifiable(&self, peer: Peer) -> Option<(Arc<Place>, bool)> {
-        let entered = self.callers.enter(peer.source());
-        let is_reserved = entered.is_err();
-        let entered = entered.or_else(|_full| self.verified_callers.enter(peer.source()));
-        self.admitted(entered).map(|permit| (permit, is_reserved))
+    fn admit_verifiable(&self, peer: CallerAddr) -> Option<(Arc<ConnPermit>, bool)> {
+        let acquired = self.callers.acquire(peer.source());
+        let is_reserved = acquired.is_err();
+        let acquired = acquired.or_else(|_full| self.verified_callers.acquire(peer.source()));
+        self.admitted(acquired).map(|permit| (permit, is_reserved))
     }
 
-    fn admitted(&self, entered: Result<Place, Reached>) -> Option<Arc<Place>> {
-        let reached = match &entered {
-            Ok(place) => place.reached(),
+    fn admitted(&self, acquired: Result<ConnPermit, LimitReached>) -> Option<Arc<ConnPermit>> {
+        let reached = match &acquired {
+            Ok(permit) => permit.reached(),
             Err(reached) => Some(*reached),
         };
         match reached {
-            Some(Reached::PerSource) => self.metrics.limit(Limit::CallersPerSource),
-            Some(Reached::Total) => self.metrics.limit(Limit::CallersTotal),
+            Some(LimitReached::PerSource) => self.metrics.limit(Limit::CallersPerSource),
+            Some(LimitReached::Total) => self.metrics.limit(Limit::CallersTotal),
             None => {}
         }
-        if entered.is_err() {
+        if acquired.is_err() {
             self.metrics.refused_caller();
         }
-        entered.ok().map(Arc::new)
+        acquired.ok().map(Arc::new)
     }
 
     async fn serve(
         self: Arc<Self>,
-        door: Arc<Door>,
+        http_listener: Arc<HttpListener>,
         socket: CallerSocket,
-        (peer, name): (Peer, CallerName),
+        (peer, name): (CallerAddr, CallerIdentity),
     ) {
         let admitted = match peer {
-            Peer::Tcp(_) if door.tls.is_none() => self.admit(peer).map(|permit| (permit, false)),
-            Peer::Tcp(_) | Peer::Unix => self.admit_verifiable(peer),
+            CallerAddr::Tcp(_) if http_listener.tls.is_none() => {
+                self.admit(peer).map(|permit| (permit, false))
+            }
+            CallerAddr::Tcp(_) | CallerAddr::Unix => self.admit_verifiable(peer),
         };
         let Some((permit, is_reserved)) = admitted else {
             return;
         };
         // The host knows who may open a Unix socket.
-        let must_verify = is_reserved && peer != Peer::Unix;
+        let must_verify = is_reserved && peer != CallerAddr::Unix;
         let deadline = Instant::now() + self.limits.handshake;
         let tls = tokio::select! {
             biased;
             () = permit.evicted() => return self.metrics.evicted_caller(),
-            tls = timeout_at(deadline, tls_of(&door, &socket)) => tls,
+            tls = timeout_at(deadline, select_tls(&http_listener, &socket)) => tls,
         };
         let Ok(tls) = tls else {
-            return debug!("caller sent nothing in time");
+            return debug!("caller sent no data before the handshake timeout");
         };
-        let fate = Arc::new(Fate::default());
-        let socket = DoorSocket::new(socket, fate.clone());
-        let hangup = socket.hangup();
-        let mut line = Line {
+        let close_mode = Arc::new(CloseMode::default());
+        let socket = CallerStream::new(socket, close_mode.clone());
+        let caller_closed = socket.caller_closed();
+        let mut conn = CallerConn {
             peer,
             name,
-            fate,
-            hangup,
+            close_mode,
+            caller_closed,
             permit,
-            borrows: false,
+            has_delegation: false,
             server_name: None,
             refused: None,
         };
@@ -271,42 +278,40 @@ impl Doors {
             if must_verify {
                 return self.metrics.refused_caller();
             }
-            let _not_for_eviction = is_reserved.then(|| line.permit.in_use());
-            return http::serve(self, door, socket, line).await;
+            let _not_for_eviction = is_reserved.then(|| conn.permit.in_use());
+            return http::serve(self, http_listener, socket, conn).await;
         };
         let handshake = TlsAcceptor::from(tls.config()).accept(socket);
-        let shaken = tokio::select! {
+        let handshake_result = tokio::select! {
             biased;
-            () = line.permit.evicted() => return self.metrics.evicted_caller(),
-            shaken = timeout_at(deadline, handshake) => shaken,
+            () = conn.permit.evicted() => return self.metrics.evicted_caller(),
+            handshake_result = timeout_at(deadline, handshake) => handshake_result,
         };
-        match shaken {
+        match handshake_result {
             Ok(Ok(stream)) => {
                 let chain = stream.get_ref().1.peer_certificates();
-                line.borrows = self.borrowers.admit(chain);
-                if line.borrows {
+                conn.has_delegation = self.delegation_callers.admit(chain);
+                if conn.has_delegation {
                     let name = stream.get_ref().1.server_name();
-                    line.server_name = name.and_then(|name| name.parse().ok());
+                    conn.server_name = name.and_then(|name| name.parse().ok());
                 }
                 if let Some(leaf) = chain.and_then(<[_]>::first) {
                     let name = common_name(leaf).unwrap_or_default();
-                    line.name = CallerName::Certificate(name.into());
-                    line.refused = caller_name(leaf).err();
+                    conn.name = CallerIdentity::Certificate(name.into());
+                    conn.refused = caller_name(leaf).err();
                 }
-                let is_verified = chain.is_some() && line.refused.is_none();
+                let is_verified = chain.is_some() && conn.refused.is_none();
                 if must_verify && !is_verified {
                     return self.metrics.refused_caller();
                 }
                 // Others that have not verified yet take no reserved place from it.
-                let _not_for_eviction = is_reserved.then(|| line.permit.in_use());
-                http::serve(self, door, stream, line).await;
+                let _not_for_eviction = is_reserved.then(|| conn.permit.in_use());
+                http::serve(self, http_listener, stream, conn).await;
             }
-            Ok(Err(error)) => debug!(%error, "TLS handshake of a caller failed"),
+            Ok(Err(error)) => debug!(%error, "TLS handshake with a caller failed"),
             Err(_elapsed) => {
                 self.metrics.limit(Limit::HandshakeTimeout);
-                debug!(
-                    "TLS handshake of a caller did not finish in time (limits.handshakeTimeout)"
-                );
+                debug!("TLS handshake with a caller timed out (limits.handshakeTimeout)");
             }
         }
     }
@@ -316,10 +321,13 @@ impl Doors {
 const TLS_HANDSHAKE: u8 = 22;
 
 /// The TLS that a caller gets. Where callers may also come without, its first byte tells.
-async fn tls_of(door: &Door, socket: &CallerSocket) -> Option<Arc<DoorTls>> {
-    let tls = door.tls.clone()?;
-    match (&door.connect, socket) {
-        (Some(gate), CallerSocket::Tcp(socket)) if gate.also_plain => {
+async fn select_tls(
+    http_listener: &HttpListener,
+    socket: &CallerSocket,
+) -> Option<Arc<ListenerTls>> {
+    let tls = http_listener.tls.clone()?;
+    match (&http_listener.connect, socket) {
+        (Some(proxy), CallerSocket::Tcp(socket)) if proxy.is_tls_optional => {
             let mut first = [0];
             let peeked = socket.peek(&mut first).await;
             (peeked.is_ok() && first == [TLS_HANDSHAKE]).then_some(tls)

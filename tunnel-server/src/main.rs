@@ -8,11 +8,11 @@ use tracing::warn;
 use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
-use tunnel_proto::process::shutdown::{Shutdown, on_signals};
+use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
 use tunnel_proto::process::telemetry;
 use tunnel_server::admin::verbs::VerbError;
 use tunnel_server::app::App;
-use tunnel_server::cli::{Cli, Source, Verb, command};
+use tunnel_server::cli::{Cli, ConfigArgs, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 
 /// glibc's allocator keeps what a flood took; this one gives it back within seconds. `.cargo/config.toml` has its options.
@@ -25,16 +25,16 @@ const EXIT_USAGE: u8 = 64;
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(told) => {
-            let _nowhere_to_print = told.print();
-            return if told.use_stderr() {
+        Err(usage_error) => {
+            let _nowhere_to_print = usage_error.print();
+            return if usage_error.use_stderr() {
                 ExitCode::from(EXIT_USAGE)
             } else {
                 ExitCode::SUCCESS
             };
         }
     };
-    match act(cli.verb) {
+    match run_verb(cli.verb) {
         Ok(code) => code,
         Err(error) => {
             telemetry::print_error(&format!("tunnel-server: {error:#}"));
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn act(verb: Verb) -> anyhow::Result<ExitCode> {
+fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
     match verb {
         Verb::Run(source) => run(*source),
         Verb::CheckConfig(source) => {
@@ -54,11 +54,11 @@ fn act(verb: Verb) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "configuration is valid")?;
             Ok(ExitCode::SUCCESS)
         }
-        Verb::Token(verb) => ask(verb.run()),
-        Verb::Nodes(arguments) => ask(arguments.run()),
-        Verb::Ca(arguments) => ask(arguments.run()),
-        Verb::Connect(arguments) => ask(arguments.run()),
-        Verb::Healthcheck(arguments) => ask(arguments.run()),
+        Verb::Token(verb) => block_on(verb.run()),
+        Verb::Nodes(arguments) => block_on(arguments.run()),
+        Verb::Ca(arguments) => block_on(arguments.run()),
+        Verb::Connect(arguments) => block_on(arguments.run()),
+        Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Completion { shell } => {
             clap_complete::generate(
                 shell,
@@ -92,7 +92,7 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 }
 
 /// Runs a short verb on a small runtime.
-fn ask(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
+fn block_on(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -103,33 +103,33 @@ fn ask(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(source: Source) -> anyhow::Result<Config> {
+fn load(source: ConfigArgs) -> anyhow::Result<Config> {
     Ok(config::load(source.settings, source.config.as_deref())?)
 }
 
-fn run(source: Source) -> anyhow::Result<ExitCode> {
+fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
     let _logs = telemetry::start(config.log_level, config.log_format)?;
     if let Err(error) = forbid_core_dumps() {
-        warn!(%error, "cannot forbid core dumps; they would hold keys");
+        warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }
     if let Err(error) = raise_descriptor_limit() {
         warn!(%error, "cannot raise the limit of open files");
     }
     for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
-        warn!(
-            name,
-            "environment variable has no meaning here and is ignored"
-        );
+        warn!(name, "unknown environment variable is ignored");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
         let shutdown = Shutdown::new();
-        on_signals(&shutdown)?;
+        handle_signals(&shutdown)?;
         App::start(config, shutdown.clone()).await?.run().await;
-        anyhow::ensure!(!shutdown.is_broken(), "a listener was lost");
+        anyhow::ensure!(
+            !shutdown.has_listener_panicked(),
+            "a listener panicked; see the log"
+        );
         Ok(ExitCode::SUCCESS)
     })
 }

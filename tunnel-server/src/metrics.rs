@@ -15,8 +15,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use tunnel_proto::process::panics::Panics;
-use tunnel_proto::process::reload::Reload;
+use tunnel_proto::process::file_watch::ReloadOutcome;
+use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
@@ -39,20 +39,20 @@ pub struct Metrics {
     sessions_suspect: Gauge,
     session_ends: Family<CodeLabel, Counter>,
     streams_open: Gauge,
-    dialled_open: Gauge,
-    streams: Family<ResultLabel, Counter>,
+    direct_open: Gauge,
+    streams: Family<OutcomeLabel, Counter>,
     bytes: Family<DirectionLabel, Counter>,
     open_seconds: Histogram,
     certificate_not_after: Gauge<f64, AtomicU64>,
     address_conflicts: Gauge,
     known_nodes: Gauge,
-    handshakes: Family<HandshakeLabel, Counter>,
-    enrollments: Family<HandshakeLabel, Counter>,
+    handshakes: Family<ResultLabel, Counter>,
+    enrollments: Family<ResultLabel, Counter>,
     evicted_callers: Counter,
     refused_callers: Counter,
     limits: Family<LimitLabel, Counter>,
-    renewals: Family<HandshakeLabel, Counter>,
-    passwords: Family<HandshakeLabel, Counter>,
+    renewals: Family<ResultLabel, Counter>,
+    basic_auth: Family<ResultLabel, Counter>,
     reloads: Family<ReloadLabel, Counter>,
     reload_failed: Family<FilesLabel, Gauge>,
     credential_ends: Family<FilesLabel, Gauge<f64, AtomicU64>>,
@@ -60,58 +60,58 @@ pub struct Metrics {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TransportLabel {
-    transport: Word,
+    transport: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CodeLabel {
-    code: Word,
+    code: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
+struct OutcomeLabel {
     result: Outcome,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DirectionLabel {
-    direction: Word,
+    direction: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct HandshakeLabel {
-    result: Word,
+struct ResultLabel {
+    result: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ReloadLabel {
-    files: Word,
-    result: Word,
+    files: StaticLabel,
+    result: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct FilesLabel {
-    files: Word,
+    files: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct LimitLabel {
-    limit: Word,
+    limit: StaticLabel,
 }
 
 /// A word of the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Word(pub(crate) &'static str);
+pub(crate) struct StaticLabel(pub(crate) &'static str);
 
 impl From<Limit> for LimitLabel {
     fn from(limit: Limit) -> Self {
         Self {
-            limit: Word(limit.name()),
+            limit: StaticLabel(limit.name()),
         }
     }
 }
 
-impl EncodeLabelValue for Word {
+impl EncodeLabelValue for StaticLabel {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
         self.0.encode(encoder)
     }
@@ -126,7 +126,7 @@ impl Metrics {
             sessions_suspect: Gauge::default(),
             session_ends: Family::default(),
             streams_open: Gauge::default(),
-            dialled_open: Gauge::default(),
+            direct_open: Gauge::default(),
             streams: Family::default(),
             bytes: Family::default(),
             open_seconds: Histogram::new(OPEN_SECONDS),
@@ -139,7 +139,7 @@ impl Metrics {
             refused_callers: Counter::default(),
             limits: Family::default(),
             renewals: Family::default(),
-            passwords: Family::default(),
+            basic_auth: Family::default(),
             reloads: Family::default(),
             reload_failed: Family::default(),
             credential_ends: Family::default(),
@@ -147,20 +147,20 @@ impl Metrics {
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register("agents", "Connected agent sessions", metrics.agents.clone());
         for transport in [TransportKind::Quic, TransportKind::H2] {
-            metrics.agents_of(transport.label()).set(0);
+            metrics.agent_gauge(transport.label()).set(0);
         }
         registry.register(
             "sessions_suspect",
-            "Sessions of agents that may be gone; they get no new streams",
+            "Agent sessions that are suspect; suspect sessions get no new streams",
             metrics.sessions_suspect.clone(),
         );
         registry.register(
             "session_ends",
-            "Ended sessions of agents by the code of their close",
+            "Closed agent sessions by close code",
             metrics.session_ends.clone(),
         );
         registry.register_collector(Box::new(PoolGauges(pool)));
-        registry.register_collector(Box::new(Panics));
+        registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
         registry.register(
             "streams_open",
@@ -169,12 +169,12 @@ impl Metrics {
         );
         registry.register(
             "connect_direct_open",
-            "Connections that the server dialled itself for callers of the CONNECT doors",
-            metrics.dialled_open.clone(),
+            "Open connections that the server dialed directly for callers of the CONNECT listeners",
+            metrics.direct_open.clone(),
         );
         registry.register(
             "streams",
-            "Requests and streams of callers by how they ended",
+            "Finished requests and streams of callers by result",
             metrics.streams.clone(),
         );
         registry.register(
@@ -189,7 +189,7 @@ impl Metrics {
         );
         registry.register(
             "certificate_not_after_seconds",
-            "Unix time at which the server's own certificate ends",
+            "Unix time at which the server's own certificate expires",
             metrics.certificate_not_after.clone(),
         );
         registry.register(
@@ -209,22 +209,22 @@ impl Metrics {
         );
         registry.register(
             "enrollments",
-            "Enrolment requests by result",
+            "Enrollment requests by result",
             metrics.enrollments.clone(),
         );
         registry.register(
             "callers_evicted",
-            "Idle connections of callers that were closed for newer ones (limits.callersTotal, limits.callersPerSource)",
+            "Idle caller connections that were evicted in favor of newer ones (limits.callersTotal, limits.callersPerSource)",
             metrics.evicted_callers.clone(),
         );
         registry.register(
             "callers_refused",
-            "Connections of callers that were refused, since no idle one could be closed for them (limits.callersTotal, limits.callersPerSource)",
+            "Caller connections that were refused because no idle connection could be evicted (limits.callersTotal, limits.callersPerSource)",
             metrics.refused_callers.clone(),
         );
         registry.register(
             "limits_reached",
-            "Times that an entry of limits: made the server wait no longer, refuse, push out or doubt somebody",
+            "Number of times a configured limit was reached, by limit",
             metrics.limits.clone(),
         );
         for limit in Limit::ALL {
@@ -233,33 +233,33 @@ impl Metrics {
         }
         registry.register(
             "renewals",
-            "Certificates that agents asked for on live sessions, by result",
+            "Certificate renewal requests on live sessions, by result",
             metrics.renewals.clone(),
         );
         registry.register(
             "connect_passwords",
-            "Requests at the CONNECT listener by what became of their password; waiting ones were refused unread",
-            metrics.passwords.clone(),
+            "Requests at the CONNECT listener by result of the password check; waiting: refused before the check",
+            metrics.basic_auth.clone(),
         );
         for result in ["right", "wrong", "missing", "waiting"] {
-            let label = HandshakeLabel {
-                result: Word(result),
+            let label = ResultLabel {
+                result: StaticLabel(result),
             };
-            drop(metrics.passwords.get_or_create(&label));
+            drop(metrics.basic_auth.get_or_create(&label));
         }
         registry.register(
             "credential_reloads",
-            "Times that certificate files were found changed or unusable",
+            "Number of reloads of certificate files, by result",
             metrics.reloads.clone(),
         );
         registry.register(
             "credential_files_unusable",
-            "1 while certificate files cannot be used and the last good ones stay in use",
+            "1 while certificate files are unusable and the previous ones stay in use",
             metrics.reload_failed.clone(),
         );
         registry.register(
             "credential_not_after_seconds",
-            "Unix time at which a certificate ends that the server was given beside its own",
+            "Unix time at which a configured certificate expires",
             metrics.credential_ends.clone(),
         );
         metrics
@@ -268,12 +268,12 @@ impl Metrics {
     /// Counts a connected agent until the guard goes.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
-        GaugeGuard::new(self.agents_of(transport))
+        GaugeGuard::new(self.agent_gauge(transport))
     }
 
-    fn agents_of(&self, transport: &'static str) -> Gauge {
+    fn agent_gauge(&self, transport: &'static str) -> Gauge {
         let label = TransportLabel {
-            transport: Word(transport),
+            transport: StaticLabel(transport),
         };
         self.agents.get_or_create(&label).clone()
     }
@@ -287,7 +287,7 @@ impl Metrics {
     /// Counts the end of an admitted session.
     pub fn session_ended(&self, code: CloseCode) {
         let label = CodeLabel {
-            code: Word(code.label()),
+            code: StaticLabel(code.label()),
         };
         self.session_ends.get_or_create(&label).inc();
     }
@@ -300,23 +300,23 @@ impl Metrics {
 
     /// Counts a connection of the server's own until the guard goes.
     #[must_use]
-    pub fn dialled(&self) -> GaugeGuard {
-        GaugeGuard::new(self.dialled_open.clone())
+    pub fn dialed(&self) -> GaugeGuard {
+        GaugeGuard::new(self.direct_open.clone())
     }
 
     /// Counts an ended stream or request with the bytes from and to the agent.
     pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
         self.streams
-            .get_or_create(&ResultLabel { result: outcome })
+            .get_or_create(&OutcomeLabel { result: outcome })
             .inc();
         self.bytes
             .get_or_create(&DirectionLabel {
-                direction: Word("in"),
+                direction: StaticLabel("in"),
             })
             .inc_by(received);
         self.bytes
             .get_or_create(&DirectionLabel {
-                direction: Word("out"),
+                direction: StaticLabel("out"),
             })
             .inc_by(sent);
     }
@@ -335,8 +335,8 @@ impl Metrics {
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
         self.handshakes
-            .get_or_create(&HandshakeLabel {
-                result: Word(result),
+            .get_or_create(&ResultLabel {
+                result: StaticLabel(result),
             })
             .inc();
     }
@@ -361,31 +361,31 @@ impl Metrics {
     /// Counts a renewal: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
         self.renewals
-            .get_or_create(&HandshakeLabel {
-                result: Word(result),
+            .get_or_create(&ResultLabel {
+                result: StaticLabel(result),
             })
             .inc();
     }
 
     /// Counts a request with or without a password: `right`, `wrong`, `missing` or `waiting`.
     pub fn password(&self, result: &'static str) {
-        self.passwords
-            .get_or_create(&HandshakeLabel {
-                result: Word(result),
+        self.basic_auth
+            .get_or_create(&ResultLabel {
+                result: StaticLabel(result),
             })
             .inc();
     }
 
     /// Notes what came of reading certificate files again.
-    pub fn reloaded(&self, files: &'static str, reload: Reload) {
+    pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome) {
         let result = match reload {
-            Reload::Changed => "changed",
-            Reload::Failed => "failed",
-            Reload::Recovered => "recovered",
+            ReloadOutcome::Changed => "changed",
+            ReloadOutcome::Failed => "failed",
+            ReloadOutcome::Recovered => "recovered",
         };
-        let failed = reload == Reload::Failed;
-        let files = Word(files);
-        let result = Word(result);
+        let failed = reload == ReloadOutcome::Failed;
+        let files = StaticLabel(files);
+        let result = StaticLabel(result);
         self.reloads
             .get_or_create(&ReloadLabel { files, result })
             .inc();
@@ -394,12 +394,12 @@ impl Metrics {
             .set(failed.into());
     }
 
-    /// Counts an enrolment: `ok` or the name of the failure.
+    /// Counts an enrollment: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
         self.enrollments
-            .get_or_create(&HandshakeLabel {
-                result: Word(result),
+            .get_or_create(&ResultLabel {
+                result: StaticLabel(result),
             })
             .inc();
     }
@@ -425,7 +425,9 @@ impl Metrics {
         let since_epoch = not_after
             .duration_since(std::time::UNIX_EPOCH)
             .unwrap_or_default();
-        let label = FilesLabel { files: Word(files) };
+        let label = FilesLabel {
+            files: StaticLabel(files),
+        };
         self.credential_ends
             .get_or_create(&label)
             .set(since_epoch.as_secs_f64());
@@ -455,17 +457,17 @@ struct PoolGauges(Arc<BufferPool>);
 
 impl Collector for PoolGauges {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut put = |name, help, bytes: u64| {
+        let mut encode_gauge = |name, help, bytes: u64| {
             let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
             let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
             gauge.encode(metric)
         };
-        put(
+        encode_gauge(
             "buffer_bytes",
             "Bytes that stalled readers hold, as charged to limits.bufferPool",
             self.0.charged(),
         )?;
-        put("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
+        encode_gauge("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
     }
 }
 

@@ -26,10 +26,10 @@ pub struct PortPolicy {
 
 /// Why a port is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PortRefusal {
+pub enum PortPolicyError {
     /// It is one of the tunnel's own and the caller most likely forgot the target's port.
     #[error("{0} is the tunnel's own port; put the target's port in Host")]
-    Own(Port),
+    OwnPort(Port),
     /// No list has it.
     #[error(
         "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
@@ -44,8 +44,8 @@ impl PortPolicy {
     /// The target for a port of a node.
     ///
     /// # Errors
-    /// [`PortRefusal`].
-    pub fn target(&self, port: Port) -> Result<Target, PortRefusal> {
+    /// [`PortPolicyError`].
+    pub fn target(&self, port: Port) -> Result<Target, PortPolicyError> {
         if self.localhost.contains(port) {
             return Ok(Target::Loopback(port));
         }
@@ -56,8 +56,8 @@ impl PortPolicy {
             return Ok(Target::Node(port));
         }
         match self.own.iter().find(|own| **own == port) {
-            Some(_) => Err(PortRefusal::Own(port)),
-            None => Err(PortRefusal::NotListed(port)),
+            Some(_) => Err(PortPolicyError::OwnPort(port)),
+            None => Err(PortPolicyError::NotListed(port)),
         }
     }
 
@@ -90,9 +90,9 @@ impl PortPolicy {
 
 /// The policy in force; in a cluster it follows a ConfigMap. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct LivePolicy(Arc<ArcSwap<PortPolicy>>);
+pub struct SharedPortPolicy(Arc<ArcSwap<PortPolicy>>);
 
-impl LivePolicy {
+impl SharedPortPolicy {
     /// The policy of this moment.
     #[must_use]
     pub fn load(&self) -> Arc<PortPolicy> {
@@ -142,11 +142,11 @@ mod tests {
         );
         assert_eq!(
             policy.target(port(10264)),
-            Err(PortRefusal::Own(port(10264)))
+            Err(PortPolicyError::OwnPort(port(10264)))
         );
         assert_eq!(
             policy.target(port(22)),
-            Err(PortRefusal::NotListed(port(22)))
+            Err(PortPolicyError::NotListed(port(22)))
         );
     }
 

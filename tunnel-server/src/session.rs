@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
-use tunnel_proto::identity::Domain;
+use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
@@ -28,17 +28,17 @@ use crate::routing::registry::{AgentSession, RegisterError, Registration, Regist
 
 pub mod acceptor;
 mod admission_rate;
-mod renewing;
+mod renewal;
 mod session_loop;
 
 pub use admission_rate::AdmissionRate;
 
 /// A live session is asked for a sign of life for at least this long before another instance takes its name.
-const PROBE_AT_LEAST: Duration = Duration::from_secs(1);
+const PROBE_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 /// How often the answer to a probe is looked for.
-const PROBE_LOOK: Duration = Duration::from_millis(20);
+const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a refused agent may take to acknowledge the reason.
-const TURN_AWAY: Duration = Duration::from_secs(1);
+const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Rounds of probing before a newcomer is refused: sessions of one name that come faster than they can be probed.
 const ADMISSION_ROUNDS: usize = 3;
 
@@ -81,7 +81,7 @@ pub struct SessionLimits {
     /// When a silent agent is suspect, and when it is dead.
     pub liveness: LivenessLimits,
     /// How long a session may go on after the end of its certificate.
-    pub expired: Duration,
+    pub expiry_grace: Duration,
 }
 
 /// Why a session was not admitted.
@@ -91,7 +91,7 @@ enum AdmissionError {
     Refused(CloseCode, String),
     #[error("control stream failed")]
     Control(#[from] std::io::Error),
-    #[error("session ended before its Hello")]
+    #[error("session closed before Hello")]
     Ended(#[from] tunnel_proto::transport::SessionError),
 }
 
@@ -106,12 +106,12 @@ impl Sessions {
             let code = CloseCode::TooManySessions;
             self.metrics.handshake(code.label());
             self.metrics.limit(Limit::AdmissionsPerNode);
-            debug!(agent = %node, peer = %session.health().remote, "node opens sessions too fast");
+            debug!(agent = %node, peer = %session.health().remote, "node opens sessions too fast, session refused");
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
         let began = Instant::now();
         // Each step in a box of its own: what only the first need is not held for as long as the session lives.
-        match Box::pin(self.introduce(&session, &node)).await {
+        match Box::pin(self.establish(&session, &node)).await {
             Ok(admitted) => {
                 self.metrics.handshake("ok");
                 let remote = session.health().remote;
@@ -127,27 +127,27 @@ impl Sessions {
         }
     }
 
-    async fn introduce(
+    async fn establish(
         &self,
         session: &Arc<dyn Session>,
         node: &NodeName,
-    ) -> Result<Admitted, AdmissionError> {
-        let greeted = timeout(self.limits.handshake, self.greet(session, node));
-        match greeted.await {
-            Ok(Ok(greeted)) => self.admit(session, node, greeted).await,
+    ) -> Result<AdmittedSession, AdmissionError> {
+        let pending = timeout(self.limits.handshake, self.recv_hello(session, node));
+        match pending.await {
+            Ok(Ok(pending)) => self.admit(session, node, pending).await,
             Ok(Err(error)) => Err(error),
             Err(_elapsed) => Err(AdmissionError::Refused(
                 CloseCode::HandshakeTimeout,
-                "no Hello came in time".into(),
+                "Hello was not received in time".into(),
             )),
         }
     }
 
-    async fn greet(
+    async fn recv_hello(
         &self,
         session: &Arc<dyn Session>,
         node: &NodeName,
-    ) -> Result<Greeted, AdmissionError> {
+    ) -> Result<PendingSession, AdmissionError> {
         let kind = StreamKind::Control {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
@@ -185,10 +185,10 @@ impl Sessions {
             Some(_) => None,
         };
         if let Some((code, detail)) = refusal {
-            turn_away(writer, code, &detail).await;
+            reject(writer, code, &detail).await;
             return Err(AdmissionError::Refused(code, detail));
         }
-        Ok(Greeted {
+        Ok(PendingSession {
             reader,
             writer,
             hello,
@@ -200,13 +200,13 @@ impl Sessions {
         &self,
         session: &Arc<dyn Session>,
         node: &NodeName,
-        greeted: Greeted,
-    ) -> Result<Admitted, AdmissionError> {
-        let Greeted {
+        pending: PendingSession,
+    ) -> Result<AdmittedSession, AdmissionError> {
+        let PendingSession {
             reader,
             mut writer,
             hello,
-        } = greeted;
+        } = pending;
         let id = self.registry.next_id();
         let mut yielded: Vec<SessionId> = Vec::new();
         let mut registration = loop {
@@ -218,7 +218,7 @@ impl Sessions {
                 Err(RegisterError::InUse(live)) => live,
                 Err(RegisterError::TooManySessions) => {
                     let detail = format!("{node} has too many sessions; stop its other agents");
-                    turn_away(writer, CloseCode::TooManySessions, &detail).await;
+                    reject(writer, CloseCode::TooManySessions, &detail).await;
                     return Err(AdmissionError::Refused(CloseCode::TooManySessions, detail));
                 }
             };
@@ -227,7 +227,7 @@ impl Sessions {
                     "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
                     live.session.health().remote
                 );
-                turn_away(writer, CloseCode::NameInUse, &detail).await;
+                reject(writer, CloseCode::NameInUse, &detail).await;
                 return Err(AdmissionError::Refused(CloseCode::NameInUse, detail));
             }
             yielded.push(live.id);
@@ -239,7 +239,7 @@ impl Sessions {
         }
         // Revoked since the handshake, or its CA taken out: from here on the session is found by whoever does that.
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
-        let refusal = if self.revocations.holds_for(session.peer()) {
+        let refusal = if self.revocations.is_revoked(session.peer()) {
             Some("the node's certificate was revoked")
         } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
             Some(DISTRUSTED)
@@ -247,7 +247,7 @@ impl Sessions {
             None
         };
         if let Some(detail) = refusal.map(str::to_owned) {
-            turn_away(writer, CloseCode::CredentialRevoked, &detail).await;
+            reject(writer, CloseCode::CredentialRevoked, &detail).await;
             return Err(AdmissionError::Refused(
                 CloseCode::CredentialRevoked,
                 detail,
@@ -271,7 +271,7 @@ impl Sessions {
                 .renewals
                 .iter()
                 // What another CA issued is not ours to renew.
-                .filter(|_| session.peer().domain == Domain::Tunnel)
+                .filter(|_| session.peer().domain == TrustDomain::Tunnel)
                 .map(|_| CAPABILITY_RENEW.to_owned())
                 .collect(),
             streams_per_agent: self.limits.streams,
@@ -281,11 +281,11 @@ impl Sessions {
         let welcome = ControlMessage::Welcome(welcome);
         let sent = timeout(self.limits.handshake, writer.send(&welcome)).await;
         sent.map_err(|_elapsed| {
-            let detail = "the agent did not take Welcome in time".to_owned();
+            let detail = "Welcome was not sent in time".to_owned();
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
         })??;
-        self.nodes.seen(node, session.peer().not_after);
-        Ok(Admitted {
+        self.nodes.record_connection(node, session.peer().not_after);
+        Ok(AdmittedSession {
             reader,
             writer,
             registration,
@@ -303,7 +303,7 @@ impl Sessions {
             AdmissionError::Ended(error) => (CloseCode::Protocol, error.to_string()),
         };
         self.metrics.handshake(code.label());
-        static REFUSED: LineLimit = LineLimit::new("agents not admitted");
+        static REFUSED: LogRateLimit = LogRateLimit::new("agents not admitted");
         if REFUSED.admit() {
             warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
         }
@@ -311,28 +311,28 @@ impl Sessions {
     }
 }
 
-struct Greeted {
+struct PendingSession {
     reader: ControlReader,
     writer: ControlWriter,
     hello: Hello,
 }
 
-struct Admitted {
+struct AdmittedSession {
     reader: ControlReader,
     writer: ControlWriter,
     registration: Registration,
 }
 
 /// Tells the agent why, and waits until it has heard: the close that follows would cut the message.
-async fn turn_away(mut writer: ControlWriter, code: CloseCode, detail: &str) {
-    let told = async {
+async fn reject(mut writer: ControlWriter, code: CloseCode, detail: &str) {
+    let sending = async {
         writer
             .send(&ControlMessage::NotAdmitted(code, detail.to_owned()))
             .await?;
         writer.finish().await
     };
-    if let Ok(Err(error)) = timeout(TURN_AWAY, told).await {
-        debug!(%error, "agent did not hear why it is not admitted");
+    if let Ok(Err(error)) = timeout(REJECT_TIMEOUT, sending).await {
+        debug!(%error, "cannot send the reason of the refusal to the agent");
     }
 }
 
@@ -340,20 +340,20 @@ async fn turn_away(mut writer: ControlWriter, code: CloseCode, detail: &str) {
 async fn answers_probe(session: &Arc<dyn Session>) -> bool {
     let before = session.health();
     session.probe();
-    let deadline = Instant::now() + PROBE_AT_LEAST.max(before.rtt * 3);
-    let mut look = tokio::time::interval(PROBE_LOOK);
+    let deadline = Instant::now() + PROBE_TIMEOUT_MIN.max(before.rtt * 3);
+    let mut interval = tokio::time::interval(PROBE_POLL_INTERVAL);
     // On h2 the answer queues behind bulk. Bytes that still come after half of the time are a sign of life as well; what
     // waited in the kernel has been read by then.
-    let half = Instant::now() + PROBE_AT_LEAST / 2;
+    let half = Instant::now() + PROBE_TIMEOUT_MIN / 2;
     let bulk = session.transport() == TransportKind::H2;
-    let mut heard = before.heard;
+    let mut received = before.received;
     loop {
         tokio::select! {
             _ = session.closed() => return false,
-            now = look.tick() => {
+            now = interval.tick() => {
                 let health = session.health();
-                let still_sends = bulk && now > half && health.heard > heard;
-                heard = health.heard;
+                let still_sends = bulk && now > half && health.received > received;
+                received = health.received;
                 if health.acknowledged > before.acknowledged || still_sends {
                     return true;
                 }

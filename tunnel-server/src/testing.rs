@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::identity::{Domain, PeerIdentity, Role};
+use tunnel_proto::identity::{PeerIdentity, Role, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::liveness::LivenessLimits;
@@ -29,7 +29,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
-use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
+use crate::routing::registry::{CallerKey, OpenError, OpenedStream, Registry, RegistryLimits};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
 
@@ -49,15 +49,15 @@ pub(crate) fn header() -> StreamHeader {
 }
 
 /// The server's end of a session in memory, and the agent's.
-pub(crate) fn session() -> (Arc<Fake>, Arc<dyn Session>) {
+pub(crate) fn session() -> (Arc<FakeSession>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
-        domain: Domain::Tunnel,
+        domain: TrustDomain::Tunnel,
         role,
         not_before: SystemTime::UNIX_EPOCH,
         not_after: SystemTime::now() + Duration::from_secs(30 * 86400),
     };
     let (server, agent) = memory::pair(identity(Role::Server), identity(Role::Agent(node())));
-    let fake = Fake {
+    let fake = FakeSession {
         inner: server,
         silent: AtomicBool::new(false),
         full: AtomicBool::new(false),
@@ -82,7 +82,7 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 
 /// A session that gives no sign of life when told so.
 #[derive(Debug)]
-pub(crate) struct Fake {
+pub(crate) struct FakeSession {
     inner: Arc<dyn Session>,
     silent: AtomicBool,
     full: AtomicBool,
@@ -92,7 +92,7 @@ pub(crate) struct Fake {
     control: Mutex<Option<DuplexStream>>,
 }
 
-impl Fake {
+impl FakeSession {
     /// Whether probes are left unanswered.
     pub(crate) fn set_silent(&self, silent: bool) {
         self.silent.store(silent, Ordering::Relaxed);
@@ -115,16 +115,16 @@ impl Fake {
 }
 
 #[async_trait]
-impl Session for Fake {
+impl Session for FakeSession {
     async fn open(
         &self,
         header: &StreamHeader,
-        reply_within: Duration,
+        reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         assert!(!self.panicking.load(Ordering::Relaxed), "as a bug would");
         let control = self.control.lock().unwrap().take();
         let Some(mut pipe) = control else {
-            return self.inner.open(header, reply_within).await;
+            return self.inner.open(header, reply_timeout).await;
         };
         let mut buffer = BytesMut::new();
         header.encode(&mut buffer).unwrap();
@@ -134,7 +134,7 @@ impl Session for Fake {
             raw,
             Arc::default(),
             Arc::default(),
-            reply_within,
+            reply_timeout,
         ))
     }
 
@@ -156,8 +156,8 @@ impl Session for Fake {
         self.inner.stop_opening();
     }
 
-    fn allow_streams(&self, count: u32) {
-        self.inner.allow_streams(count);
+    fn set_max_concurrent_streams(&self, count: u32) {
+        self.inner.set_max_concurrent_streams(count);
     }
 
     fn has_room(&self) -> bool {
@@ -255,7 +255,7 @@ impl Bench {
                     probes_idle: true,
                     ..LivenessLimits::default()
                 },
-                expired: Duration::from_secs(30),
+                expiry_grace: Duration::from_secs(30),
             },
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
@@ -277,7 +277,7 @@ impl Bench {
         line.map(|value| value.trim().parse().unwrap())
     }
 
-    pub(crate) async fn open(&self) -> Result<Opened, OpenError> {
+    pub(crate) async fn open(&self) -> Result<OpenedStream, OpenError> {
         let registry = &self.sessions.registry;
         let operator = CallerKey::Local(None);
         registry
@@ -287,19 +287,19 @@ impl Bench {
 
     /// An agent process that was admitted.
     pub(crate) async fn agent(&self, instance: u8) -> Agent {
-        let (agent, answer) = self.greet(instance, 4096).await;
+        let (agent, answer) = self.connect_agent(instance, 4096).await;
         assert!(matches!(answer, ControlMessage::Welcome(_)), "{answer:?}");
         agent
     }
 
     /// An agent process that said Hello, and the answer.
-    pub(crate) async fn greet(
+    pub(crate) async fn connect_agent(
         &self,
         instance: u8,
         control_bytes: usize,
     ) -> (Agent, ControlMessage) {
         let mut agent = self.hello(instance, control_bytes).await;
-        let answer = agent.hears().await;
+        let answer = agent.recv().await;
         (agent, answer)
     }
 
@@ -343,7 +343,7 @@ impl Drop for Bench {
 /// An agent that the test plays.
 pub(crate) struct Agent {
     /// The server's end.
-    pub(crate) near: Arc<Fake>,
+    pub(crate) near: Arc<FakeSession>,
     /// The agent's end.
     pub(crate) far: Arc<dyn Session>,
     pub(crate) reader: ControlReader,
@@ -358,15 +358,15 @@ impl Agent {
     }
 
     /// The next message of the server.
-    pub(crate) async fn hears(&mut self) -> ControlMessage {
+    pub(crate) async fn recv(&mut self) -> ControlMessage {
         within(self.reader.receive()).await.unwrap().unwrap()
     }
 
-    pub(crate) async fn says(&mut self, message: ControlMessage) {
+    pub(crate) async fn send(&mut self, message: ControlMessage) {
         self.writer.send(&message).await.unwrap();
     }
 }
 
 pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("out of patience")
+    timeout(PATIENCE, future).await.expect("timed out")
 }

@@ -10,7 +10,7 @@ use tokio::net::UnixListener;
 
 /// Who may use a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Access {
+pub struct SocketPermissions {
     /// Its mode.
     pub mode: u32,
     /// Its owner and group, where they are not the process's own.
@@ -21,14 +21,14 @@ pub struct Access {
 ///
 /// # Errors
 /// When something that is no socket is in the way, somebody answers there, or the system refuses; with the path.
-pub fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFile)> {
+pub fn bind(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
     let named =
         |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    make_way(path).map_err(named)?;
-    bind_anew(path, access).map_err(named)
+    remove_stale_socket(path).map_err(named)?;
+    bind_and_rename(path, access).map_err(named)
 }
 
-fn make_way(path: &Path) -> io::Result<()> {
+fn remove_stale_socket(path: &Path) -> io::Result<()> {
     let metadata = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         found => found?,
@@ -47,22 +47,25 @@ fn make_way(path: &Path) -> io::Result<()> {
     }
 }
 
-fn bind_anew(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFile)> {
-    let mut fresh = path.as_os_str().to_owned();
-    fresh.push(format!(".{}.new", std::process::id()));
-    let fresh = PathBuf::from(fresh);
-    let _nothing_left_over = fs::remove_file(&fresh);
-    let listener = UnixListener::bind(&fresh)?;
-    let dressed = (|| {
+fn bind_and_rename(
+    path: &Path,
+    access: SocketPermissions,
+) -> io::Result<(UnixListener, SocketFile)> {
+    let mut temp_path = path.as_os_str().to_owned();
+    temp_path.push(format!(".{}.new", std::process::id()));
+    let temp_path = PathBuf::from(temp_path);
+    let _nothing_left_over = fs::remove_file(&temp_path);
+    let listener = UnixListener::bind(&temp_path)?;
+    let prepared = (|| {
         if let Some((user, group)) = access.owner {
-            chown(&fresh, Some(user), group)?;
+            chown(&temp_path, Some(user), group)?;
         }
-        fs::set_permissions(&fresh, Permissions::from_mode(access.mode))?;
-        let metadata = fs::symlink_metadata(&fresh)?;
-        fs::rename(&fresh, path)?;
+        fs::set_permissions(&temp_path, Permissions::from_mode(access.mode))?;
+        let metadata = fs::symlink_metadata(&temp_path)?;
+        fs::rename(&temp_path, path)?;
         Ok((metadata.dev(), metadata.ino()))
     })();
-    match dressed {
+    match prepared {
         Ok(inode) => Ok((
             listener,
             SocketFile {
@@ -71,7 +74,7 @@ fn bind_anew(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFil
             },
         )),
         Err(error) => {
-            let _best_effort = fs::remove_file(&fresh);
+            let _best_effort = fs::remove_file(&temp_path);
             Err(error)
         }
     }
@@ -97,7 +100,7 @@ impl Drop for SocketFile {
 mod tests {
     use super::*;
 
-    const PRIVATE: Access = Access {
+    const PRIVATE: SocketPermissions = SocketPermissions {
         mode: 0o600,
         owner: None,
     };
@@ -121,7 +124,7 @@ mod tests {
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
         drop(listener);
         // As after a crash: the file is there and nobody listens.
-        let wide = Access {
+        let wide = SocketPermissions {
             mode: 0o660,
             ..PRIVATE
         };

@@ -3,7 +3,7 @@
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{AttributeTypeAndValue, FromDer, X509Certificate};
 
-use super::kubelet::{GROUP, USER_PREFIX, only};
+use super::kubelet::{NODE_USER_PREFIX, NODES_GROUP, single_value};
 
 /// Why a verified certificate is none of a caller's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -13,11 +13,13 @@ pub enum CallerError {
     Malformed,
     /// No common name, several, an empty one, or one that is no text.
     #[error(
-        "the client certificate has not exactly one common name; use one whose subject names the caller"
+        "the client certificate does not have exactly one common name; use a certificate whose subject names the caller"
     )]
     NoSingleName,
     /// Organization `system:nodes`, or a common name of a node's.
-    #[error("the client certificate is a kubelet's, and kubelets are no callers; use another one")]
+    #[error(
+        "the client certificate belongs to a kubelet, and kubelets cannot be callers; use another certificate"
+    )]
     Kubelet,
 }
 
@@ -32,19 +34,21 @@ pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
     let (_, certificate) =
         X509Certificate::from_der(der).map_err(|_parse| CallerError::Malformed)?;
     let subject = certificate.subject();
-    let is_node =
-        |name: &AttributeTypeAndValue<'_>| folded(name).starts_with(USER_PREFIX.as_bytes());
-    let is_of_nodes = |group: &AttributeTypeAndValue<'_>| folded(group) == GROUP.as_bytes();
-    if subject.iter_common_name().any(is_node) || subject.iter_organization().any(is_of_nodes) {
+    let is_node = |name: &AttributeTypeAndValue<'_>| {
+        normalized(name).starts_with(NODE_USER_PREFIX.as_bytes())
+    };
+    let is_node_group =
+        |group: &AttributeTypeAndValue<'_>| normalized(group) == NODES_GROUP.as_bytes();
+    if subject.iter_common_name().any(is_node) || subject.iter_organization().any(is_node_group) {
         return Err(CallerError::Kubelet);
     }
-    let name = only(subject.iter_common_name()).filter(|name| !name.is_empty());
+    let name = single_value(subject.iter_common_name()).filter(|name| !name.is_empty());
     name.map(str::to_owned).ok_or(CallerError::NoSingleName)
 }
 
 /// A value's ASCII text in lower case, without blanks around it: without NUL, so that BMPString and UniversalString read
 /// like UTF8String.
-fn folded(value: &AttributeTypeAndValue<'_>) -> Vec<u8> {
+fn normalized(value: &AttributeTypeAndValue<'_>) -> Vec<u8> {
     let bytes = value.as_slice().iter().filter(|byte| **byte != 0);
     let lower: Vec<u8> = bytes.map(u8::to_ascii_lowercase).collect();
     lower.trim_ascii().to_vec()
@@ -111,8 +115,8 @@ mod tests {
                 (second_name(), name.clone()),
             ];
             for subject in [alone, second] {
-                let judged = caller_name(&certificate(subject));
-                assert_eq!(judged, Err(CallerError::Kubelet), "{name:?}");
+                let result = caller_name(&certificate(subject));
+                assert_eq!(result, Err(CallerError::Kubelet), "{name:?}");
             }
         }
         for group in [
@@ -125,8 +129,8 @@ mod tests {
             for name in [Some("prometheus"), None] {
                 let mut subject = vec![(DnType::OrganizationName, group.clone())];
                 subject.extend(name.map(|name| (DnType::CommonName, text(name))));
-                let judged = caller_name(&certificate(subject));
-                assert_eq!(judged, Err(CallerError::Kubelet), "{group:?} {name:?}");
+                let result = caller_name(&certificate(subject));
+                assert_eq!(result, Err(CallerError::Kubelet), "{group:?} {name:?}");
             }
         }
     }
@@ -142,8 +146,8 @@ mod tests {
                 (second_name(), text("prometheus")),
             ],
         ] {
-            let judged = caller_name(&certificate(subject.clone()));
-            assert_eq!(judged, Err(CallerError::NoSingleName), "{subject:?}");
+            let result = caller_name(&certificate(subject.clone()));
+            assert_eq!(result, Err(CallerError::NoSingleName), "{subject:?}");
         }
         let junk = CertificateDer::from(vec![1, 2, 3]);
         assert_eq!(caller_name(&junk), Err(CallerError::Malformed));

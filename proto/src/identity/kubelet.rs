@@ -5,23 +5,23 @@ use x509_parser::prelude::{AttributeTypeAndValue, X509Certificate};
 
 use crate::wire::name::NodeName;
 
-pub(super) const USER_PREFIX: &str = "system:node:";
-pub(super) const GROUP: &str = "system:nodes";
+pub(super) const NODE_USER_PREFIX: &str = "system:node:";
+pub(super) const NODES_GROUP: &str = "system:nodes";
 
 /// The node of a kubelet's client certificate. `None` when the subject has another name or group, more than one of
 /// either, or when it is not for clients: TLS alone would also take a certificate without any extended usage.
 pub(super) fn node(certificate: &X509Certificate<'_>) -> Option<NodeName> {
     let subject = certificate.subject();
-    let user = only(subject.iter_common_name())?;
-    let group = only(subject.iter_organization())?;
-    let name = user.strip_prefix(USER_PREFIX)?;
+    let user = single_value(subject.iter_common_name())?;
+    let group = single_value(subject.iter_organization())?;
+    let name = user.strip_prefix(NODE_USER_PREFIX)?;
     let node: NodeName = name.parse().ok()?;
     let usage = certificate.extended_key_usage().ok()??;
     // Only the canonical form counts, so that one certificate has one reading.
-    (node.as_str() == name && group == GROUP && usage.value.client_auth).then_some(node)
+    (node.as_str() == name && group == NODES_GROUP && usage.value.client_auth).then_some(node)
 }
 
-pub(super) fn only<'a>(
+pub(super) fn single_value<'a>(
     mut values: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>,
 ) -> Option<&'a str> {
     let (Some(value), None) = (values.next(), values.next()) else {
@@ -36,7 +36,7 @@ mod tests {
     use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
     use rustls_pki_types::CertificateDer;
 
-    use super::super::{Domain, IdentityError, PeerIdentity};
+    use super::super::{IdentityError, PeerIdentity, TrustDomain};
 
     const CLIENT: &[ExtendedKeyUsagePurpose] = &[ExtendedKeyUsagePurpose::ClientAuth];
 
@@ -71,9 +71,9 @@ mod tests {
             CLIENT,
             None,
         );
-        let peer = PeerIdentity::of_agent(&der).unwrap();
+        let peer = PeerIdentity::from_agent_certificate(&der).unwrap();
         assert_eq!(peer.node().unwrap().as_str(), "worker-1.site.example");
-        assert_eq!(peer.domain, Domain::Cluster);
+        assert_eq!(peer.domain, TrustDomain::Cluster);
         // It is no certificate of ours, whoever signed it.
         assert_eq!(
             PeerIdentity::from_certificate(&der),
@@ -108,7 +108,7 @@ mod tests {
         ] {
             let der = certificate(&subject, usages, None);
             assert_eq!(
-                PeerIdentity::of_agent(&der),
+                PeerIdentity::from_agent_certificate(&der),
                 Err(IdentityError::NoRole),
                 "{subject:?} {usages:?}"
             );
@@ -119,10 +119,13 @@ mod tests {
     fn a_role_of_ours_decides_the_domain_whatever_the_subject_says() {
         let good = subject("system:node:worker-1", "system:nodes");
         let der = certificate(&good, CLIENT, Some("culvert://agent/worker-2"));
-        let peer = PeerIdentity::of_agent(&der).unwrap();
-        assert_eq!(peer.domain, Domain::Tunnel);
+        let peer = PeerIdentity::from_agent_certificate(&der).unwrap();
+        assert_eq!(peer.domain, TrustDomain::Tunnel);
         assert_eq!(peer.node().unwrap().as_str(), "worker-2");
         let damaged = certificate(&good, CLIENT, Some("culvert://agent/"));
-        assert_eq!(PeerIdentity::of_agent(&damaged), Err(IdentityError::NoRole));
+        assert_eq!(
+            PeerIdentity::from_agent_certificate(&damaged),
+            Err(IdentityError::NoRole)
+        );
     }
 }

@@ -7,14 +7,14 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tracing::{info, warn};
 
-use super::telemetry::LineLimit;
+use super::telemetry::LogRateLimit;
 
 /// Pause after an accept error such as "too many open files", so that the loop does not spin.
-const PAUSE: Duration = Duration::from_millis(50);
+const RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// A listener that gives connections and no errors.
 #[derive(Debug)]
-pub struct Accepting<L> {
+pub struct RetryingListener<L> {
     listener: L,
     /// For logs.
     name: &'static str,
@@ -25,9 +25,9 @@ pub struct Accepting<L> {
 }
 
 /// Callers can take what connections need and give it back as often as they like.
-static FAILING: LineLimit = LineLimit::new("listeners that cannot accept connections");
+static ACCEPT_ERRORS: LogRateLimit = LogRateLimit::new("listeners that cannot accept connections");
 
-impl<L> Accepting<L> {
+impl<L> RetryingListener<L> {
     /// Takes connections from a listener of this name.
     #[must_use]
     pub fn new(listener: L, name: &'static str) -> Self {
@@ -40,7 +40,7 @@ impl<L> Accepting<L> {
     }
 
     /// Judges one attempt; a failure is told once, and its end.
-    async fn settle<T>(&mut self, accepted: io::Result<T>) -> Option<T> {
+    async fn handle_result<T>(&mut self, accepted: io::Result<T>) -> Option<T> {
         match accepted {
             Ok(connection) => {
                 if std::mem::take(&mut self.is_logged) {
@@ -55,41 +55,41 @@ impl<L> Accepting<L> {
             }
             Err(error) => {
                 if self.failures == 0 {
-                    self.is_logged = FAILING.admit();
+                    self.is_logged = ACCEPT_ERRORS.admit();
                 }
                 if self.failures == 0 && self.is_logged {
                     warn!(
                         %error,
                         listener = self.name,
-                        "cannot accept connections; they wait, and running ones go on"
+                        "cannot accept connections; new connections wait, open connections continue"
                     );
                 }
                 self.failures += 1;
-                tokio::time::sleep(PAUSE).await;
+                tokio::time::sleep(RETRY_DELAY).await;
                 None
             }
         }
     }
 }
 
-impl Accepting<TcpListener> {
+impl RetryingListener<TcpListener> {
     /// The next connection and where it comes from. Cancel-safe.
-    pub async fn next(&mut self) -> (TcpStream, SocketAddr) {
+    pub async fn accept(&mut self) -> (TcpStream, SocketAddr) {
         loop {
             let accepted = self.listener.accept().await;
-            if let Some(connection) = self.settle(accepted).await {
+            if let Some(connection) = self.handle_result(accepted).await {
                 return connection;
             }
         }
     }
 }
 
-impl Accepting<UnixListener> {
+impl RetryingListener<UnixListener> {
     /// The next connection. Cancel-safe.
-    pub async fn next(&mut self) -> UnixStream {
+    pub async fn accept(&mut self) -> UnixStream {
         loop {
             let accepted = self.listener.accept().await;
-            if let Some((connection, _)) = self.settle(accepted).await {
+            if let Some((connection, _)) = self.handle_result(accepted).await {
                 return connection;
             }
         }

@@ -11,9 +11,9 @@ pub fn encode(bytes: &[u8]) -> String {
             .iter()
             .fold(0u32, |bits, byte| bits << 8 | u32::from(*byte))
             << (8 * (3 - group.len()));
-        for place in 0..4 {
-            if place <= group.len() {
-                let index = three >> (18 - 6 * place) & 0x3f;
+        for position in 0..4 {
+            if position <= group.len() {
+                let index = three >> (18 - 6 * position) & 0x3f;
                 text.push(char::from(ALPHABET[index as usize]));
             } else {
                 text.push('=');

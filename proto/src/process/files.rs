@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use zeroize::Zeroizing;
 
 /// Largest file of ours that is read; a known-nodes file of 10,000 nodes is a few MiB.
-const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
-const PRIVATE: u32 = 0o600;
+const DATA_FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
+const PRIVATE_MODE: u32 = 0o600;
 /// Bits that let others write.
 const OTHERS_WRITE: u32 = 0o022;
 /// The bit that lets the owner's group write.
@@ -18,7 +18,7 @@ const GROUP_WRITES: u32 = 0o020;
 /// Bits that let others do anything.
 const OTHERS: u32 = 0o077;
 /// Largest file that an operator brings; a bundle of a hundred CAs is about 200 KiB.
-const GIVEN_MAX_BYTES: u64 = 4 * 1024 * 1024;
+const OPERATOR_FILE_MAX_BYTES: u64 = 4 * 1024 * 1024;
 const NOT_A_FILE: &str = "is not a regular file";
 
 /// Makes a directory for private files unless it is there.
@@ -34,7 +34,7 @@ pub fn make_private_dir(path: &Path) -> io::Result<()> {
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
 pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    let content = read_own(path, OTHERS_WRITE)?;
+    let content = read_no_follow(path, OTHERS_WRITE)?;
     Ok(content.map(|mut content| std::mem::take(&mut *content)))
 }
 
@@ -43,7 +43,7 @@ pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
 /// # Errors
 /// As [`read`].
 pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
-    read_own(path, OTHERS)
+    read_no_follow(path, OTHERS)
 }
 
 /// Reads a file that an operator brings: links are followed, since mounted Secrets and the kubelet's certificates are
@@ -52,21 +52,21 @@ pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
 ///
 /// # Errors
 /// As the system says, with the path; `InvalidData` for a refused file.
-pub fn read_given(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
-    read_brought(path, OTHERS_WRITE).map(|(content, _)| content)
+pub fn read_operator_file(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
+    read_following_links(path, OTHERS_WRITE).map(|(content, _)| content)
 }
 
-/// Reads a configuration file as [`read_given`] does, but the owner's group may write it, since a umask of 002 makes files so.
+/// Reads a configuration file as [`read_operator_file`] does, but the owner's group may write it, since a umask of 002 makes files so.
 /// Returns a warning next to the content when that group is not the owner's own, by number.
 ///
 /// # Errors
-/// As [`read_given`].
+/// As [`read_operator_file`].
 pub fn read_config(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, Option<String>)> {
-    let (content, opened) = read_brought(path, OTHERS_WRITE & !GROUP_WRITES)?;
+    let (content, opened) = read_following_links(path, OTHERS_WRITE & !GROUP_WRITES)?;
     let (mode, group) = (opened.mode(), opened.gid());
     let warning = is_written_by_others(mode, opened.uid(), group).then(|| {
         let shown = path.display();
-        format!("{shown} can be written by the group {group}, which is not its owner's own; run: chmod g-w {shown}")
+        format!("{shown} can be written by the group {group}, which is not the private group of its owner; run: chmod g-w {shown}")
     });
     Ok((content, warning))
 }
@@ -77,55 +77,61 @@ fn is_written_by_others(mode: u32, user: u32, group: u32) -> bool {
     mode & GROUP_WRITES != 0 && user != group
 }
 
-fn read_brought(path: &Path, forbidden: u32) -> io::Result<(Zeroizing<Vec<u8>>, fs::Metadata)> {
-    let file = File::open(path).map_err(|error| at(path, &error))?;
-    let opened = file.metadata().map_err(|error| at(path, &error))?;
+fn read_following_links(
+    path: &Path,
+    forbidden: u32,
+) -> io::Result<(Zeroizing<Vec<u8>>, fs::Metadata)> {
+    let file = File::open(path).map_err(|error| with_path(path, &error))?;
+    let opened = file.metadata().map_err(|error| with_path(path, &error))?;
     if !opened.is_file() {
-        return Err(refused(path, NOT_A_FILE));
+        return Err(invalid_file(path, NOT_A_FILE));
     }
     if opened.mode() & forbidden != 0 {
-        return Err(refused_mode(path, &opened, forbidden));
+        return Err(invalid_mode(path, &opened, forbidden));
     }
-    let mut content = room(&opened, GIVEN_MAX_BYTES);
-    file.take(GIVEN_MAX_BYTES + 1)
+    let mut content = buffer_for(&opened, OPERATOR_FILE_MAX_BYTES);
+    file.take(OPERATOR_FILE_MAX_BYTES + 1)
         .read_to_end(&mut content)
-        .map_err(|error| at(path, &error))?;
-    if content.len() as u64 > GIVEN_MAX_BYTES {
-        return Err(refused(path, "is too large for what it should be"));
+        .map_err(|error| with_path(path, &error))?;
+    if content.len() as u64 > OPERATOR_FILE_MAX_BYTES {
+        return Err(invalid_file(path, "is larger than 4 MiB"));
     }
     Ok((content, opened))
 }
 
 /// Room for a whole file and the look beyond its end: a buffer that grows leaves copies of itself behind.
-fn room(file: &fs::Metadata, most: u64) -> Zeroizing<Vec<u8>> {
-    let bytes = usize::try_from(file.len().min(most)).unwrap_or_default();
+fn buffer_for(file: &fs::Metadata, max_bytes: u64) -> Zeroizing<Vec<u8>> {
+    let bytes = usize::try_from(file.len().min(max_bytes)).unwrap_or_default();
     Zeroizing::new(Vec::with_capacity(bytes + 64))
 }
 
-fn read_own(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
+fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(at(path, &error)),
+        Err(error) => return Err(with_path(path, &error)),
     };
     if !metadata.is_file() {
-        return Err(refused(path, NOT_A_FILE));
+        return Err(invalid_file(path, NOT_A_FILE));
     }
     if metadata.mode() & forbidden != 0 {
-        return Err(refused_mode(path, &metadata, forbidden));
+        return Err(invalid_mode(path, &metadata, forbidden));
     }
-    if metadata.len() > FILE_MAX_BYTES {
-        return Err(refused(path, "is too large to be one of ours"));
+    if metadata.len() > DATA_FILE_MAX_BYTES {
+        return Err(invalid_file(path, "is larger than 64 MiB"));
     }
-    let file = File::open(path).map_err(|error| at(path, &error))?;
-    let opened = file.metadata().map_err(|error| at(path, &error))?;
+    let file = File::open(path).map_err(|error| with_path(path, &error))?;
+    let opened = file.metadata().map_err(|error| with_path(path, &error))?;
     if (opened.dev(), opened.ino()) != (metadata.dev(), metadata.ino()) {
-        return Err(refused(path, "changed while it was opened"));
+        return Err(invalid_file(
+            path,
+            "changed while the server or agent opened it",
+        ));
     }
-    let mut content = room(&opened, FILE_MAX_BYTES);
-    file.take(FILE_MAX_BYTES)
+    let mut content = buffer_for(&opened, DATA_FILE_MAX_BYTES);
+    file.take(DATA_FILE_MAX_BYTES)
         .read_to_end(&mut content)
-        .map_err(|error| at(path, &error))?;
+        .map_err(|error| with_path(path, &error))?;
     Ok(Some(content))
 }
 
@@ -143,7 +149,7 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let written = write_new(temporary, content).and_then(|()| fs::rename(temporary, path));
     if let Err(error) = written {
         let _nothing_to_remove = fs::remove_file(temporary);
-        return Err(at(path, &error));
+        return Err(with_path(path, &error));
     }
     // The rename itself must survive a crash; where a directory cannot be synced the content is still whole.
     if let Some(directory) = path.parent().and_then(|parent| File::open(parent).ok()) {
@@ -158,18 +164,18 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
 /// When the lock file cannot be opened.
 pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
-        return Err(refused(path, NOT_A_FILE));
+        return Err(invalid_file(path, NOT_A_FILE));
     }
     let file = OpenOptions::new()
         .create(true)
         .append(true)
-        .mode(PRIVATE)
+        .mode(PRIVATE_MODE)
         .open(path)
-        .map_err(|error| at(path, &error))?;
+        .map_err(|error| with_path(path, &error))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(at(path, &error)),
+        Err(TryLockError::Error(error)) => Err(with_path(path, &error)),
     }
 }
 
@@ -179,25 +185,25 @@ fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
-        .mode(PRIVATE)
+        .mode(PRIVATE_MODE)
         .open(path)?;
     file.write_all(content)?;
     file.sync_all()
 }
 
-fn at(path: &Path, error: &io::Error) -> io::Error {
+fn with_path(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-fn refused(path: &Path, why: &str) -> io::Error {
+fn invalid_file(path: &Path, reason: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        format!("{} {why}", path.display()),
+        format!("{} {reason}", path.display()),
     )
 }
 
 /// Says the command that mends it.
-fn refused_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Error {
+fn invalid_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Error {
     let mode = metadata.mode() & 0o7777;
     let (what, change) = if forbidden & mode & OTHERS_WRITE == 0 {
         ("read", "600")
@@ -207,7 +213,7 @@ fn refused_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Err
         ("written", "go-w")
     };
     let shown = path.display();
-    refused(
+    invalid_file(
         path,
         &format!("can be {what} by others (mode {mode:04o}); run: chmod {change} {shown}"),
     )
@@ -289,7 +295,7 @@ mod tests {
         let dir = scratch("table");
         let path = dir.join("file");
         replace(&path, b"x").unwrap();
-        for (mode, own, secret, given, config) in [
+        for (mode, own, secret, operator, config) in [
             (0o600, true, true, true, true),
             (0o400, true, true, true, true),
             (0o640, true, false, true, true),
@@ -307,7 +313,7 @@ mod tests {
             let results = [
                 (read(&path).map(drop), own),
                 (read_secret(&path).map(drop), secret),
-                (read_given(&path).map(drop), given),
+                (read_operator_file(&path).map(drop), operator),
                 (read_config(&path).map(drop), config),
             ];
             for (result, accepted) in results {
@@ -322,13 +328,13 @@ mod tests {
         let link = dir.join("link");
         symlink(&path, &link).unwrap();
         assert!(read(&link).is_err() && read_secret(&link).is_err());
-        assert_eq!(*read_given(&link).unwrap(), b"x");
+        assert_eq!(*read_operator_file(&link).unwrap(), b"x");
         assert!(try_lock(&link).is_err(), "a lock is no link either");
         symlink(dir.join("nowhere"), dir.join("dangling")).unwrap();
         assert!(try_lock(&dir.join("dangling")).is_err());
         assert!(!dir.join("nowhere").exists());
         for other in [&dir, &dir.join("nowhere")] {
-            assert!(read_given(other).is_err());
+            assert!(read_operator_file(other).is_err());
         }
         assert!(read(&dir).is_err());
         fs::remove_dir_all(dir).unwrap();
@@ -357,8 +363,8 @@ mod tests {
         let is_foreign = metadata.uid() != metadata.gid();
         assert_eq!(warning.is_some(), is_foreign, "{warning:?}");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
-        let refused = read_config(&path).unwrap_err().to_string();
-        assert!(refused.contains("chmod go-w"), "{refused}");
+        let error_text = read_config(&path).unwrap_err().to_string();
+        assert!(error_text.contains("chmod go-w"), "{error_text}");
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -18,31 +18,31 @@ use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tracing::debug;
 
-use super::accept::Accepting;
-use super::places::{PlaceLimits, Places};
+use super::accept::RetryingListener;
+use super::admission::{ConnLimiter, ConnLimits};
 use super::shutdown::Shutdown;
 
 /// Connections at once; newer ones push out the oldest. Probes and one or two scrapers need a handful.
-const CONNECTIONS: PlaceLimits = PlaceLimits {
+const CONN_LIMITS: ConnLimits = ConnLimits {
     per_source: 32,
     total: 64,
 };
 /// A caller must send its request head within this time.
-const HEAD_LIMIT: Duration = Duration::from_secs(5);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest answer that [`get`] takes.
-const ANSWER_MAX_BYTES: usize = 1024 * 1024;
+const RESPONSE_MAX_BYTES: usize = 1024 * 1024;
 
 /// An answer of the meta port.
-pub type Answer = Response<Full<Bytes>>;
+pub type FullResponse = Response<Full<Bytes>>;
 
 /// An extra endpoint: called with the caller's address.
-pub type Endpoint = Box<dyn Fn(SocketAddr) -> Answer + Send + Sync>;
+pub type EndpointHandler = Box<dyn Fn(SocketAddr) -> FullResponse + Send + Sync>;
 
 /// What the meta port serves.
 pub struct Meta {
     readiness: Readiness,
     metrics: Registry,
-    endpoints: Vec<(&'static str, Endpoint)>,
+    endpoints: Vec<(&'static str, EndpointHandler)>,
 }
 
 impl std::fmt::Debug for Meta {
@@ -67,7 +67,7 @@ impl Meta {
 
     /// Adds an endpoint for GET on exactly `path`.
     #[must_use]
-    pub fn with(mut self, path: &'static str, endpoint: Endpoint) -> Self {
+    pub fn with(mut self, path: &'static str, endpoint: EndpointHandler) -> Self {
         self.endpoints.push((path, endpoint));
         self
     }
@@ -75,21 +75,21 @@ impl Meta {
     /// Serves until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
         let meta = Arc::new(self);
-        let places = Places::new(CONNECTIONS);
+        let limiter = ConnLimiter::new(CONN_LIMITS);
         let state = shutdown.clone();
         shutdown.spawn_listener(async move {
-            let mut accepting = Accepting::new(listener, "meta");
+            let mut accepting = RetryingListener::new(listener, "meta");
             loop {
-                let (socket, peer) = accepting.next().await;
-                let Ok(place) = places.enter(peer.ip()) else {
-                    debug!(%peer, "meta connection turned away");
+                let (socket, peer) = accepting.accept().await;
+                let Ok(permit) = limiter.acquire(peer.ip()) else {
+                    debug!(%peer, "meta connection refused: too many connections");
                     continue;
                 };
                 let meta = meta.clone();
                 state.spawn_service(async move {
                     tokio::select! {
                         () = meta.serve(socket, peer) => {}
-                        () = place.evicted() => debug!(%peer, "meta connection gave way to a newer one"),
+                        () = permit.evicted() => debug!(%peer, "meta connection evicted by a newer one"),
                     }
                 });
             }
@@ -97,19 +97,22 @@ impl Meta {
     }
 
     async fn serve(&self, socket: TcpStream, peer: SocketAddr) {
-        let service = service_fn(async |request| Ok::<_, Infallible>(self.answer(&request, peer)));
+        let service = service_fn(async |request| Ok::<_, Infallible>(self.respond(&request, peer)));
         let mut server = hyper::server::conn::http1::Builder::new();
         server
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_LIMIT);
+            .header_read_timeout(HEAD_TIMEOUT);
         if let Err(error) = server.serve_connection(TokioIo::new(socket), service).await {
             debug!(%error, %peer, "meta connection ended");
         }
     }
 
-    fn answer(&self, request: &Request<Incoming>, peer: SocketAddr) -> Answer {
+    fn respond(&self, request: &Request<Incoming>, peer: SocketAddr) -> FullResponse {
         if request.method() != Method::GET && request.method() != Method::HEAD {
-            return text(StatusCode::METHOD_NOT_ALLOWED, "only GET here\n");
+            return text(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "only GET and HEAD are supported\n",
+            );
         }
         match request.uri().path() {
             "/livez" => text(StatusCode::OK, "ok\n"),
@@ -119,31 +122,31 @@ impl Meta {
                 Some((_, endpoint)) => endpoint(peer),
                 None => text(
                     StatusCode::NOT_FOUND,
-                    "not found; there are /livez /readyz /metrics\n",
+                    "not found; use /livez, /readyz or /metrics\n",
                 ),
             },
         }
     }
 
-    fn ready(&self, verbose: bool) -> Answer {
-        let (waiting, done) = self.readiness.read();
-        let status = if waiting.is_empty() {
+    fn ready(&self, verbose: bool) -> FullResponse {
+        let (pending, done) = self.readiness.read();
+        let status = if pending.is_empty() {
             StatusCode::OK
         } else {
             StatusCode::SERVICE_UNAVAILABLE
         };
         let mut body = String::new();
         if verbose {
-            for (mark, parts) in [("+", &done), ("-", &waiting)] {
-                for part in parts {
-                    let _infallible = writeln!(body, "[{mark}] {part}");
+            for (mark, components) in [("+", &done), ("-", &pending)] {
+                for component in components {
+                    let _infallible = writeln!(body, "[{mark}] {component}");
                 }
             }
-            for (part, line) in self.readiness.notes() {
-                let _infallible = writeln!(body, "[!] {part}: {line}");
+            for (component, line) in self.readiness.conditions() {
+                let _infallible = writeln!(body, "[!] {component}: {line}");
             }
         }
-        body.push_str(if waiting.is_empty() {
+        body.push_str(if pending.is_empty() {
             "ok\n"
         } else {
             "not ready\n"
@@ -151,7 +154,7 @@ impl Meta {
         text(status, body)
     }
 
-    fn metrics(&self) -> Answer {
+    fn metrics(&self) -> FullResponse {
         let mut body = String::new();
         if prometheus_client::encoding::text::encode(&mut body, &self.metrics).is_err() {
             return text(
@@ -159,38 +162,38 @@ impl Meta {
                 "metrics cannot be encoded\n",
             );
         }
-        let mut answer = text(StatusCode::OK, body);
+        let mut response = text(StatusCode::OK, body);
         let kind = http::HeaderValue::from_static(
             "application/openmetrics-text; version=1.0.0; charset=utf-8",
         );
-        answer
+        response
             .headers_mut()
             .insert(http::header::CONTENT_TYPE, kind);
-        answer
+        response
     }
 }
 
 /// A plain text answer.
 #[must_use]
-pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Answer {
-    let mut answer = Response::new(Full::new(body.into()));
-    *answer.status_mut() = status;
+pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
     let kind = http::HeaderValue::from_static("text/plain; charset=utf-8");
-    answer
+    response
         .headers_mut()
         .insert(http::header::CONTENT_TYPE, kind);
-    answer
+    response
 }
 
 /// A JSON answer.
 #[must_use]
-pub fn json(status: StatusCode, value: &serde_json::Value) -> Answer {
-    let mut answer = text(status, format!("{value}\n"));
+pub fn json(status: StatusCode, value: &serde_json::Value) -> FullResponse {
+    let mut response = text(status, format!("{value}\n"));
     let kind = http::HeaderValue::from_static("application/json");
-    answer
+    response
         .headers_mut()
         .insert(http::header::CONTENT_TYPE, kind);
-    answer
+    response
 }
 
 /// Asks the meta port at `address` for `path`, within 5 s. Cancel-safe.
@@ -198,12 +201,12 @@ pub fn json(status: StatusCode, value: &serde_json::Value) -> Answer {
 /// # Errors
 /// When there is no answer, or none that is plain text of at most 1 MiB.
 pub async fn get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
-    tokio::time::timeout(HEAD_LIMIT, ask(address, path))
+    tokio::time::timeout(HEAD_TIMEOUT, send_get(address, path))
         .await
         .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
 }
 
-async fn ask(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
+async fn send_get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
     let socket = TcpStream::connect(address).await?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
         .await
@@ -213,12 +216,12 @@ async fn ask(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)
         .body(Empty::<Bytes>::new())
         .map_err(io::Error::other)?;
     let exchange = async move {
-        let answer = sender
+        let response = sender
             .send_request(request)
             .await
             .map_err(io::Error::other)?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), ANSWER_MAX_BYTES)
+        let status = response.status();
+        let body = Limited::new(response.into_body(), RESPONSE_MAX_BYTES)
             .collect()
             .await
             .map_err(io::Error::other)?;
@@ -228,8 +231,8 @@ async fn ask(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)
         ))
     };
     // The connection ends with its sender; what it says is in the exchange's result.
-    let (answered, _connection_over) = tokio::join!(exchange, connection);
-    answered
+    let (result, _connection_over) = tokio::join!(exchange, connection);
+    result
 }
 
 /// Readiness by named blocks: the process is ready when no block is held.
@@ -238,22 +241,22 @@ pub struct Readiness(Arc<Mutex<ReadinessState>>);
 
 #[derive(Debug, Default)]
 struct ReadinessState {
-    waiting: BTreeSet<&'static str>,
+    pending: BTreeSet<&'static str>,
     done: BTreeSet<&'static str>,
-    notes: BTreeMap<&'static str, Vec<String>>,
+    conditions: BTreeMap<&'static str, Vec<String>>,
 }
 
 impl Readiness {
     /// Holds readiness back until the block is dropped.
     #[must_use]
-    pub fn block(&self, part: &'static str) -> ReadinessBlock {
+    pub fn block(&self, component: &'static str) -> ReadinessBlock {
         self.change(|state| {
-            state.waiting.insert(part);
-            state.done.remove(part);
+            state.pending.insert(component);
+            state.done.remove(component);
         });
         ReadinessBlock {
             readiness: self.clone(),
-            part,
+            component,
         }
     }
 
@@ -262,30 +265,30 @@ impl Readiness {
     pub fn read(&self) -> (Vec<&'static str>, Vec<&'static str>) {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (
-            state.waiting.iter().copied().collect(),
+            state.pending.iter().copied().collect(),
             state.done.iter().copied().collect(),
         )
     }
 
     /// What an operator should know of a part, one line each, without holding readiness back. Replaces what was said of
     /// the part before.
-    pub fn note(&self, part: &'static str, lines: Vec<String>) {
+    pub fn set_conditions(&self, component: &'static str, lines: Vec<String>) {
         self.change(|state| {
             if lines.is_empty() {
-                state.notes.remove(part);
+                state.conditions.remove(component);
             } else {
-                state.notes.insert(part, lines);
+                state.conditions.insert(component, lines);
             }
         });
     }
 
     /// What was said of the parts, line by line.
     #[must_use]
-    pub fn notes(&self) -> Vec<(&'static str, String)> {
+    pub fn conditions(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let notes = state.notes.iter();
-        notes
-            .flat_map(|(part, lines)| lines.iter().map(|line| (*part, line.clone())))
+        let conditions = state.conditions.iter();
+        conditions
+            .flat_map(|(component, lines)| lines.iter().map(|line| (*component, line.clone())))
             .collect()
     }
 
@@ -298,14 +301,14 @@ impl Readiness {
 #[derive(Debug)]
 pub struct ReadinessBlock {
     readiness: Readiness,
-    part: &'static str,
+    component: &'static str,
 }
 
 impl Drop for ReadinessBlock {
     fn drop(&mut self) {
         self.readiness.change(|state| {
-            state.waiting.remove(self.part);
-            state.done.insert(self.part);
+            state.pending.remove(self.component);
+            state.done.insert(self.component);
         });
     }
 }
@@ -325,11 +328,11 @@ mod tests {
         assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(body, "[-] session\nnot ready\n");
         drop(block);
-        readiness.note("ports", vec!["\"abc\" is no port".into()]);
+        readiness.set_conditions("ports", vec!["\"abc\" is no port".into()]);
         let (status, body) = get(address, "/readyz?verbose").await.unwrap();
         assert_eq!(status, StatusCode::OK);
         assert_eq!(body, "[+] session\n[!] ports: \"abc\" is no port\nok\n");
-        readiness.note("ports", Vec::new());
+        readiness.set_conditions("ports", Vec::new());
         let (status, body) = get(address, "/readyz").await.unwrap();
         assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));
         assert_eq!(get(address, "/x").await.unwrap().0, StatusCode::NOT_FOUND);

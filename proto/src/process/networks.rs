@@ -15,14 +15,14 @@ pub struct Cidr {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CidrError {
     /// Not an address with or without a prefix length.
-    #[error("is not a network, as in 10.0.0.0/8 or fd00::/8")]
-    Shape,
+    #[error("is not a network; write a CIDR such as 10.0.0.0/8 or fd00::/8")]
+    Syntax,
     /// The prefix is no number, or longer than the address.
     #[error("the prefix length must be 0 to {0}")]
     Prefix(u32),
     /// Bits behind the prefix are set; most likely one of the two is a slip.
     #[error("the network begins at {start}; write {0}", start = .0.start)]
-    Start(Cidr),
+    HostBits(Cidr),
 }
 
 impl Cidr {
@@ -56,22 +56,22 @@ impl Cidr {
     /// Judges a network that an object of a cluster names: a hostile node may have written it.
     ///
     /// # Errors
-    /// [`ClaimError`] when it is wider than the network of any cluster, or has an address that is never a Pod's or Service's.
-    pub fn check_claimed(&self) -> Result<(), ClaimError> {
-        let least = if self.start.is_ipv4() {
+    /// [`ClaimedNetworkError`] when it is wider than the network of any cluster, or has an address that is never a Pod's or Service's.
+    pub fn check_claimed(&self) -> Result<(), ClaimedNetworkError> {
+        let min_prefix = if self.start.is_ipv4() {
             CLAIMED_MIN_V4
         } else {
             CLAIMED_MIN_V6
         };
-        if self.prefix < least {
-            return Err(ClaimError::Wide(least));
+        if self.prefix < min_prefix {
+            return Err(ClaimedNetworkError::TooWide(min_prefix));
         }
         let special = SPECIAL.iter().find(|(special, _)| self.overlaps(special));
         if let Some((_, kind)) = special {
-            return Err(ClaimError::Special(kind));
+            return Err(ClaimedNetworkError::Special(kind));
         }
         if METADATA.iter().any(|ip| self.contains(*ip)) {
-            return Err(ClaimError::Special("cloud metadata"));
+            return Err(ClaimedNetworkError::Special("cloud metadata"));
         }
         Ok(())
     }
@@ -79,12 +79,12 @@ impl Cidr {
 
 /// Why a network that an object of a cluster names is not used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum ClaimError {
+pub enum ClaimedNetworkError {
     /// Its prefix is shorter than this.
-    #[error("it is wider than /{0}")]
-    Wide(u32),
+    #[error("the network is wider than /{0}")]
+    TooWide(u32),
     /// It has addresses of this kind.
-    #[error("it contains {0} addresses")]
+    #[error("the network contains {0} addresses")]
     Special(&'static str),
 }
 
@@ -111,16 +111,16 @@ impl FromStr for Cidr {
             Some((address, prefix)) => (address, Some(prefix)),
             None => (text, None),
         };
-        let ip: IpAddr = address.parse().map_err(|_syntax| CidrError::Shape)?;
-        let most = bits(ip);
-        let prefix = prefix.map_or(Some(most), |text| text.parse().ok());
+        let ip: IpAddr = address.parse().map_err(|_syntax| CidrError::Syntax)?;
+        let max_prefix = bits(ip);
+        let prefix = prefix.map_or(Some(max_prefix), |text| text.parse().ok());
         let prefix = prefix
-            .filter(|prefix| *prefix <= most)
-            .ok_or(CidrError::Prefix(most))?;
+            .filter(|prefix| *prefix <= max_prefix)
+            .ok_or(CidrError::Prefix(max_prefix))?;
         let start = masked(ip, prefix);
         let cidr = Self { start, prefix };
         if start != ip {
-            return Err(CidrError::Start(cidr));
+            return Err(CidrError::HostBits(cidr));
         }
         Ok(
             match (start.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
@@ -158,7 +158,7 @@ fn masked(ip: IpAddr, prefix: u32) -> IpAddr {
 
 /// The address by which another spelling of it is judged: an IPv4 address inside IPv6 counts as the IPv4 address.
 #[must_use]
-pub fn judged(ip: IpAddr) -> IpAddr {
+pub fn effective_ip(ip: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = ip else { return ip };
     match v6.segments() {
         [0, 0, 0, 0, 0, 0, 0, 0 | 1] => ip,
@@ -174,9 +174,9 @@ pub fn judged(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// The kind of a [`judged`] address that no setting makes anybody dial for a caller.
+/// Returns the kind of `ip`, as mapped by [`effective_ip`], if no setting allows to dial it for a caller.
 #[must_use]
-pub fn never_dialled(ip: IpAddr) -> Option<&'static str> {
+pub fn forbidden_kind(ip: IpAddr) -> Option<&'static str> {
     if METADATA.contains(&ip) {
         return Some("cloud metadata");
     }
@@ -196,7 +196,7 @@ pub fn never_dialled(ip: IpAddr) -> Option<&'static str> {
 /// Bits before the IPv4 address in an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2).
 const MAPPED_BITS: u32 = 96;
 
-/// Networks with addresses that are never a Pod's or a Service's. The translated ones are those of [`judged`].
+/// Networks with addresses that are never a Pod's or a Service's. The translated ones are those of [`effective_ip`].
 const SPECIAL: [(Cidr, &str); 14] = [
     (v4([127, 0, 0, 0], 8), "loopback"),
     (v4([0, 0, 0, 0], 8), "unspecified"),
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn claimed_networks_have_no_special_address_and_are_not_wide() {
-        let judge = |text: &str| {
+        let check = |text: &str| {
             let network: Cidr = text.parse().unwrap();
             network.check_claimed().map_err(|error| error.to_string())
         };
@@ -299,7 +299,7 @@ mod tests {
             "fd00:10:244::/56",
             "2001:db8::/32",
         ] {
-            assert_eq!(judge(text), Ok(()), "{text}");
+            assert_eq!(check(text), Ok(()), "{text}");
         }
         for (text, reason) in [
             ("0.0.0.0/0", "wider than /8"),
@@ -329,13 +329,13 @@ mod tests {
             ("::a00:0/104", "translated"),
             ("::fffe:0:0/95", "translated"),
         ] {
-            let error = judge(text).unwrap_err();
+            let error = check(text).unwrap_err();
             assert!(error.contains(reason), "{text}: {error}");
         }
     }
 
     #[test]
-    fn slips_in_networks_are_told() {
+    fn malformed_networks_are_rejected_with_a_hint() {
         for (text, hint) in [
             ("10.1.0.0/8", "write 10.0.0.0/8"),
             ("10.0.0.0/33", "0 to 32"),

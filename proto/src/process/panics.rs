@@ -1,4 +1,4 @@
-//! Panics: each is told in one ERROR line and counted, whichever task it ends. It ends that task and nothing else.
+//! The panic hook: logs each panic as one ERROR line and counts it. A panic ends its task and nothing else.
 
 use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -17,12 +17,12 @@ pub(super) const TARGET: &str = module_path!();
 
 /// A process has one hook for panics, so it has one counter.
 static COUNT: AtomicU64 = AtomicU64::new(0);
-static TELLING: Once = Once::new();
+static INSTALLED: Once = Once::new();
 
 /// Counts and logs every panic of this process from here on. The line has the span of the task that panicked: which
 /// connection, session or stream. Before logging is started, panics are told as Rust does.
-pub fn tell() {
-    TELLING.call_once(|| {
+pub fn install_hook() {
+    INSTALLED.call_once(|| {
         let before = take_hook();
         set_hook(Box::new(move |panic| {
             COUNT.fetch_add(1, Ordering::Relaxed);
@@ -37,20 +37,20 @@ pub fn tell() {
                 // With its quotes and escapes: it may hold a peer's text.
                 error = ?text(panic.payload()),
                 backtrace,
-                "a task panicked; it ends, and what else runs goes on"
+                "a task panicked; other tasks continue"
             );
         }));
     });
 }
 
-/// How many panics there were since [`tell`].
+/// How many panics there were since [`install_hook`].
 #[must_use]
 pub fn count() -> u64 {
     COUNT.load(Ordering::Relaxed)
 }
 
 /// Runs work on a stranger's bytes in a task that must outlive it; `None` when it panicked.
-pub fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(work)).ok()
 }
 
@@ -62,12 +62,12 @@ fn text(payload: &(dyn Any + Send)) -> &str {
 
 /// Shows [`count`] as `panics_total`.
 #[derive(Debug)]
-pub struct Panics;
+pub struct PanicCollector;
 
-impl Collector for Panics {
+impl Collector for PanicCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let counter = ConstCounter::new(count());
-        let help = "Tasks that ended by a panic, each with a line in the log; any of them is a bug";
+        let help = "Number of tasks that panicked, each with an ERROR line in the log; every panic is a bug";
         let metric = encoder.encode_descriptor("panics", help, None, counter.metric_type())?;
         counter.encode(metric)
     }
@@ -79,15 +79,15 @@ mod tests {
 
     #[test]
     fn f36_panics_are_counted_and_contained() {
-        tell();
-        tell();
+        install_hook();
+        install_hook();
         let before = count();
-        assert_eq!(contained(|| 1), Some(1));
-        assert_eq!(contained(|| panic!("{}", "of a String")), None::<()>);
-        assert_eq!(contained(|| panic!("of a literal")), None::<()>);
+        assert_eq!(catch_panic(|| 1), Some(1));
+        assert_eq!(catch_panic(|| panic!("{}", "of a String")), None::<()>);
+        assert_eq!(catch_panic(|| panic!("of a literal")), None::<()>);
         assert_eq!(count() - before, 2, "once each");
         let mut registry = prometheus_client::registry::Registry::with_prefix("x");
-        registry.register_collector(Box::new(Panics));
+        registry.register_collector(Box::new(PanicCollector));
         let mut shown = String::new();
         prometheus_client::encoding::text::encode(&mut shown, &registry).unwrap();
         let line = format!("x_panics_total {}\n", count());

@@ -36,35 +36,35 @@ mod tests {
     use crate::wire::enroll::{EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
 
     /// A process that is not dumped cannot read its own memory by that file either.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    static DUMPABLE_LOCK: Mutex<()> = Mutex::new(());
 
     /// What memory of this process holds, where `bytes` are or were.
     fn memory((at, length): (u64, usize)) -> io::Result<Vec<u8>> {
-        let mut found = vec![0; length];
-        File::open("/proc/self/mem")?.read_exact_at(&mut found, at)?;
-        Ok(found)
+        let mut content = vec![0; length];
+        File::open("/proc/self/mem")?.read_exact_at(&mut content, at)?;
+        Ok(content)
     }
 
-    fn place(bytes: &[u8]) -> (u64, usize) {
+    fn location(bytes: &[u8]) -> (u64, usize) {
         (bytes.as_ptr().addr() as u64, bytes.len())
     }
 
-    /// Drops `held` and asserts that its secret, which was at `place`, is not there any more. The allocator writes into the
+    /// Drops `value` and asserts that its secret, which was at `location`, is not there any more. The allocator writes into the
     /// beginning of what is free, so the end is what tells.
-    fn assert_wiped<T>(held: T, place: (u64, usize), secret: &[u8]) -> io::Result<()> {
-        assert_eq!(memory(place)?, secret);
-        drop(held);
-        let left = memory(place)?;
+    fn assert_wiped<T>(value: T, location: (u64, usize), secret: &[u8]) -> io::Result<()> {
+        assert_eq!(memory(location)?, secret);
+        drop(value);
+        let left = memory(location)?;
         assert_ne!(left[left.len() - 8..], secret[secret.len() - 8..]);
         Ok(())
     }
 
     #[test]
     fn t21_token_is_wiped_when_it_is_dropped() {
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let secret = [0xa5; TOKEN_SECRET_BYTES];
         let token = JoinToken::new("abcdef012345", &secret, None).unwrap();
-        let at = place(token.secret());
+        let at = location(token.secret());
         assert_wiped(token, at, &secret).unwrap();
         let request = EnrollRequest {
             token: "a ServiceAccount token of some length".to_owned().into(),
@@ -72,28 +72,28 @@ mod tests {
             node_name: "worker-1".parse().unwrap(),
             proof: None,
         };
-        let at = place(request.token.as_bytes());
+        let at = location(request.token.as_bytes());
         assert_wiped(request, at, b"a ServiceAccount token of some length").unwrap();
     }
 
     #[test]
     fn t21_files_with_secrets_are_wiped_when_they_are_dropped() {
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let name = format!("culvert-secret-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let text = b"-----BEGIN PRIVATE KEY----- and what follows it";
         files::replace(&path, text).unwrap();
-        let (given, own) = (files::read_given(&path), files::read_secret(&path));
+        let (given, own) = (files::read_operator_file(&path), files::read_secret(&path));
         std::fs::remove_file(&path).unwrap();
         for content in [given.unwrap(), own.unwrap().unwrap()] {
-            let at = place(&content);
+            let at = location(&content);
             assert_wiped(content, at, text).unwrap();
         }
     }
 
     #[test]
     fn t21_process_is_not_dumped() {
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::Dumpable);
         forbid_core_dumps().unwrap();
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);

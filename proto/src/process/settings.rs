@@ -44,24 +44,24 @@ impl<T> Layer for Vec<T> {
 
 /// Collects all mistakes of a configuration, so that a person sees them at once.
 #[derive(Debug, Default)]
-pub struct Mistakes(Vec<String>);
+pub struct ConfigErrors(Vec<String>);
 
-impl Mistakes {
+impl ConfigErrors {
     /// Notes a mistake of a setting, named as the flag.
-    pub fn add(&mut self, setting: &str, problem: impl std::fmt::Display) {
-        self.0.push(format!("{setting}: {problem}"));
+    pub fn add(&mut self, setting: &str, error: impl std::fmt::Display) {
+        self.0.push(format!("{setting}: {error}"));
     }
 
     /// The value, or a note and the stand-in that lets checking go on.
-    pub fn take<T, E: std::fmt::Display>(
+    pub fn unwrap_or_record<T, E: std::fmt::Display>(
         &mut self,
         setting: &str,
         parsed: Result<T, E>,
-        stand_in: T,
+        fallback: T,
     ) -> T {
-        parsed.unwrap_or_else(|problem| {
-            self.add(setting, problem);
-            stand_in
+        parsed.unwrap_or_else(|error| {
+            self.add(setting, error);
+            fallback
         })
     }
 
@@ -80,7 +80,7 @@ impl Mistakes {
 
 /// All mistakes of a configuration; one a line.
 #[derive(Debug, thiserror::Error)]
-#[error("configuration has {} mistake(s):\n  {}", .0.len(), .0.join("\n  "))]
+#[error("invalid configuration, {} error(s):\n  {}", .0.len(), .0.join("\n  "))]
 pub struct ConfigError(pub Vec<String>);
 
 /// Names of environment variables with our prefix that mean nothing to us. Kubernetes injects some for every Service.
@@ -163,22 +163,24 @@ impl std::str::FromStr for PortSet {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut ranges = Vec::new();
-        for part in text
+        for item in text
             .split(',')
             .map(str::trim)
-            .filter(|part| !part.is_empty())
+            .filter(|item| !item.is_empty())
         {
             let port = |text: &str| {
                 text.trim()
                     .parse::<Port>()
-                    .map_err(|error| format!("{part:?}: {error}"))
+                    .map_err(|error| format!("{item:?}: {error}"))
             };
-            let (low, high) = match part.split_once('-') {
+            let (low, high) = match item.split_once('-') {
                 Some((low, high)) => (port(low)?, port(high)?),
-                None => (port(part)?, port(part)?),
+                None => (port(item)?, port(item)?),
             };
             if low > high {
-                return Err(format!("{part:?}: the range is the wrong way round"));
+                return Err(format!(
+                    "{item:?}: the range is reversed; write the lower port first"
+                ));
             }
             ranges.push((low.get(), high.get()));
         }

@@ -21,8 +21,8 @@ pub struct Shutdown {
     work: TaskTracker,
     /// Everything else; ends by itself soon after `stop`.
     services: TaskTracker,
-    /// Set when a listener was lost to a panic.
-    broken: Arc<AtomicBool>,
+    /// Set when a listener panicked; see the log to a panic.
+    listener_panicked: Arc<AtomicBool>,
     /// Counts how often files are to be read again at once.
     reloads: watch::Sender<u64>,
 }
@@ -59,28 +59,29 @@ impl Shutdown {
 
     /// Runs work that a drain waits for and `stop` drops.
     pub fn spawn_work(&self, work: impl Future<Output = ()> + Send + 'static) {
-        self.work.spawn(until(self.stop.clone(), work));
+        self.work.spawn(run_until_stopped(self.stop.clone(), work));
     }
 
     /// Runs a service that is dropped at `stop` and that no drain waits for.
     pub fn spawn_service(&self, service: impl Future<Output = ()> + Send + 'static) {
-        self.services.spawn(until(self.stop.clone(), service));
+        self.services
+            .spawn(run_until_stopped(self.stop.clone(), service));
     }
 
     /// Runs what accepts connections, as a service. Without it the process would be deaf at one ear: when it panics, the
     /// process drains and ends as broken, so that whoever supervises it starts it anew.
     pub fn spawn_listener(&self, listener: impl Future<Output = ()> + Send + 'static) {
-        let ear = Ear(self.clone());
+        let guard = ListenerPanicGuard(self.clone());
         self.spawn_service(async move {
-            let _ear = ear;
+            let _guard = guard;
             listener.await;
         });
     }
 
-    /// Whether a listener was lost to a panic.
+    /// Whether a listener panicked; see the log to a panic.
     #[must_use]
-    pub fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
+    pub fn has_listener_panicked(&self) -> bool {
+        self.listener_panicked.load(Ordering::Relaxed)
     }
 
     /// How much work is left.
@@ -90,14 +91,14 @@ impl Shutdown {
     }
 
     /// Begins the drain and waits until all work has ended, `deadline` is over or `stop` was asked for. Says which.
-    pub async fn drain_within(&self, deadline: Duration) -> DrainEnd {
+    pub async fn drain_within(&self, deadline: Duration) -> DrainOutcome {
         self.drain.cancel();
         self.work.close();
         tokio::select! {
             biased;
-            () = self.stop.cancelled() => DrainEnd::Stopped,
-            () = self.work.wait() => DrainEnd::Complete,
-            () = tokio::time::sleep(deadline) => DrainEnd::Deadline,
+            () = self.stop.cancelled() => DrainOutcome::Stopped,
+            () = self.work.wait() => DrainOutcome::Complete,
+            () = tokio::time::sleep(deadline) => DrainOutcome::Deadline,
         }
     }
 
@@ -113,7 +114,7 @@ impl Shutdown {
 
 /// `task`, which is dropped at `stop`. In a box: a future that is moved into an `async` block has its room there twice, and
 /// the tasks of sessions and streams live long.
-fn until(
+fn run_until_stopped(
     stop: CancellationToken,
     task: impl Future<Output = ()> + Send + 'static,
 ) -> impl Future<Output = ()> + Send + 'static {
@@ -128,13 +129,15 @@ fn until(
 }
 
 /// Notices that a listener panics.
-struct Ear(Shutdown);
+struct ListenerPanicGuard(Shutdown);
 
-impl Drop for Ear {
+impl Drop for ListenerPanicGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            error!("a listener was lost; draining, to be started anew");
-            self.0.broken.store(true, Ordering::Relaxed);
+            error!(
+                "a listener panicked; draining, then exiting so that the supervisor restarts the process"
+            );
+            self.0.listener_panicked.store(true, Ordering::Relaxed);
             self.0.drain.cancel();
         }
     }
@@ -142,7 +145,7 @@ impl Drop for Ear {
 
 /// How a drain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DrainEnd {
+pub enum DrainOutcome {
     /// All work ended by itself.
     Complete,
     /// The deadline cut what was left.
@@ -155,7 +158,7 @@ pub enum DrainEnd {
 ///
 /// # Errors
 /// When the handlers cannot be installed.
-pub fn on_signals(shutdown: &Shutdown) -> io::Result<()> {
+pub fn handle_signals(shutdown: &Shutdown) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -199,7 +202,7 @@ mod tests {
         shutdown.spawn_service(std::future::pending());
         assert_eq!(
             shutdown.drain_within(Duration::from_secs(30)).await,
-            DrainEnd::Complete
+            DrainOutcome::Complete
         );
         shutdown.finish().await;
     }
@@ -215,24 +218,28 @@ mod tests {
             done.send(()).unwrap();
         });
         others.await.unwrap();
-        assert!(!shutdown.is_broken());
+        assert!(!shutdown.has_listener_panicked());
         assert!(!shutdown.drain().is_cancelled());
         let end = shutdown.drain_within(Duration::from_secs(30)).await;
-        assert_eq!(end, DrainEnd::Complete, "nobody waits for what panicked");
+        assert_eq!(
+            end,
+            DrainOutcome::Complete,
+            "nobody waits for what panicked"
+        );
         shutdown.finish().await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn f36_listener_that_panics_drains_a_process_that_is_broken() {
+    async fn f36_panicking_listener_drains_the_process() {
         let shutdown = Shutdown::new();
         shutdown.spawn_listener(async {});
         shutdown.spawn_listener(std::future::pending());
         tokio::task::yield_now().await;
-        assert!(!shutdown.is_broken());
+        assert!(!shutdown.has_listener_panicked());
         shutdown.spawn_listener(async { panic!("listener") });
         let drained = tokio::time::timeout(Duration::from_secs(60), shutdown.drain().cancelled());
         drained.await.unwrap();
-        assert!(shutdown.is_broken());
+        assert!(shutdown.has_listener_panicked());
         shutdown.finish().await;
     }
 
@@ -242,12 +249,12 @@ mod tests {
         shutdown.spawn_work(std::future::pending());
         assert_eq!(
             shutdown.drain_within(Duration::from_secs(1)).await,
-            DrainEnd::Deadline
+            DrainOutcome::Deadline
         );
         shutdown.stop().cancel();
         assert_eq!(
             shutdown.drain_within(Duration::from_secs(1)).await,
-            DrainEnd::Stopped
+            DrainOutcome::Stopped
         );
         shutdown.finish().await;
         assert_eq!(shutdown.work_left(), 0);

@@ -1,4 +1,4 @@
-//! Logs: text on a terminal, JSON elsewhere, one level for our crates and a quieter one for libraries.
+//! Logging: text on a terminal, JSON elsewhere, one level for our crates and a quieter one for libraries.
 
 use std::io::{self, IsTerminal, Stderr, Write as _};
 use std::str::FromStr;
@@ -10,16 +10,16 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
-mod limit;
-mod lost;
-mod outlet;
-mod plain;
+mod dropped;
+mod log_writer;
+mod rate_limit;
+mod sanitize;
 
-pub use limit::LineLimit;
-pub use lost::DroppedLines;
-use lost::{LOST, Lost};
-use outlet::{Emptier, FLUSH_WITHIN, Outlet, Reports};
-use plain::{Lines, Plain};
+pub use dropped::DroppedLines;
+use dropped::{DROPPED, DroppedCounts};
+use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
+pub use rate_limit::LogRateLimit;
+use sanitize::{MakeLineWriter, Sanitizer};
 
 /// The `target` of access records.
 pub const ACCESS: &str = "access";
@@ -62,9 +62,9 @@ impl FromStr for LogFormat {
 /// Logging that was started. To be kept until the process ends: dropped, it waits until the last lines are written, for at
 /// most 1 s.
 #[derive(Debug)]
-#[must_use = "the last lines are written when it goes"]
-pub struct Logs {
-    _emptier: Emptier<Stderr>,
+#[must_use = "dropping the guard writes the last lines"]
+pub struct LogGuard {
+    _flusher: Flusher<Stderr>,
 }
 
 /// Starts logging to standard error. Libraries log errors only, whatever `level` is. Panics are lines like others from here on.
@@ -75,22 +75,22 @@ pub struct Logs {
 ///
 /// # Errors
 /// Logging was started before, or there can be no further thread.
-pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<Logs> {
-    super::panics::tell();
+pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
+    super::panics::install_hook();
     let filter = filter(level);
     let registry = tracing_subscriber::registry();
-    let outlet = Outlet::new(io::stderr(), &LOST);
-    let lines = |plain| Lines {
-        plain,
-        outlet: outlet.clone(),
+    let log_writer = BatchWriter::new(io::stderr(), &DROPPED);
+    let make_writer = |sanitizer| MakeLineWriter {
+        sanitizer,
+        log_writer: log_writer.clone(),
     };
     let started = match format {
         LogFormat::Text => {
             let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
             let layer = fmt::layer()
-                .with_writer(lines(Plain {
+                .with_writer(make_writer(Sanitizer {
                     json: false,
-                    colours: ansi,
+                    colors: ansi,
                 }))
                 .with_ansi(ansi)
                 .log_internal_errors(false)
@@ -106,16 +106,16 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<Logs> {
                 .with_target(false)
                 .with_current_span(true)
                 .with_span_list(false);
-            let layer = layer.with_writer(lines(Plain {
+            let layer = layer.with_writer(make_writer(Sanitizer {
                 json: true,
-                colours: false,
+                colors: false,
             }));
             registry.with(layer.with_filter(filter)).try_init()
         }
     };
     started.map_err(io::Error::other)?;
-    Ok(Logs {
-        _emptier: Emptier::start(outlet, LogReports)?,
+    Ok(LogGuard {
+        _flusher: Flusher::start(log_writer, SelfReporter)?,
     })
 }
 
@@ -130,7 +130,7 @@ pub fn print_error(line: &str) {
     };
     // Without a thread there is nothing left to report it with.
     if std::thread::Builder::new().spawn(write).is_ok() {
-        let _too_late = written.recv_timeout(FLUSH_WITHIN);
+        let _too_late = written.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 
@@ -150,16 +150,16 @@ fn filter(level: LevelFilter) -> Targets {
         .with_targets(ours.map(|target| (target, level)))
 }
 
-/// Reports of the log about itself.
-struct LogReports;
+/// LogGuard what the logging itself has to report.
+struct SelfReporter;
 
-impl Reports for LogReports {
-    fn lost(&mut self, lost: Lost) {
-        lost.report();
+impl LogReporter for SelfReporter {
+    fn dropped(&mut self, dropped: DroppedCounts) {
+        dropped.report();
     }
 
-    fn due(&mut self, is_last: bool) -> bool {
-        limit::report(is_last)
+    fn report_due(&mut self, is_last: bool) -> bool {
+        rate_limit::report(is_last)
     }
 }
 
@@ -190,7 +190,7 @@ mod tests {
             for ours in [
                 "tunnel_server::session",
                 "tunnel_agent",
-                lost::NOTICE,
+                dropped::NOTICE,
                 ACCESS,
             ] {
                 assert!(filter.would_enable(ours, &Level::WARN), "{ours}");

@@ -11,11 +11,11 @@ const CERTIFICATE_REVOKED: u8 = 44;
 /// certificate_expired: it has ended, or has not begun.
 pub(crate) const CERTIFICATE_EXPIRED: u8 = 45;
 /// Added where this end found the server's certificate to be outside its time.
-pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? It is what the server's certificate was judged by (date -u)";
+pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: date -u";
 
 /// What the server says of this end's certificate by an alert, and in words.
 #[must_use]
-pub fn verdict(alert: u8) -> Option<(CloseCode, &'static str)> {
+pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
     match alert {
         CERTIFICATE_REVOKED => Some((
             CloseCode::CredentialRevoked,
@@ -23,15 +23,15 @@ pub fn verdict(alert: u8) -> Option<(CloseCode, &'static str)> {
         )),
         CERTIFICATE_EXPIRED => Some((
             CloseCode::CredentialExpired,
-            "by the server's clock this node's certificate has ended or has not begun",
+            "this node's certificate is expired or not yet valid by the server's clock",
         )),
         _ => None,
     }
 }
 
-/// Whether a code is one of a [`verdict`].
+/// Returns whether [`alert_meaning`] can return this code.
 #[must_use]
-pub fn is_verdict(code: CloseCode) -> bool {
+pub fn is_certificate_rejection(code: CloseCode) -> bool {
     matches!(
         code,
         CloseCode::CredentialRevoked | CloseCode::CredentialExpired
@@ -39,23 +39,23 @@ pub fn is_verdict(code: CloseCode) -> bool {
 }
 
 /// The alert by which the peer ended TLS, if an error is that.
-pub(crate) fn alert_in(error: &io::Error) -> Option<u8> {
-    match cause(error)? {
+pub(crate) fn received_alert(error: &io::Error) -> Option<u8> {
+    match tls_error(error)? {
         Error::AlertReceived(alert) => Some(AlertDescription::into(*alert)),
         _ => None,
     }
 }
 
 /// Whether TLS itself failed, at this end or by an alert, and not the connection below it.
-pub(crate) fn is_of_tls(error: &io::Error) -> bool {
-    cause(error).is_some()
+pub(crate) fn is_tls_error(error: &io::Error) -> bool {
+    tls_error(error).is_some()
 }
 
 /// Words to add when a certificate was found outside its time by this host's clock; else none.
 #[must_use]
 pub fn clock_hint(error: &io::Error) -> &'static str {
     let by_time = matches!(
-        cause(error),
+        tls_error(error),
         Some(Error::InvalidCertificate(
             CertificateError::Expired
                 | CertificateError::ExpiredContext { .. }
@@ -66,6 +66,6 @@ pub fn clock_hint(error: &io::Error) -> &'static str {
     if by_time { CLOCK_HINT } else { "" }
 }
 
-fn cause(error: &io::Error) -> Option<&Error> {
+fn tls_error(error: &io::Error) -> Option<&Error> {
     error.get_ref()?.downcast_ref()
 }

@@ -52,20 +52,20 @@ impl FileError {
 
 /// The files of a chain and its key; they may be the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PairFiles {
+pub struct KeyPairFiles {
     /// The chain, leaf first.
     pub certificate: PathBuf,
     /// The key.
     pub key: PathBuf,
 }
 
-impl PairFiles {
+impl KeyPairFiles {
     /// Reads both. Blocks the thread.
     ///
     /// # Errors
     /// [`FileError`], naming the file.
     pub fn load(&self) -> Result<Arc<CertifiedKey>, FileError> {
-        let certificate = files::read_given(&self.certificate)?;
+        let certificate = files::read_operator_file(&self.certificate)?;
         let chain = chain(&certificate).map_err(|source| FileError::Pem {
             path: self.certificate.clone(),
             what: "certificate",
@@ -74,7 +74,7 @@ impl PairFiles {
         let key = if self.key == self.certificate {
             certificate
         } else {
-            files::read_given(&self.key)?
+            files::read_operator_file(&self.key)?
         };
         let key = private_key(&key).map_err(|source| FileError::Pem {
             path: self.key.clone(),
@@ -91,7 +91,7 @@ impl PairFiles {
 /// # Errors
 /// [`FileError`], naming the file.
 pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
-    let content = files::read_given(path)?;
+    let content = files::read_operator_file(path)?;
     let roots = chain(&content).map_err(|source| FileError::Pem {
         path: path.to_owned(),
         what: "certificate",
@@ -138,18 +138,18 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         let key = KeyPair::generate().unwrap();
         let certificate = CertificateParams::default().self_signed(&key).unwrap();
-        let stranger = KeyPair::generate().unwrap();
+        let other_key = KeyPair::generate().unwrap();
         let both = format!("{}{}", key.serialize_pem(), certificate.pem());
         for (name, content) in [
             ("tls.crt", certificate.pem()),
             ("tls.key", key.serialize_pem()),
-            ("other.key", stranger.serialize_pem()),
+            ("other.key", other_key.serialize_pem()),
             ("both.pem", both),
         ] {
             fs::write(dir.join(name), content).unwrap();
         }
         let load = |certificate: &str, key: &str| {
-            let pair = PairFiles {
+            let pair = KeyPairFiles {
                 certificate: dir.join(certificate),
                 key: dir.join(key),
             };

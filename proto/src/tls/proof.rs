@@ -22,7 +22,7 @@ const SCHEMES: [SignatureScheme; 6] = [
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError {
     /// The key has no scheme of TLS 1.3.
-    #[error("the key cannot sign by a scheme of TLS 1.3")]
+    #[error("the key supports no TLS 1.3 signature scheme")]
     Key,
     /// Signing failed.
     #[error("cannot sign")]
@@ -31,7 +31,7 @@ pub enum ProofError {
     #[error(transparent)]
     Certificate(#[from] IdentityError),
     /// Another key, another connection, or a scheme that is not taken.
-    #[error("the signature is not one of the certificate's key over this connection")]
+    #[error("the signature was not made with the certificate's key for this connection")]
     Signature,
 }
 
@@ -39,9 +39,12 @@ pub enum ProofError {
 ///
 /// # Errors
 /// [`ProofError`].
-pub fn sign_proof(key: &dyn SigningKey, exported: &[u8]) -> Result<(Vec<u8>, u16), ProofError> {
+pub fn sign_proof(
+    key: &dyn SigningKey,
+    keying_material: &[u8],
+) -> Result<(Vec<u8>, u16), ProofError> {
     let signer = key.choose_scheme(&SCHEMES).ok_or(ProofError::Key)?;
-    let signature = signer.sign(exported).map_err(ProofError::Sign)?;
+    let signature = signer.sign(keying_material).map_err(ProofError::Sign)?;
     Ok((signature, signer.scheme().into()))
 }
 
@@ -51,7 +54,7 @@ pub fn sign_proof(key: &dyn SigningKey, exported: &[u8]) -> Result<(Vec<u8>, u16
 /// [`ProofError::Certificate`] or [`ProofError::Signature`].
 pub fn verify_proof(
     leaf: &CertificateDer<'_>,
-    exported: &[u8],
+    keying_material: &[u8],
     signature: &[u8],
     scheme: u16,
 ) -> Result<(), ProofError> {
@@ -64,7 +67,7 @@ pub fn verify_proof(
     let algorithm = algorithms.and_then(|(_, algorithms)| algorithms.first());
     algorithm
         .ok_or(ProofError::Signature)?
-        .verify_signature(&public_key(leaf)?, exported, signature)
+        .verify_signature(&public_key(leaf)?, keying_material, signature)
         .map_err(|_invalid| ProofError::Signature)
 }
 
@@ -75,22 +78,22 @@ mod tests {
     use crate::tls::test_ca::TestCa;
 
     #[test]
-    fn proof_counts_for_its_key_and_its_connection_only() {
+    fn proof_is_valid_for_its_key_and_its_connection_only() {
         let ca = TestCa::new();
         let role = Role::Agent("worker-1".parse().unwrap());
         let (own, other) = (ca.key(&role), ca.key(&role));
-        let exported = [7; 32];
-        let (signature, scheme) = sign_proof(&*own.key, &exported).unwrap();
-        verify_proof(&own.cert[0], &exported, &signature, scheme).unwrap();
-        for (leaf, exported, signature, scheme) in [
-            (&other.cert[0], exported, &signature[..], scheme),
+        let keying_material = [7; 32];
+        let (signature, scheme) = sign_proof(&*own.key, &keying_material).unwrap();
+        verify_proof(&own.cert[0], &keying_material, &signature, scheme).unwrap();
+        for (leaf, keying_material, signature, scheme) in [
+            (&other.cert[0], keying_material, &signature[..], scheme),
             (&own.cert[0], [8; 32], &signature[..], scheme),
-            (&own.cert[0], exported, &signature[1..], scheme),
-            (&own.cert[0], exported, &signature[..], 0x0807),
-            (&own.cert[0], exported, &signature[..], 0x0201),
-            (&own.cert[0], exported, &[], 0),
+            (&own.cert[0], keying_material, &signature[1..], scheme),
+            (&own.cert[0], keying_material, &signature[..], 0x0807),
+            (&own.cert[0], keying_material, &signature[..], 0x0201),
+            (&own.cert[0], keying_material, &[], 0),
         ] {
-            assert!(verify_proof(leaf, &exported, signature, scheme).is_err());
+            assert!(verify_proof(leaf, &keying_material, signature, scheme).is_err());
         }
     }
 }

@@ -8,7 +8,7 @@ use super::test_ca::TestCa;
 use rustls::sign::SingleCertAndKey;
 
 use super::*;
-use crate::identity::{Domain, Role, spki_sha256};
+use crate::identity::{Role, TrustDomain, spki_sha256};
 use crate::wire::ALPN_SESSION;
 
 /// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.
@@ -51,10 +51,10 @@ fn agent() -> Role {
 }
 
 #[test]
-fn each_ca_vouches_in_its_own_domain_only() {
+fn each_ca_authenticates_its_own_trust_domain_only() {
     let (ours, cluster, foreign) = (TestCa::new(), TestCa::new(), TestCa::new());
-    let everyone: Judge = Arc::new(|_peer| Ok(()));
-    let trust = AgentTrust::new(ours.roots(), everyone).unwrap();
+    let never_revoked: RevocationCheck = Arc::new(|_peer| Ok(()));
+    let trust = AgentTrust::new(ours.roots(), never_revoked).unwrap();
     let now = UnixTime::now();
     let kubelet = cluster.kubelet("worker-1");
     assert!(
@@ -63,9 +63,9 @@ fn each_ca_vouches_in_its_own_domain_only() {
     );
     trust.replace_cluster(cluster.roots()).unwrap();
     let peer = trust.verify(&kubelet.cert, now).unwrap();
-    assert_eq!((peer.domain, peer.role), (Domain::Cluster, agent()));
+    assert_eq!((peer.domain, peer.role), (TrustDomain::Cluster, agent()));
     let peer = trust.verify(&ours.key(&agent()).cert, now).unwrap();
-    assert_eq!((peer.domain, peer.role), (Domain::Tunnel, agent()));
+    assert_eq!((peer.domain, peer.role), (TrustDomain::Tunnel, agent()));
     for (what, wrong) in [
         ("cluster's CA, our role", cluster.key(&agent())),
         ("our CA, a kubelet's subject", ours.kubelet("worker-1")),
@@ -167,8 +167,8 @@ fn only_agents_of_our_ca_get_a_session() {
 fn listed_usages_of_an_agents_certificate_have_the_clients() {
     use ExtendedKeyUsagePurpose::{Any, ClientAuth, CodeSigning, Other, ServerAuth};
     let ca = TestCa::new();
-    let everyone: Judge = Arc::new(|_peer| Ok(()));
-    let trust = AgentTrust::new(ca.roots(), everyone).unwrap();
+    let never_revoked: RevocationCheck = Arc::new(|_peer| Ok(()));
+    let trust = AgentTrust::new(ca.roots(), never_revoked).unwrap();
     for (usages, is_agent) in [
         (vec![], true),
         (vec![ClientAuth], true),
@@ -180,8 +180,8 @@ fn listed_usages_of_an_agents_certificate_have_the_clients() {
         (vec![Other(vec![1, 3, 6, 1, 5, 5, 7, 3, 2, 1])], false),
     ] {
         let chain = &ca.leaf_for("culvert://agent/worker-1", &usages).cert;
-        let judged = trust.verify(chain, UnixTime::now());
-        assert_eq!(judged.is_ok(), is_agent, "{usages:?}: {judged:?}");
+        let result = trust.verify(chain, UnixTime::now());
+        assert_eq!(result.is_ok(), is_agent, "{usages:?}: {result:?}");
     }
 }
 
@@ -192,13 +192,13 @@ fn agent_talks_only_to_a_server_of_its_ca() {
     for trust in [Trust::Roots(ca.roots()), pin] {
         let client = enroll_client(trust).unwrap();
         assert!(handshake(&client, &enroll_server(ca.resolver(&Role::Server)).unwrap()).is_ok());
-        let door_leaf = ca.leaf("https://worker-1", ExtendedKeyUsagePurpose::ServerAuth);
+        let https_leaf = ca.leaf("https://worker-1", ExtendedKeyUsagePurpose::ServerAuth);
         for (what, server) in [
             ("foreign CA", foreign.resolver(&Role::Server)),
             ("agent's role", ca.resolver(&agent())),
             (
-                "serving certificate of a door",
-                Arc::new(SingleCertAndKey::from(door_leaf)) as _,
+                "serving certificate of an HTTPS listener",
+                Arc::new(SingleCertAndKey::from(https_leaf)) as _,
             ),
         ] {
             let failed = handshake(&client, &enroll_server(server).unwrap());

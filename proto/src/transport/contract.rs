@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use super::{ClosedBy, IncomingStream, Session, SessionError, Stream, StreamCut, cause_in};
+use super::{ClosedBy, IncomingStream, Session, SessionError, Stream, StreamCut, find_cause};
 use crate::wire::code::{CloseCode, RefusalCode, ResetCode};
 use crate::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use crate::wire::name::Port;
@@ -50,7 +50,7 @@ const NARROW: Windows = Windows {
     streams: 1024,
 };
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 
 fn header() -> StreamHeader {
@@ -58,17 +58,22 @@ fn header() -> StreamHeader {
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("out of patience")
+    timeout(TEST_TIMEOUT, future).await.expect("timed out")
 }
 
 impl Pair {
     async fn open(&self) -> Stream {
-        within(self.opener.open(&header(), PATIENCE)).await.unwrap()
+        within(self.opener.open(&header(), TEST_TIMEOUT))
+            .await
+            .unwrap()
     }
 
     async fn accept(&self) -> Stream {
         let incoming = within(self.acceptor.accept()).await.unwrap();
-        let (got, stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+        let (got, stream) = incoming
+            .header(Instant::now() + TEST_TIMEOUT)
+            .await
+            .unwrap();
         assert_eq!(got, header());
         stream
     }
@@ -95,7 +100,7 @@ fn pattern(bytes: usize) -> Vec<u8> {
 async fn bytes_and_half_closes_pass_both_ways(pair: Pair) {
     for (question, answer) in [(0, 3 * MIB), (3 * MIB, 0), (MIB, 3 * MIB)] {
         let (mut opened, mut accepted) = pair.stream().await;
-        let (asked, told) = tokio::join!(
+        let (response, request) = tokio::join!(
             async {
                 opened.write_all(&pattern(question)).await.unwrap();
                 opened.shutdown().await.unwrap();
@@ -108,7 +113,7 @@ async fn bytes_and_half_closes_pass_both_ways(pair: Pair) {
                 got
             }
         );
-        assert!(asked == pattern(answer) && told == pattern(question));
+        assert!(response == pattern(answer) && request == pattern(question));
         assert_eq!(opened.bytes().read(), (answer as u64, question as u64));
     }
 }
@@ -135,7 +140,7 @@ async fn refusal_arrives_with_its_detail_after_optimistic_data(pair: Pair) {
             .refuse(RefusalCode::TargetRefused, "no such port")
             .await;
         let error = read_all(&mut opened).await.unwrap_err();
-        let refusal = cause_in::<Refusal>(&error).unwrap();
+        let refusal = find_cause::<Refusal>(&error).unwrap();
         assert_eq!(
             (refusal.code, refusal.detail.as_str()),
             (RefusalCode::TargetRefused, "no such port")
@@ -155,7 +160,7 @@ async fn refusal_arrives_with_its_detail_after_optimistic_data(pair: Pair) {
         })
         .await;
         assert_eq!(
-            cause_in::<Refusal>(&error).unwrap().code,
+            find_cause::<Refusal>(&error).unwrap().code,
             RefusalCode::Policy
         );
     }
@@ -167,7 +172,7 @@ async fn dropped_stream_is_a_cut_and_never_a_clean_end(pair: Pair) {
     drop(accepted);
     let error = read_all(&mut opened).await.unwrap_err();
     assert_eq!(
-        cause_in::<StreamCut>(&error),
+        find_cause::<StreamCut>(&error),
         Some(&StreamCut::Reset(ResetCode::Dropped))
     );
 
@@ -182,7 +187,7 @@ async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
     accepted.reset(ResetCode::PeerCut);
     let error = read_all(&mut opened).await.unwrap_err();
     assert_eq!(
-        cause_in::<StreamCut>(&error),
+        find_cause::<StreamCut>(&error),
         Some(&StreamCut::Reset(ResetCode::PeerCut))
     );
     let error = within(async {
@@ -194,7 +199,7 @@ async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
     })
     .await;
     assert!(
-        matches!(cause_in::<StreamCut>(&error), Some(StreamCut::Stopped(_))),
+        matches!(find_cause::<StreamCut>(&error), Some(StreamCut::Stopped(_))),
         "{error:?}"
     );
 }
@@ -221,20 +226,23 @@ async fn reply_that_does_not_come_is_given_up(pair: Pair) {
     let _accepted = pair.accept().await;
     let error = within(silent.accepted()).await.unwrap_err();
     assert_eq!(
-        cause_in::<StreamCut>(&error),
+        find_cause::<StreamCut>(&error),
         Some(&StreamCut::ReplyTimeout)
     );
 }
 
 async fn many_streams_run_at_once(pair: Pair) {
-    pair.acceptor.allow_streams(2000);
+    pair.acceptor.set_max_concurrent_streams(2000);
     let acceptor = pair.acceptor.clone();
     let mut echoes = JoinSet::new();
     let server = async {
         for _ in 0..1000 {
             let incoming = within(acceptor.accept()).await.unwrap();
             echoes.spawn(async move {
-                let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+                let (_, mut stream) = incoming
+                    .header(Instant::now() + TEST_TIMEOUT)
+                    .await
+                    .unwrap();
                 stream.accept("").await.unwrap();
                 let got = read_all(&mut stream).await.unwrap();
                 stream.write_all(&got).await.unwrap();
@@ -246,7 +254,7 @@ async fn many_streams_run_at_once(pair: Pair) {
     for index in 0..1000usize {
         let opener = pair.opener.clone();
         callers.spawn(async move {
-            let mut stream = within(opener.open(&header(), PATIENCE)).await.unwrap();
+            let mut stream = within(opener.open(&header(), TEST_TIMEOUT)).await.unwrap();
             let sent = pattern(index % 5000);
             stream.write_all(&sent).await.unwrap();
             within(stream.shutdown()).await.unwrap();
@@ -262,7 +270,7 @@ async fn many_streams_run_at_once(pair: Pair) {
 }
 
 async fn answer_if_whole(incoming: IncomingStream) -> bool {
-    let Ok((_, mut stream)) = incoming.header(Instant::now() + PATIENCE).await else {
+    let Ok((_, mut stream)) = incoming.header(Instant::now() + TEST_TIMEOUT).await else {
         return false;
     };
     if stream.accept("").await.is_err() || stream.write_all(b"still here").await.is_err() {
@@ -276,7 +284,7 @@ async fn answer_if_whole(incoming: IncomingStream) -> bool {
 }
 
 async fn burst_of_resets_leaves_the_session_usable(pair: Pair) {
-    pair.acceptor.allow_streams(2000);
+    pair.acceptor.set_max_concurrent_streams(2000);
     let acceptor = pair.acceptor.clone();
     // What was reset is either never seen or found cut; only the last stream is whole.
     let served = async move {
@@ -341,7 +349,7 @@ async fn close_delivers_what_was_sent_and_its_reason(pair: Pair) {
     );
     assert_eq!(within(pair.acceptor.closed()).await.by, ClosedBy::Local);
     assert!(matches!(
-        pair.opener.open(&header(), PATIENCE).await,
+        pair.opener.open(&header(), TEST_TIMEOUT).await,
         Err(SessionError::Closed(_))
     ));
 }
@@ -350,7 +358,10 @@ async fn close_cuts_open_streams(pair: Pair) {
     let (mut opened, _accepted) = pair.stream().await;
     pair.acceptor.close(CloseCode::Normal, "").await;
     let error = read_all(&mut opened).await.unwrap_err();
-    assert_eq!(cause_in::<StreamCut>(&error), Some(&StreamCut::SessionLost));
+    assert_eq!(
+        find_cause::<StreamCut>(&error),
+        Some(&StreamCut::SessionLost)
+    );
 }
 
 async fn every_close_code_arrives<F: Future<Output = Pair>>(make: impl Fn() -> F) {
@@ -364,9 +375,9 @@ async fn every_close_code_arrives<F: Future<Output = Pair>>(make: impl Fn() -> F
             (acceptor, opener)
         };
         within(closer.close(code, "why not")).await;
-        let heard = within(other.closed()).await;
+        let reason = within(other.closed()).await;
         assert_eq!(
-            (heard.by, heard.code, heard.reason.as_str()),
+            (reason.by, reason.code, reason.reason.as_str()),
             (ClosedBy::Peer, code, "why not")
         );
     }
@@ -376,7 +387,7 @@ async fn session_that_stopped_opening_keeps_its_streams(pair: Pair) {
     let (mut opened, mut accepted) = pair.stream().await;
     pair.opener.stop_opening();
     assert!(matches!(
-        pair.opener.open(&header(), PATIENCE).await,
+        pair.opener.open(&header(), TEST_TIMEOUT).await,
         Err(SessionError::NotOpening)
     ));
     accepted.write_all(b"on").await.unwrap();

@@ -14,12 +14,12 @@ use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 /// Splits a control stream into its halves; it no longer counts as open. The stream is dropped, and reset unless it was finished, when both are gone.
 #[must_use]
 pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
-    stream.leave_count();
+    stream.exclude_from_count();
     let (input, output) = tokio::io::split(stream);
     let reader = ControlReader {
         input,
         buffer: BytesMut::new(),
-        rate: Rate::default(),
+        rate: MessageRate::default(),
     };
     (reader, ControlWriter { output })
 }
@@ -30,7 +30,7 @@ pub struct ControlReader {
     input: ReadHalf<Stream>,
     /// Bytes of messages that are not complete yet: what makes `receive` cancel-safe.
     buffer: BytesMut,
-    rate: Rate,
+    rate: MessageRate,
 }
 
 /// Messages that a peer may send in a second. A session has a handful of them in its life, apart from doubts about a path that
@@ -44,16 +44,17 @@ pub struct TooManyMessages;
 
 /// How many messages came in the current second.
 #[derive(Debug, Default)]
-struct Rate {
-    began: Option<Instant>,
+struct MessageRate {
+    window_start: Option<Instant>,
     messages: u32,
 }
 
-impl Rate {
+impl MessageRate {
     fn count(&mut self, now: Instant) -> Result<(), TooManyMessages> {
-        let is_over = |began| now.saturating_duration_since(began) >= Duration::from_secs(1);
-        if self.began.is_none_or(is_over) {
-            (self.began, self.messages) = (Some(now), 0);
+        let has_elapsed =
+            |window_start| now.saturating_duration_since(window_start) >= Duration::from_secs(1);
+        if self.window_start.is_none_or(has_elapsed) {
+            (self.window_start, self.messages) = (Some(now), 0);
         }
         self.messages += 1;
         if self.messages > MESSAGES_PER_SECOND {
@@ -73,10 +74,11 @@ impl ControlReader {
     /// [`Protocol`](crate::wire::code::CloseCode::Protocol).
     pub async fn receive(&mut self) -> io::Result<Option<ControlMessage>> {
         loop {
-            let complete = frame::take(&mut self.buffer, CONTROL_MESSAGE_MAX).map_err(invalid)?;
-            if let Some(message) = complete {
-                let counted = self.rate.count(Instant::now());
-                counted.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            let frame_bytes =
+                frame::take(&mut self.buffer, CONTROL_MESSAGE_MAX).map_err(invalid)?;
+            if let Some(message) = frame_bytes {
+                let within_limit = self.rate.count(Instant::now());
+                within_limit.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
                 return ControlMessage::decode(&message).map(Some).map_err(invalid);
             }
             if self.input.read_buf(&mut self.buffer).await? == 0 {
@@ -128,11 +130,11 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
-    use crate::identity::{Domain, PeerIdentity, Role};
+    use crate::identity::{PeerIdentity, Role, TrustDomain};
     use crate::transport::memory;
     use crate::wire::header::{StreamHeader, StreamKind};
 
-    const LONG: Duration = Duration::from_secs(5);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(5);
 
     /// The halves at the opener and at the acceptor, and what keeps the sessions alive.
     async fn control_stream() -> (
@@ -141,7 +143,7 @@ mod tests {
         impl Sized,
     ) {
         let server = PeerIdentity {
-            domain: Domain::Tunnel,
+            domain: TrustDomain::Tunnel,
             role: Role::Server,
             not_before: SystemTime::UNIX_EPOCH,
             not_after: SystemTime::now(),
@@ -151,15 +153,18 @@ mod tests {
             version_min: 1,
             version_max: 1,
         });
-        let opened = first.open(&header, LONG).await.unwrap();
+        let opened = first.open(&header, TEST_TIMEOUT).await.unwrap();
         let incoming = second.accept().await.unwrap();
-        let (_, mut accepted) = incoming.header(Instant::now() + LONG).await.unwrap();
+        let (_, mut accepted) = incoming
+            .header(Instant::now() + TEST_TIMEOUT)
+            .await
+            .unwrap();
         accepted.accept("").await.unwrap();
         (split(opened), split(accepted), (first, second))
     }
 
     #[tokio::test]
-    async fn messages_arrive_in_order_and_the_end_is_told() {
+    async fn messages_arrive_in_order_and_the_end_is_reported() {
         let (mut server, mut agent, _sessions) = control_stream().await;
         let bye = ControlMessage::Bye("stopping".into());
         agent.1.send(&ControlMessage::Withdraw).await.unwrap();
@@ -171,7 +176,7 @@ mod tests {
         );
         assert_eq!(server.0.receive().await.unwrap(), Some(bye));
         assert_eq!(server.0.receive().await.unwrap(), None);
-        let drain = ControlMessage::Drain(LONG);
+        let drain = ControlMessage::Drain(TEST_TIMEOUT);
         server.1.send(&drain).await.unwrap();
         assert_eq!(agent.0.receive().await.unwrap(), Some(drain));
     }
@@ -225,7 +230,7 @@ mod tests {
             tokio::time::advance(Duration::from_secs(1)).await;
         }
         for _ in 0..=50 {
-            agent.1.send(&ControlMessage::Doubt(true)).await.unwrap();
+            agent.1.send(&ControlMessage::Suspect(true)).await.unwrap();
         }
         for _ in 0..50 {
             server.0.receive().await.unwrap();

@@ -15,15 +15,15 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 /// Stream windows that a connection has beyond what stalled streams hold.
-const WINDOWS_FREE: u64 = 8;
+const SPARE_WINDOWS: u64 = 8;
 /// Time between two looks at the readers.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 /// A reader that takes nothing for this many looks (100 ms) is stalled.
-const LOOKS_TO_STALL: u32 = 2;
+const SAMPLES_TO_STALL: u32 = 2;
 /// A stalled reader stays charged until it has read for this many looks: a slow one would have the window breathe.
-const LOOKS_TO_CALM: u32 = 20;
+const SAMPLES_TO_RECOVER: u32 = 20;
 /// The share of the pool that one peer may hold before it gets no new streams.
-const SHARE_OF_ONE: u64 = 4;
+const PEER_SHARE_DIVISOR: u64 = 4;
 
 /// What stalled streams of all sessions hold, against a limit.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct BufferPool {
     limit: u64,
     charged: AtomicU64,
     sessions: Mutex<Vec<Weak<SessionFlow>>>,
-    looking: OnceLock<AbortOnDropHandle<()>>,
+    sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
 impl BufferPool {
@@ -42,7 +42,7 @@ impl BufferPool {
             limit,
             charged: AtomicU64::new(0),
             sessions: Mutex::default(),
-            looking: OnceLock::new(),
+            sampler: OnceLock::new(),
         })
     }
 
@@ -68,24 +68,24 @@ impl BufferPool {
         let flow = Arc::new(SessionFlow {
             pool: self.clone(),
             stream_window: stream_window.into(),
-            gauges: Mutex::default(),
+            monitors: Mutex::default(),
             charged: AtomicU64::new(0),
             set_window: Box::new(set_window),
         });
         lock(&self.sessions).push(Arc::downgrade(&flow));
-        self.looking.get_or_init(|| {
+        self.sampler.get_or_init(|| {
             let pool = Arc::downgrade(self);
-            AbortOnDropHandle::new(TaskTracker::new().spawn(look_at_all(pool)))
+            AbortOnDropHandle::new(TaskTracker::new().spawn(sample_all(pool)))
         });
         flow
     }
 }
 
-async fn look_at_all(pool: Weak<BufferPool>) {
-    let mut looks = interval(LOOK_EVERY);
-    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+async fn sample_all(pool: Weak<BufferPool>) {
+    let mut ticks = interval(SAMPLE_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        looks.tick().await;
+        ticks.tick().await;
         let Some(pool) = pool.upgrade() else { return };
         let mut sessions = Vec::new();
         lock(&pool.sessions).retain(|session| {
@@ -95,64 +95,64 @@ async fn look_at_all(pool: Weak<BufferPool>) {
             alive
         });
         for session in sessions {
-            session.look();
+            session.sample();
         }
     }
 }
 
 /// The connection window for `charged` bytes held by stalled streams.
 pub(super) fn connection_window(stream_window: u32, charged: u64) -> u64 {
-    charged + WINDOWS_FREE * u64::from(stream_window)
+    charged + SPARE_WINDOWS * u64::from(stream_window)
 }
 
 /// What the stalled streams of one session hold.
 pub(super) struct SessionFlow {
     pool: Arc<BufferPool>,
     stream_window: u64,
-    gauges: Mutex<Vec<Watched>>,
+    monitors: Mutex<Vec<StreamUsage>>,
     charged: AtomicU64,
     set_window: Box<dyn Fn(u64) + Send + Sync>,
 }
 
 #[derive(Debug)]
-struct Watched {
-    gauge: Arc<Gauge>,
+struct StreamUsage {
+    read_monitor: Arc<ReadMonitor>,
     reads: u32,
-    still: u32,
-    calm: u32,
+    idle_samples: u32,
+    active_samples: u32,
 }
 
 impl SessionFlow {
     /// The gauge of a new stream.
-    pub(super) fn gauge(&self) -> Arc<Gauge> {
-        let gauge = Arc::<Gauge>::default();
-        lock(&self.gauges).push(Watched {
-            gauge: gauge.clone(),
+    pub(super) fn read_monitor(&self) -> Arc<ReadMonitor> {
+        let read_monitor = Arc::<ReadMonitor>::default();
+        lock(&self.monitors).push(StreamUsage {
+            read_monitor: read_monitor.clone(),
             reads: 0,
-            still: 0,
-            calm: LOOKS_TO_CALM,
+            idle_samples: 0,
+            active_samples: SAMPLES_TO_RECOVER,
         });
-        gauge
+        read_monitor
     }
 
     /// Whether the session may get new streams.
     pub(super) fn has_room(&self) -> bool {
         self.pool.charged() < self.pool.limit
-            && self.charged.load(Ordering::Relaxed) <= self.pool.limit / SHARE_OF_ONE
+            && self.charged.load(Ordering::Relaxed) <= self.pool.limit / PEER_SHARE_DIVISOR
     }
 
-    fn look(&self) {
-        let mut gauges = lock(&self.gauges);
+    fn sample(&self) {
+        let mut monitors = lock(&self.monitors);
         // The other owner is the stream.
-        gauges.retain(|watched| {
-            Arc::strong_count(&watched.gauge) > 1
-                && !watched.gauge.uncounted.load(Ordering::Relaxed)
+        monitors.retain(|usage| {
+            Arc::strong_count(&usage.read_monitor) > 1
+                && !usage.read_monitor.is_finished.load(Ordering::Relaxed)
         });
-        let charged = gauges
+        let charged = monitors
             .iter_mut()
-            .map(|watched| watched.charge(self.stream_window))
+            .map(|usage| usage.charge(self.stream_window))
             .sum();
-        drop(gauges);
+        drop(monitors);
         self.charge(charged);
     }
 
@@ -163,7 +163,7 @@ impl SessionFlow {
         }
         self.pool.charged.fetch_add(charged, Ordering::Relaxed);
         self.pool.charged.fetch_sub(before, Ordering::Relaxed);
-        (self.set_window)(charged + WINDOWS_FREE * self.stream_window);
+        (self.set_window)(charged + SPARE_WINDOWS * self.stream_window);
     }
 }
 
@@ -183,23 +183,23 @@ impl Drop for SessionFlow {
     }
 }
 
-impl Watched {
+impl StreamUsage {
     fn charge(&mut self, stream_window: u64) -> u64 {
-        let reads = self.gauge.reads.load(Ordering::Relaxed);
-        if self.gauge.waiting.load(Ordering::Acquire) || reads != self.reads {
-            (self.reads, self.still) = (reads, 0);
-            self.calm = self.calm.saturating_add(1);
+        let reads = self.read_monitor.reads.load(Ordering::Relaxed);
+        if self.read_monitor.is_waiting.load(Ordering::Acquire) || reads != self.reads {
+            (self.reads, self.idle_samples) = (reads, 0);
+            self.active_samples = self.active_samples.saturating_add(1);
         } else {
-            self.still = self.still.saturating_add(1);
-            if self.still >= LOOKS_TO_STALL {
-                self.calm = 0;
+            self.idle_samples = self.idle_samples.saturating_add(1);
+            if self.idle_samples >= SAMPLES_TO_STALL {
+                self.active_samples = 0;
             }
         }
-        if self.calm >= LOOKS_TO_CALM {
+        if self.active_samples >= SAMPLES_TO_RECOVER {
             return 0;
         }
-        match self.gauge.unread.load(Ordering::Relaxed) {
-            UNKNOWN => stream_window,
+        match self.read_monitor.unread.load(Ordering::Relaxed) {
+            UNREAD_UNKNOWN => stream_window,
             unread => unread.min(stream_window),
         }
     }
@@ -207,45 +207,45 @@ impl Watched {
 
 /// What a stream shows of its reader.
 #[derive(Debug)]
-pub struct Gauge {
+pub struct ReadMonitor {
     /// Reads that gave something; it only has to differ between two looks.
     reads: AtomicU32,
     /// The reader waits for bytes and none have come since, so it is not the one that stalls. A reader that was woken and
     /// does not come back (its own writer is blocked) waits no more.
-    waiting: AtomicBool,
+    is_waiting: AtomicBool,
     reader: AtomicWaker,
     /// Bytes received and not read, where the transport tells.
     unread: AtomicU64,
-    uncounted: AtomicBool,
+    is_finished: AtomicBool,
 }
 
 /// The transport does not tell how much is unread.
-const UNKNOWN: u64 = u64::MAX;
+const UNREAD_UNKNOWN: u64 = u64::MAX;
 
-impl Default for Gauge {
+impl Default for ReadMonitor {
     fn default() -> Self {
         Self {
             reads: AtomicU32::new(0),
             // Nobody has to read before the first read: the target is being dialled, or the reply is awaited.
-            waiting: AtomicBool::new(true),
+            is_waiting: AtomicBool::new(true),
             reader: AtomicWaker::new(),
-            unread: AtomicU64::new(UNKNOWN),
-            uncounted: AtomicBool::new(false),
+            unread: AtomicU64::new(UNREAD_UNKNOWN),
+            is_finished: AtomicBool::new(false),
         }
     }
 }
 
-impl Gauge {
+impl ReadMonitor {
     /// Before a read: what the transport has to wake instead of the reader itself.
     pub(super) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
         self.reader.register(cx.waker());
-        self.waiting.store(true, Ordering::Release);
+        self.is_waiting.store(true, Ordering::Release);
         Waker::from(self.clone())
     }
 
     /// A read gave something, or it is the reader's turn.
     pub(super) fn end_read(&self) {
-        self.waiting.store(false, Ordering::Release);
+        self.is_waiting.store(false, Ordering::Release);
         self.reads.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -254,18 +254,18 @@ impl Gauge {
     }
 
     /// For streams that are not requests.
-    pub(super) fn leave(&self) {
-        self.uncounted.store(true, Ordering::Relaxed);
+    pub(super) fn finish(&self) {
+        self.is_finished.store(true, Ordering::Relaxed);
     }
 }
 
-impl Wake for Gauge {
+impl Wake for ReadMonitor {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.waiting.store(false, Ordering::Release);
+        self.is_waiting.store(false, Ordering::Release);
         self.reader.wake();
     }
 }
@@ -283,49 +283,51 @@ mod tests {
     fn session(limit: u64) -> (Arc<BufferPool>, Arc<SessionFlow>, Arc<AtomicU64>) {
         let pool = BufferPool::new(limit);
         let window = Arc::new(AtomicU64::new(0));
-        let seen = window.clone();
-        let flow = pool.session(WINDOW, move |window| seen.store(window, Ordering::Relaxed));
+        let observed = window.clone();
+        let flow = pool.session(WINDOW, move |window| {
+            observed.store(window, Ordering::Relaxed)
+        });
         (pool, flow, window)
     }
 
-    fn look(flow: &SessionFlow, times: u32) {
-        (0..times).for_each(|_| flow.look());
+    fn sample(flow: &SessionFlow, times: u32) {
+        (0..times).for_each(|_| flow.sample());
     }
 
     #[tokio::test]
     async fn stalled_stream_is_charged_and_the_window_grows_by_it() {
         let (pool, flow, window) = session(1 << 20);
-        let gauges: Vec<_> = (0..3).map(|_| flow.gauge()).collect();
-        gauges[0].end_read();
-        let waker = gauges[1].begin_read(&Context::from_waker(Waker::noop()));
-        gauges[2].end_read();
-        gauges[2].set_unread(300);
-        look(&flow, 1);
+        let monitors: Vec<_> = (0..3).map(|_| flow.read_monitor()).collect();
+        monitors[0].end_read();
+        let waker = monitors[1].begin_read(&Context::from_waker(Waker::noop()));
+        monitors[2].end_read();
+        monitors[2].set_unread(300);
+        sample(&flow, 1);
         assert_eq!(pool.charged(), 0, "100 ms have not passed");
-        look(&flow, 2);
+        sample(&flow, 2);
         assert_eq!(pool.charged(), 1300);
         assert_eq!(window.load(Ordering::Relaxed), 8 * 1000 + 1300);
         // Bytes came for the one that waits, and it does not fetch them.
         waker.wake();
-        look(&flow, 3);
+        sample(&flow, 3);
         assert_eq!(pool.charged(), 2300);
     }
 
     #[tokio::test]
     async fn charge_goes_when_the_reader_is_steady_or_the_stream_is_gone() {
         let (pool, flow, window) = session(1 << 20);
-        let (slow, gone) = (flow.gauge(), flow.gauge());
+        let (slow, dropped) = (flow.read_monitor(), flow.read_monitor());
         slow.end_read();
-        gone.end_read();
-        look(&flow, 3);
+        dropped.end_read();
+        sample(&flow, 3);
         assert_eq!(pool.charged(), 2000);
-        drop(gone);
-        look(&flow, 1);
+        drop(dropped);
+        sample(&flow, 1);
         assert_eq!(pool.charged(), 1000);
-        for _ in 0..LOOKS_TO_CALM {
+        for _ in 0..SAMPLES_TO_RECOVER {
             assert_eq!(pool.charged(), 1000, "a few reads do not make it steady");
             slow.end_read();
-            look(&flow, 1);
+            sample(&flow, 1);
         }
         assert_eq!(pool.charged(), 0);
         assert_eq!(window.load(Ordering::Relaxed), 8000);
@@ -336,27 +338,27 @@ mod tests {
         let (pool, greedy, _window) = session(8000);
         let modest = pool.session(WINDOW, |_| {});
         let stalled = |flow: &SessionFlow| {
-            let gauge = flow.gauge();
-            gauge.end_read();
-            gauge
+            let read_monitor = flow.read_monitor();
+            read_monitor.end_read();
+            read_monitor
         };
-        let held: Vec<_> = (0..3).map(|_| stalled(&greedy)).collect();
-        look(&greedy, 3);
+        let greedy_streams: Vec<_> = (0..3).map(|_| stalled(&greedy)).collect();
+        sample(&greedy, 3);
         assert!(!greedy.has_room() && modest.has_room());
         let others: Vec<_> = (0..5)
             .map(|_| {
                 let flow = pool.session(WINDOW, |_| {});
-                let gauge = stalled(&flow);
-                look(&flow, 3);
-                (flow, gauge)
+                let read_monitor = stalled(&flow);
+                sample(&flow, 3);
+                (flow, read_monitor)
             })
             .collect();
         assert_eq!(pool.charged(), 8000);
         assert!(!modest.has_room(), "the pool is full");
         drop(others);
         assert!(modest.has_room());
-        drop(held);
-        look(&greedy, 1);
+        drop(greedy_streams);
+        sample(&greedy, 1);
         assert!(greedy.has_room());
     }
 }

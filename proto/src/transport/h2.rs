@@ -24,7 +24,7 @@ use super::{
     CloseReason, Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind,
 };
 use crate::identity::{IdentityError, PeerIdentity};
-use crate::tcp::{self, Connect, Remote};
+use crate::tcp::{self, Connect, ServerAddr};
 use crate::tls;
 use crate::wire::code::CloseCode;
 
@@ -36,10 +36,10 @@ mod session;
 mod stream;
 
 use control_rate::PREFACE_BYTES;
-use driver::{Connection, Driver, WINDOW_MOST, network};
-use io::Io;
-use session::{H2Session, Hub, SESSION};
-use stream::Shared;
+use driver::{Connection, Driver, WINDOW_SIZE_MAX, network};
+use io::ConnIo;
+use session::{CLOSE_STREAM_URI, H2Session, SessionShared};
+use stream::StreamShared;
 
 /// Small frames (below 256 bytes) inside h2 cost it up to 256 bytes of this budget each until the driver takes them out,
 /// which it does at least every 256 KiB.
@@ -49,13 +49,13 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// Header block; ours are a few dozen bytes (RFC 9113, section 10.5.1).
 const HEADER_LIST_BYTES: u32 = 64 << 10;
 /// Streams that were reset here and about which the peer may not know yet.
-const RESETS_REMEMBERED: usize = 4096;
+const RESET_STREAMS_MAX: usize = 4096;
 /// For how long they are remembered: as long as a partition may last that a session survives.
-const RESETS_REMEMBERED_FOR: Duration = Duration::from_secs(90);
+const RESET_STREAM_DURATION: Duration = Duration::from_secs(90);
 /// Frames on forgotten streams before the peer is taken for an attacker (CVE-2025-8671); over a session's life.
-const STRAY_FRAMES: usize = 1 << 16;
+const LOCAL_ERROR_RESETS_MAX: usize = 1 << 16;
 /// Streams that the peer may reset in one burst before anyone has accepted them, even if it may have few at a time.
-const RESETS_LEAST: usize = 10_240;
+const PENDING_RESETS_MIN: usize = 10_240;
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
@@ -68,19 +68,19 @@ pub async fn accept(
     settings: &SessionSettings,
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
-    let peer = PeerIdentity::of_agent(leaf(tls.peer_certificates())?)?;
+    let peer = PeerIdentity::from_agent_certificate(leaf(tls.peer_certificates())?)?;
     let chain = tls::issuer_path(tls.peer_certificates().unwrap_or_default());
     let remote = address(socket)?;
-    let (io, line) = Io::new(stream, 0);
+    let (io, conn_state) = ConnIo::new(stream, 0);
     let mut builder = h2::client::Builder::new();
     builder
         .initial_window_size(settings.stream_window)
-        .initial_connection_window_size(first_window(settings))
+        .initial_connection_window_size(initial_window(settings))
         .max_header_list_size(HEADER_LIST_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
-        .max_concurrent_reset_streams(RESETS_REMEMBERED)
-        .reset_stream_duration(RESETS_REMEMBERED_FOR)
-        .max_local_error_reset_streams(Some(STRAY_FRAMES))
+        .max_concurrent_reset_streams(RESET_STREAMS_MAX)
+        .reset_stream_duration(RESET_STREAM_DURATION)
+        .max_local_error_reset_streams(Some(LOCAL_ERROR_RESETS_MAX))
         .max_pending_accept_reset_streams(0)
         .data_frame_budget(DATA_FRAME_BUDGET)
         .enable_push(false)
@@ -89,18 +89,24 @@ pub async fn accept(
         .handshake::<_, Bytes>(io)
         .await
         .map_err(|error| HandshakeError::Transport(error.to_string()))?;
-    let hub = Hub::new(line, Some(opener));
-    let farewell = hub
-        .request(SESSION, BytesMut::new(), Arc::default())
+    let shared = SessionShared::new(conn_state, Some(opener));
+    let close_stream = shared
+        .request(CLOSE_STREAM_URI, BytesMut::new(), Arc::default())
         .await
         .map_err(|error| HandshakeError::Transport(error.to_string()))?;
     let connection = Connection::Client(connection);
-    let far = Far {
+    let peer_info = PeerInfo {
         peer,
         chain,
         remote,
     };
-    Ok(start(connection, Some(farewell), hub, far, settings))
+    Ok(start(
+        connection,
+        Some(close_stream),
+        shared,
+        peer_info,
+        settings,
+    ))
 }
 
 /// Dials h2 sessions.
@@ -129,11 +135,11 @@ impl H2Dialer {
 
 #[async_trait]
 impl Dialer for H2Dialer {
-    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
         let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
         // The server's verdict may come at any time after the client's own part of the handshake.
-        let failed = |alert: Option<u8>, text: String| match alert.and_then(tls::verdict) {
-            Some((code, reason)) => HandshakeError::Verdict(code, reason.to_owned()),
+        let failed = |alert: Option<u8>, text: String| match alert.and_then(tls::alert_meaning) {
+            Some((code, reason)) => HandshakeError::CertificateRejected(code, reason.to_owned()),
             None => HandshakeError::Transport(text),
         };
         let socket = self
@@ -141,52 +147,53 @@ impl Dialer for H2Dialer {
             .connect(remote)
             .await
             .map_err(HandshakeError::Connect)?;
-        tcp::prepare_tunnel(&socket).map_err(|error| local(&error))?;
+        tcp::configure_session(&socket).map_err(|error| local(&error))?;
         let address = address(&socket)?;
         let name = ServerName::try_from(SERVER_NAME).map_err(|error| local(&error))?;
         let stream = TlsConnector::from(self.tls.clone())
             .connect(name, socket)
             .await
             .map_err(|error| {
-                if !tls::is_of_tls(&error) {
+                if !tls::is_tls_error(&error) {
                     // Reset or closed in the middle, as by a server that stops.
                     return HandshakeError::Connect(error);
                 }
                 let text = format!("{error}{}", tls::clock_hint(&error));
-                failed(tls::alert_in(&error), text)
+                failed(tls::received_alert(&error), text)
             })?;
-        let peer = PeerIdentity::of_server(leaf(stream.get_ref().1.peer_certificates())?)?;
-        let (io, line) = Io::new(stream, PREFACE_BYTES);
+        let peer =
+            PeerIdentity::from_server_certificate(leaf(stream.get_ref().1.peer_certificates())?)?;
+        let (io, conn_state) = ConnIo::new(stream, PREFACE_BYTES);
         let streams = self.settings.streams;
         let mut builder = h2::server::Builder::new();
         builder
             .initial_window_size(self.settings.stream_window)
-            .initial_connection_window_size(first_window(&self.settings))
+            .initial_connection_window_size(initial_window(&self.settings))
             .max_header_list_size(HEADER_LIST_BYTES)
             .max_send_buffer_size(SEND_BUFFER_BYTES)
             .max_concurrent_streams(streams)
-            .max_concurrent_reset_streams(RESETS_REMEMBERED)
-            .reset_stream_duration(RESETS_REMEMBERED_FOR)
-            .max_local_error_reset_streams(Some(STRAY_FRAMES))
-            .max_pending_accept_reset_streams(most_resets(streams))
+            .max_concurrent_reset_streams(RESET_STREAMS_MAX)
+            .reset_stream_duration(RESET_STREAM_DURATION)
+            .max_local_error_reset_streams(Some(LOCAL_ERROR_RESETS_MAX))
+            .max_pending_accept_reset_streams(max_pending_resets(streams))
             .data_frame_budget(DATA_FRAME_BUDGET);
         let connection = builder
             .handshake::<_, Bytes>(io)
             .await
-            .map_err(|error| failed(Some(line.alert()), error.to_string()))?;
-        let hub = Hub::new(line, None);
+            .map_err(|error| failed(Some(conn_state.alert()), error.to_string()))?;
+        let shared = SessionShared::new(conn_state, None);
         let connection = Connection::Server(connection);
-        let far = Far {
+        let peer_info = PeerInfo {
             peer,
             chain: Vec::new(),
             remote: address,
         };
-        let session = start(connection, None, hub.clone(), far, &self.settings);
-        match hub.established().await {
+        let session = start(connection, None, shared.clone(), peer_info, &self.settings);
+        match shared.established().await {
             Ok(()) => Ok(session),
-            Err(reason) if tls::is_verdict(reason.code) => {
-                Err(HandshakeError::Verdict(reason.code, reason.reason))
-            }
+            Err(reason) if tls::is_certificate_rejection(reason.code) => Err(
+                HandshakeError::CertificateRejected(reason.code, reason.reason),
+            ),
             Err(reason) if reason.code == CloseCode::Dead => Err(HandshakeError::Connect(
                 std::io::Error::other(reason.reason),
             )),
@@ -203,36 +210,36 @@ impl Dialer for H2Dialer {
 }
 
 /// The other end.
-struct Far {
+struct PeerInfo {
     peer: PeerIdentity,
     /// Kept at the accepting end, which may come to trust other roots.
     chain: Vec<CertificateDer<'static>>,
     remote: SocketAddr,
 }
 
-/// `farewell` is the stream that carries what ends the session, at the end that opens it.
+/// `close_stream` is the stream that carries what ends the session, at the end that opens it.
 fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     connection: Connection<S>,
-    farewell: Option<Arc<Shared>>,
-    hub: Arc<Hub>,
-    far: Far,
+    close_stream: Option<Arc<StreamShared>>,
+    shared: Arc<SessionShared>,
+    peer_info: PeerInfo,
     settings: &SessionSettings,
 ) -> Arc<dyn Session> {
-    let windows = Arc::downgrade(&hub);
+    let weak = Arc::downgrade(&shared);
     let flow = settings.pool.session(settings.stream_window, move |bytes| {
-        if let Some(hub) = windows.upgrade() {
-            hub.post(|mail| mail.window = Some(bytes));
+        if let Some(shared) = weak.upgrade() {
+            shared.send_command(|commands| commands.window = Some(bytes));
         }
     });
-    let (accepted, incoming) = mpsc::channel(most_resets(settings.streams));
-    let driver = Driver::new(connection, hub.clone(), flow.clone(), accepted, settings)
-        .with_farewell(farewell);
+    let (accepted, incoming) = mpsc::channel(max_pending_resets(settings.streams));
+    let driver = Driver::new(connection, shared.clone(), flow.clone(), accepted, settings)
+        .with_close_stream(close_stream);
     let driver = TaskTracker::new().spawn(driver);
     Arc::new(H2Session {
-        hub,
-        peer: far.peer,
-        chain: far.chain,
-        remote: far.remote,
+        shared,
+        peer: peer_info.peer,
+        chain: peer_info.chain,
+        remote: peer_info.remote,
         traffic: Arc::<Traffic>::default(),
         flow,
         opening: AtomicBool::new(true),
@@ -256,22 +263,22 @@ fn address(socket: &TcpStream) -> Result<SocketAddr, HandshakeError> {
     Ok(SocketAddr::new(address.ip().to_canonical(), address.port()))
 }
 
-fn first_window(settings: &SessionSettings) -> u32 {
+fn initial_window(settings: &SessionSettings) -> u32 {
     u32::try_from(connection_window(settings.stream_window, 0))
-        .unwrap_or(WINDOW_MOST)
-        .min(WINDOW_MOST)
+        .unwrap_or(WINDOW_SIZE_MAX)
+        .min(WINDOW_SIZE_MAX)
 }
 
 /// A burst of streams opened and reset at once must not look like an attack (CVE-2023-44487).
-fn most_resets(streams: u32) -> usize {
+fn max_pending_resets(streams: u32) -> usize {
     usize::try_from(streams)
         .unwrap_or(usize::MAX)
         .saturating_mul(2)
-        .clamp(RESETS_LEAST, 1 << 18)
+        .clamp(PENDING_RESETS_MIN, 1 << 18)
 }
 
 /// The session went without a word.
-fn lost() -> CloseReason {
+fn connection_lost() -> CloseReason {
     network(CloseCode::Dead, "connection was lost")
 }
 

@@ -19,9 +19,9 @@ pub struct LivenessLimits {
     /// An idle session is asked for a sign of life this often, by the end that `probes_idle`.
     pub keep_alive: Duration,
     /// Suspect after this long without a sign of life while requests wait.
-    pub suspect_busy: Duration,
+    pub suspect_after_busy: Duration,
     /// Suspect after this long without a sign of life otherwise.
-    pub suspect_idle: Duration,
+    pub suspect_after_idle: Duration,
     /// Dead after this long.
     pub dead_after: Duration,
     /// Whether this end probes when nothing waits (the server does; the agent's keep-alive does it for the agent).
@@ -32,8 +32,8 @@ impl Default for LivenessLimits {
     fn default() -> Self {
         Self {
             keep_alive: Duration::from_secs(5),
-            suspect_busy: Duration::from_secs(5),
-            suspect_idle: Duration::from_secs(15),
+            suspect_after_busy: Duration::from_secs(5),
+            suspect_after_idle: Duration::from_secs(15),
             dead_after: Duration::from_secs(60),
             probes_idle: false,
         }
@@ -42,28 +42,28 @@ impl Default for LivenessLimits {
 
 /// A reading of the session at one moment.
 #[derive(Debug, Clone, Copy)]
-pub struct Reading {
-    /// As [`Health::heard`](super::Health::heard).
-    pub heard: u64,
+pub struct LivenessSample {
+    /// As [`Health::received`](super::Health::received).
+    pub received: u64,
     /// As [`Health::acknowledged`](super::Health::acknowledged).
     pub acknowledged: u64,
     /// Whether requests wait: at least one stream is open.
-    pub waiting: bool,
+    pub is_busy: bool,
 }
 
-impl From<super::Health> for Reading {
+impl From<super::Health> for LivenessSample {
     fn from(health: super::Health) -> Self {
         Self {
-            heard: health.heard,
+            received: health.received,
             acknowledged: health.acknowledged,
-            waiting: health.streams > 0,
+            is_busy: health.streams > 0,
         }
     }
 }
 
 /// What is thought of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum LivenessState {
     /// It answers.
     Live,
     /// It has been silent: no new streams, the open ones stay.
@@ -74,160 +74,165 @@ pub enum State {
 
 /// What follows from a reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Verdict {
+pub struct LivenessCheck {
     /// The state now.
-    pub state: State,
+    pub state: LivenessState,
     /// Whether this end's own clocks, without the peer's word, make it suspect: what the peer should be told.
-    pub own_doubt: bool,
+    pub is_suspect_locally: bool,
     /// Whether a probe is to be sent now.
     pub probe: bool,
     /// The longer of the two silences.
     pub silence: Duration,
     /// When to look again, at the latest; a stream that opens calls for a look at once.
-    pub look_again: Duration,
+    pub next_check: Duration,
 }
 
 /// The two clocks of one session.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limits: LivenessLimits,
-    answer_busy: Duration,
-    heard: (u64, Instant),
+    probe_timeout_busy: Duration,
+    received: (u64, Instant),
     acknowledged: u64,
     /// The oldest probe that nothing has acknowledged.
-    asked: Option<Instant>,
+    oldest_probe: Option<Instant>,
     last_probe: Instant,
-    waiting_since: Option<Instant>,
-    looked: Instant,
-    peer_doubts: bool,
-    /// The last verdict's `own_doubt`.
-    doubts: bool,
+    busy_since: Option<Instant>,
+    last_check: Instant,
+    peer_suspects: bool,
+    /// The last verdict's `is_suspect_locally`.
+    is_suspect: bool,
 }
 
 impl Liveness {
-    /// A session of which `reading` was just taken.
+    /// A session of which `sample` was just taken.
     #[must_use]
     pub fn new(
         limits: LivenessLimits,
         transport: TransportKind,
-        reading: Reading,
+        sample: LivenessSample,
         now: Instant,
     ) -> Self {
-        let answer_busy = match transport {
+        let probe_timeout_busy = match transport {
             // A PING queues behind bulk.
-            TransportKind::H2 => limits.suspect_idle,
-            TransportKind::Quic | TransportKind::Memory => limits.suspect_busy,
+            TransportKind::H2 => limits.suspect_after_idle,
+            TransportKind::Quic | TransportKind::Memory => limits.suspect_after_busy,
         };
         Self {
             limits,
-            answer_busy,
-            heard: (reading.heard, now),
-            acknowledged: reading.acknowledged,
-            asked: None,
+            probe_timeout_busy,
+            received: (sample.received, now),
+            acknowledged: sample.acknowledged,
+            oldest_probe: None,
             last_probe: now,
-            waiting_since: None,
-            looked: now,
-            peer_doubts: false,
-            doubts: false,
+            busy_since: None,
+            last_check: now,
+            peer_suspects: false,
+            is_suspect: false,
         }
     }
 
     /// Whether a silence is too long also for a session on which nothing waits.
     #[must_use]
     pub fn is_suspect_idle(&self, silence: Duration) -> bool {
-        reached(silence, self.limits.suspect_idle)
+        is_reached(silence, self.limits.suspect_after_idle)
     }
 
     /// What the peer last said of this end.
-    pub fn peer_doubts(&mut self, doubts: bool) {
-        self.peer_doubts = doubts;
+    pub fn peer_suspects(&mut self, is_suspect: bool) {
+        self.peer_suspects = is_suspect;
     }
 
     /// Takes a reading. When it says `probe`, the caller sends one.
-    pub fn look(&mut self, reading: Reading, now: Instant) -> Verdict {
-        let before = self.forgive_a_pause(now);
-        if reading.heard != self.heard.0 {
+    pub fn check(&mut self, sample: LivenessSample, now: Instant) -> LivenessCheck {
+        let before = self.exclude_pause(now);
+        if sample.received != self.received.0 {
             // Some time since the last look: the earliest counts, so that no bound is passed.
-            self.heard = (reading.heard, before);
+            self.received = (sample.received, before);
         }
-        if reading.acknowledged != self.acknowledged {
-            self.acknowledged = reading.acknowledged;
-            self.asked = None;
+        if sample.acknowledged != self.acknowledged {
+            self.acknowledged = sample.acknowledged;
+            self.oldest_probe = None;
         }
-        self.waiting_since = match (reading.waiting, self.waiting_since) {
+        self.busy_since = match (sample.is_busy, self.busy_since) {
             (false, _) => None,
             (true, None) => Some(now),
             (true, since) => since,
         };
-        let unheard = now.saturating_duration_since(self.heard.1);
-        let unanswered = self
-            .asked
-            .map_or(Duration::ZERO, |asked| now.saturating_duration_since(asked));
-        let silence = unheard.max(unanswered);
+        let receive_silence = now.saturating_duration_since(self.received.1);
+        let probe_silence = self.oldest_probe.map_or(Duration::ZERO, |oldest_probe| {
+            now.saturating_duration_since(oldest_probe)
+        });
+        let silence = receive_silence.max(probe_silence);
         let limits = &self.limits;
-        let too_long = reached(silence, limits.suspect_idle)
-            || self.waiting_since.is_some_and(|since| {
+        let too_long = is_reached(silence, limits.suspect_after_idle)
+            || self.busy_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
-                reached(unheard.min(waited), limits.suspect_busy)
-                    || reached(unanswered.min(waited), self.answer_busy)
+                is_reached(receive_silence.min(waited), limits.suspect_after_busy)
+                    || is_reached(probe_silence.min(waited), self.probe_timeout_busy)
             });
         // Only a sign of life ends a doubt: requests that give up are none.
-        let own_doubt = too_long || (self.doubts && reached(silence, limits.suspect_busy));
-        self.doubts = own_doubt;
-        let state = if reached(silence, limits.dead_after) {
-            State::Dead
-        } else if own_doubt || self.peer_doubts {
-            State::Suspect
+        let is_suspect_locally =
+            too_long || (self.is_suspect && is_reached(silence, limits.suspect_after_busy));
+        self.is_suspect = is_suspect_locally;
+        let state = if is_reached(silence, limits.dead_after) {
+            LivenessState::Dead
+        } else if is_suspect_locally || self.peer_suspects {
+            LivenessState::Suspect
         } else {
-            State::Live
+            LivenessState::Live
         };
-        let probe = self.probe_is_due(reading.waiting, silence, now);
+        let probe = self.probe_is_due(sample.is_busy, silence, now);
         if probe {
             self.last_probe = now;
-            self.asked.get_or_insert(now);
+            self.oldest_probe.get_or_insert(now);
         }
-        Verdict {
+        LivenessCheck {
             state,
-            own_doubt,
+            is_suspect_locally,
             probe,
             silence,
-            look_again: self
-                .look_again(reading.waiting || state != State::Live)
+            next_check: self
+                .next_check(sample.is_busy || state != LivenessState::Live)
                 .min(self.next_bound(silence))
                 .min(self.next_probe(now))
-                .max(LOOKS_APART),
+                .max(CHECK_INTERVAL_MIN),
         }
     }
 
-    fn probe_is_due(&self, waiting: bool, silence: Duration, now: Instant) -> bool {
+    fn probe_is_due(&self, is_busy: bool, silence: Duration, now: Instant) -> bool {
         let since = now.saturating_duration_since(self.last_probe);
-        let doubt = self.probe_every();
-        (waiting && silence >= doubt && since >= doubt)
+        let interval = self.probe_interval();
+        (is_busy && silence >= interval && since >= interval)
             || (self.limits.probes_idle && since >= self.limits.keep_alive)
-            || (silence > self.limits.keep_alive * 2 && since >= doubt)
+            || (silence > self.limits.keep_alive * 2 && since >= interval)
     }
 
     /// 2 s by default.
-    fn probe_every(&self) -> Duration {
-        PROBE_EVERY.min(self.limits.suspect_busy * 2 / 5)
+    fn probe_interval(&self) -> Duration {
+        PROBE_INTERVAL.min(self.limits.suspect_after_busy * 2 / 5)
     }
 
-    fn look_again(&self, closely: bool) -> Duration {
-        if closely {
-            self.limits.suspect_busy / 20
+    fn next_check(&self, is_frequent: bool) -> Duration {
+        if is_frequent {
+            self.limits.suspect_after_busy / 20
         } else {
-            (self.limits.keep_alive / 5).min(self.limits.suspect_idle / 15)
+            (self.limits.keep_alive / 5).min(self.limits.suspect_after_idle / 15)
         }
     }
 
     /// Until the next of the bounds that this silence would pass.
     fn next_bound(&self, silence: Duration) -> Duration {
         let limits = &self.limits;
-        [limits.suspect_busy, limits.suspect_idle, limits.dead_after]
-            .into_iter()
-            .filter_map(|bound| (bound - early(bound)).checked_sub(silence))
-            .find(|left| !left.is_zero())
-            .unwrap_or(limits.dead_after)
+        [
+            limits.suspect_after_busy,
+            limits.suspect_after_idle,
+            limits.dead_after,
+        ]
+        .into_iter()
+        .filter_map(|bound| (bound - margin(bound)).checked_sub(silence))
+        .find(|left| !left.is_zero())
+        .unwrap_or(limits.dead_after)
     }
 
     /// Until an idle session is asked again.
@@ -240,46 +245,48 @@ impl Liveness {
     }
 
     /// When it was looked last. A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
-    fn forgive_a_pause(&mut self, now: Instant) -> Instant {
-        let gap = now.saturating_duration_since(self.looked);
-        let expected = self.look_again(false).max(self.look_again(true));
+    fn exclude_pause(&mut self, now: Instant) -> Instant {
+        let gap = now.saturating_duration_since(self.last_check);
+        let expected = self.next_check(false).max(self.next_check(true));
         if gap > expected * PAUSE_FACTOR {
-            let forgiven = gap - expected;
-            self.heard.1 += forgiven;
-            self.last_probe += forgiven;
-            self.asked = self.asked.map(|asked| asked + forgiven);
-            self.waiting_since = self.waiting_since.map(|since| since + forgiven);
-            self.looked += forgiven;
+            let excluded = gap - expected;
+            self.received.1 += excluded;
+            self.last_probe += excluded;
+            self.oldest_probe = self
+                .oldest_probe
+                .map(|oldest_probe| oldest_probe + excluded);
+            self.busy_since = self.busy_since.map(|since| since + excluded);
+            self.last_check += excluded;
         }
-        std::mem::replace(&mut self.looked, now)
+        std::mem::replace(&mut self.last_check, now)
     }
 }
 
 /// Whether `bound` is reached, seen a little early so that what follows is done in time.
-fn reached(silence: Duration, bound: Duration) -> bool {
-    silence >= bound - early(bound)
+fn is_reached(silence: Duration, bound: Duration) -> bool {
+    silence >= bound - margin(bound)
 }
 
 /// A fiftieth, at most 250 ms.
-fn early(bound: Duration) -> Duration {
-    (bound / 50).min(EARLY_MOST)
+fn margin(bound: Duration) -> Duration {
+    (bound / 50).min(MARGIN_MAX)
 }
 
 /// Which changes between live and suspect are logged: the first at once, then at most one in 30 s, and always the
 /// one that lasts. A bad link may flap for hours, and a peer may say that it does.
 #[derive(Debug, Default)]
-pub struct SuspicionLog {
+pub struct SuspectLogThrottle {
     suspect: bool,
     at: Option<Instant>,
 }
 
-impl SuspicionLog {
+impl SuspectLogThrottle {
     /// Whether this state, which may not have changed, is to be logged.
     #[must_use]
     pub fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
         let too_soon = self
             .at
-            .is_some_and(|at| now.saturating_duration_since(at) < LOG_EVERY);
+            .is_some_and(|at| now.saturating_duration_since(at) < LOG_INTERVAL);
         let due = suspect != self.suspect && !too_soon;
         if due {
             *self = Self {
@@ -292,13 +299,13 @@ impl SuspicionLog {
 }
 
 /// Time between two lines about one session's state.
-const LOG_EVERY: Duration = Duration::from_secs(30);
-/// See [`early`].
-const EARLY_MOST: Duration = Duration::from_millis(250);
+const LOG_INTERVAL: Duration = Duration::from_secs(30);
+/// See [`margin`].
+const MARGIN_MAX: Duration = Duration::from_millis(250);
 /// Between probes while a request waits and one clock is above this.
-const PROBE_EVERY: Duration = Duration::from_secs(2);
+const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 /// However near a bound is.
-const LOOKS_APART: Duration = Duration::from_millis(10);
+const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(10);
 /// Looks that come this many times later than planned tell of a stopped process.
 const PAUSE_FACTOR: u32 = 4;
 
@@ -310,63 +317,63 @@ mod tests {
         liveness: Liveness,
         start: Instant,
         now: Instant,
-        reading: Reading,
+        sample: LivenessSample,
         answers: bool,
         sends: bool,
-        beat: u64,
+        period: u64,
         probes: u32,
     }
 
     impl Clock {
         fn new(probes_idle: bool, transport: TransportKind) -> Self {
             let now = Instant::now();
-            let reading = Reading {
-                heard: 0,
+            let sample = LivenessSample {
+                received: 0,
                 acknowledged: 0,
-                waiting: false,
+                is_busy: false,
             };
             let limits = LivenessLimits {
                 probes_idle,
                 ..LivenessLimits::default()
             };
             Self {
-                liveness: Liveness::new(limits, transport, reading, now),
+                liveness: Liveness::new(limits, transport, sample, now),
                 start: now,
                 now,
-                reading,
+                sample,
                 answers: true,
                 sends: true,
-                beat: 5,
+                period: 5,
                 probes: 0,
             }
         }
 
         /// Looks as often as told until `seconds` have passed; the peer acknowledges probes and sends a sign of life
-        /// every `beat` seconds as long as it does.
-        fn run(&mut self, seconds: u64) -> Verdict {
+        /// every `period` seconds as long as it does.
+        fn run(&mut self, seconds: u64) -> LivenessCheck {
             let end = self.now + Duration::from_secs(seconds);
             loop {
-                let verdict = self.liveness.look(self.reading, self.now);
-                if verdict.probe {
+                let check = self.liveness.check(self.sample, self.now);
+                if check.probe {
                     self.probes += 1;
                     if self.answers {
-                        self.reading.acknowledged += 1;
-                        self.reading.heard += 1;
+                        self.sample.acknowledged += 1;
+                        self.sample.received += 1;
                     }
                 }
                 if self.now >= end {
-                    return verdict;
+                    return check;
                 }
                 let before = self.now;
-                self.now = (self.now + verdict.look_again).min(end);
-                let beat = |at: Instant| at.duration_since(self.start).as_secs() / self.beat;
-                if self.sends && beat(self.now) > beat(before) {
-                    self.reading.heard += 1;
+                self.now = (self.now + check.next_check).min(end);
+                let period = |at: Instant| at.duration_since(self.start).as_secs() / self.period;
+                if self.sends && period(self.now) > period(before) {
+                    self.sample.received += 1;
                 }
             }
         }
 
-        fn first(&mut self, state: State, most: u64) -> u64 {
+        fn first(&mut self, state: LivenessState, most: u64) -> u64 {
             (1..=most)
                 .find(|_| self.run(1).state == state)
                 .unwrap_or(u64::MAX)
@@ -376,13 +383,13 @@ mod tests {
     #[test]
     fn peer_that_answers_stays_live_busy_or_idle() {
         for transport in [TransportKind::Quic, TransportKind::H2] {
-            for (probes_idle, waiting) in
+            for (probes_idle, is_busy) in
                 [(true, false), (true, true), (false, false), (false, true)]
             {
                 let mut clock = Clock::new(probes_idle, transport);
-                clock.reading.waiting = waiting;
+                clock.sample.is_busy = is_busy;
                 for _ in 0..200 {
-                    assert_eq!(clock.run(1).state, State::Live);
+                    assert_eq!(clock.run(1).state, LivenessState::Live);
                 }
             }
         }
@@ -390,13 +397,13 @@ mod tests {
 
     #[test]
     fn silent_peer_is_suspect_at_five_or_fifteen_seconds_and_dead_at_sixty() {
-        for (waiting, bound) in [(true, 5..=6), (false, 15..=16)] {
+        for (is_busy, bound) in [(true, 5..=6), (false, 15..=16)] {
             let mut clock = Clock::new(true, TransportKind::Quic);
             clock.run(5);
-            (clock.sends, clock.answers, clock.reading.waiting) = (false, false, waiting);
-            let suspect = clock.first(State::Suspect, 60);
+            (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, is_busy);
+            let suspect = clock.first(LivenessState::Suspect, 60);
             assert!(bound.contains(&suspect), "{suspect}");
-            let dead = suspect + clock.first(State::Dead, 60);
+            let dead = suspect + clock.first(LivenessState::Dead, 60);
             assert!((59..=61).contains(&dead), "{dead}");
         }
     }
@@ -406,59 +413,62 @@ mod tests {
         let mut clock = Clock::new(false, TransportKind::Quic);
         (clock.sends, clock.answers) = (false, false);
         clock.run(4);
-        clock.reading.waiting = true;
-        assert_eq!(clock.run(4).state, State::Live);
-        assert_eq!(clock.run(2).state, State::Suspect);
+        clock.sample.is_busy = true;
+        assert_eq!(clock.run(4).state, LivenessState::Live);
+        assert_eq!(clock.run(2).state, LivenessState::Suspect);
     }
 
     #[test]
-    fn peer_that_is_heard_but_acknowledges_nothing_is_suspect() {
+    fn peer_that_sends_but_acknowledges_nothing_is_suspect() {
         for (transport, bound) in [(TransportKind::Quic, 5..=12), (TransportKind::H2, 15..=22)] {
             let mut clock = Clock::new(true, transport);
-            (clock.answers, clock.beat, clock.reading.waiting) = (false, 4, true);
-            let suspect = clock.first(State::Suspect, 60);
+            (clock.answers, clock.period, clock.sample.is_busy) = (false, 4, true);
+            let suspect = clock.first(LivenessState::Suspect, 60);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
     }
 
     #[test]
-    fn requests_that_give_up_do_not_end_a_doubt() {
+    fn requests_that_give_up_do_not_end_suspicion() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        (clock.sends, clock.answers, clock.reading.waiting) = (false, false, true);
-        assert_eq!(clock.run(6).state, State::Suspect);
-        clock.reading.waiting = false;
+        (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, true);
+        assert_eq!(clock.run(6).state, LivenessState::Suspect);
+        clock.sample.is_busy = false;
         for _ in 0..40 {
-            assert_eq!(clock.run(1).state, State::Suspect);
+            assert_eq!(clock.run(1).state, LivenessState::Suspect);
         }
         (clock.sends, clock.answers) = (true, true);
         clock.run(5);
-        assert_eq!(clock.run(1).state, State::Live);
+        assert_eq!(clock.run(1).state, LivenessState::Live);
     }
 
     #[test]
-    fn suspect_peer_that_is_heard_again_is_live() {
+    fn suspect_peer_that_sends_again_is_live() {
         let mut clock = Clock::new(true, TransportKind::Quic);
         (clock.sends, clock.answers) = (false, false);
-        assert_eq!(clock.run(30).state, State::Suspect);
+        assert_eq!(clock.run(30).state, LivenessState::Suspect);
         (clock.sends, clock.answers) = (true, true);
         clock.run(5);
-        assert_eq!(clock.run(1).state, State::Live);
+        assert_eq!(clock.run(1).state, LivenessState::Live);
     }
 
     #[test]
-    fn word_of_the_peer_counts_until_it_takes_it_back() {
+    fn suspicion_of_the_peer_counts_until_it_is_withdrawn() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        clock.liveness.peer_doubts(true);
-        let verdict = clock.run(1);
-        assert_eq!((verdict.state, verdict.own_doubt), (State::Suspect, false));
-        clock.liveness.peer_doubts(false);
-        assert_eq!(clock.run(1).state, State::Live);
+        clock.liveness.peer_suspects(true);
+        let check = clock.run(1);
+        assert_eq!(
+            (check.state, check.is_suspect_locally),
+            (LivenessState::Suspect, false)
+        );
+        clock.liveness.peer_suspects(false);
+        assert_eq!(clock.run(1).state, LivenessState::Live);
     }
 
     #[test]
     fn probes_come_every_two_seconds_while_a_request_waits_in_silence_and_every_five_when_idle() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        (clock.sends, clock.answers, clock.reading.waiting) = (false, false, true);
+        (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, true);
         clock.run(20);
         assert!((8..=10).contains(&clock.probes), "{}", clock.probes);
         let mut clock = Clock::new(true, TransportKind::Quic);
@@ -472,16 +482,16 @@ mod tests {
     #[test]
     fn time_in_which_this_process_was_stopped_does_not_count() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        clock.reading.waiting = true;
+        clock.sample.is_busy = true;
         clock.run(4);
         clock.now += Duration::from_secs(100);
-        let verdict = clock.liveness.look(clock.reading, clock.now);
-        assert_eq!(verdict.state, State::Live);
+        let check = clock.liveness.check(clock.sample, clock.now);
+        assert_eq!(check.state, LivenessState::Live);
     }
 
     #[test]
     fn changes_are_logged_at_once_then_every_thirty_seconds_and_the_last_one_always() {
-        let (mut log, start) = (SuspicionLog::default(), Instant::now());
+        let (mut log, start) = (SuspectLogThrottle::default(), Instant::now());
         let mut due = |suspect, second| log.is_due(suspect, start + Duration::from_secs(second));
         assert!(!due(false, 0));
         assert!(due(true, 1));

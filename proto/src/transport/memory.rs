@@ -23,7 +23,7 @@ use crate::wire::header::StreamHeader;
 /// Bytes that one direction holds unread before its writer waits.
 const WINDOW_BYTES: usize = 256 * 1024;
 /// Streams that wait for the peer to accept them.
-const BACKLOG: usize = 4096;
+const ACCEPT_BACKLOG: usize = 4096;
 
 /// Two sessions joined to each other; the first one's peer is `second_identity`.
 #[must_use]
@@ -31,18 +31,18 @@ pub fn pair(
     first_identity: PeerIdentity,
     second_identity: PeerIdentity,
 ) -> (Arc<dyn Session>, Arc<dyn Session>) {
-    let (to_second, from_first) = mpsc::channel(BACKLOG);
-    let (to_first, from_second) = mpsc::channel(BACKLOG);
-    let (closed, watch_closed) = watch::channel(None);
+    let (to_second, from_first) = mpsc::channel(ACCEPT_BACKLOG);
+    let (to_first, from_second) = mpsc::channel(ACCEPT_BACKLOG);
+    let (closed, closed_receiver) = watch::channel(None);
     let closed = Arc::new(closed);
-    let session = |peer, outgoing, incoming, side| {
+    let session = |peer, outgoing, incoming, end| {
         Arc::new(MemorySession {
             peer,
             outgoing,
             incoming: AsyncMutex::new(incoming),
-            side,
+            end,
             closed: closed.clone(),
-            watch_closed: watch_closed.clone(),
+            closed_receiver: closed_receiver.clone(),
             opening: AtomicBool::new(true),
             probes: AtomicU64::new(0),
             traffic: Arc::default(),
@@ -59,17 +59,17 @@ struct MemorySession {
     peer: PeerIdentity,
     outgoing: mpsc::Sender<MemoryStream>,
     incoming: AsyncMutex<mpsc::Receiver<MemoryStream>>,
-    side: u8,
+    end: u8,
     closed: Arc<watch::Sender<Option<(u8, CloseCode, String)>>>,
-    watch_closed: watch::Receiver<Option<(u8, CloseCode, String)>>,
+    closed_receiver: watch::Receiver<Option<(u8, CloseCode, String)>>,
     opening: AtomicBool,
     probes: AtomicU64,
     traffic: Arc<Traffic>,
 }
 
 impl MemorySession {
-    fn reason(&self, (side, code, reason): (u8, CloseCode, String)) -> CloseReason {
-        let by = if side == self.side {
+    fn reason(&self, (end, code, reason): (u8, CloseCode, String)) -> CloseReason {
+        let by = if end == self.end {
             ClosedBy::Local
         } else {
             ClosedBy::Peer
@@ -83,7 +83,7 @@ impl Session for MemorySession {
     async fn open(
         &self,
         header: &StreamHeader,
-        reply_within: Duration,
+        reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
@@ -95,9 +95,13 @@ impl Session for MemorySession {
         if let Some(closed) = self.closed.borrow().clone() {
             return Err(self.reason(closed).into());
         }
-        let (there, back) = (Arc::new(Pipe::default()), Arc::new(Pipe::default()));
-        let mut ours = MemoryStream::new(back.clone(), there.clone(), self.watch_closed.clone());
-        let theirs = MemoryStream::new(there, back, self.watch_closed.clone());
+        let (to_peer, from_peer) = (Arc::new(Pipe::default()), Arc::new(Pipe::default()));
+        let mut ours = MemoryStream::new(
+            from_peer.clone(),
+            to_peer.clone(),
+            self.closed_receiver.clone(),
+        );
+        let theirs = MemoryStream::new(to_peer, from_peer, self.closed_receiver.clone());
         let _within_window = ours.write_all(&buffer).await;
         if self.outgoing.send(theirs).await.is_err() {
             return Err(self.closed().await.into());
@@ -106,7 +110,7 @@ impl Session for MemorySession {
             Box::new(ours),
             self.traffic.clone(),
             Arc::default(),
-            reply_within,
+            reply_timeout,
         ))
     }
 
@@ -129,7 +133,7 @@ impl Session for MemorySession {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
         let answered = self.probes.load(Ordering::Relaxed);
         Health {
-            heard: answered,
+            received: answered,
             acknowledged: answered,
             rtt: Duration::ZERO,
             remote: SocketAddr::from(([127, 0, 0, 1], 0)),
@@ -143,7 +147,7 @@ impl Session for MemorySession {
         self.opening.store(false, Ordering::Relaxed);
     }
 
-    fn allow_streams(&self, _count: u32) {}
+    fn set_max_concurrent_streams(&self, _count: u32) {}
 
     fn has_room(&self) -> bool {
         true
@@ -153,14 +157,14 @@ impl Session for MemorySession {
         self.closed.send_if_modified(|closed| {
             let first = closed.is_none();
             if first {
-                *closed = Some((self.side, code, reason.to_owned()));
+                *closed = Some((self.end, code, reason.to_owned()));
             }
             first
         });
     }
 
     async fn closed(&self) -> CloseReason {
-        let mut watch = self.watch_closed.clone();
+        let mut watch = self.closed_receiver.clone();
         let ended = watch
             .wait_for(Option::is_some)
             .await
@@ -230,7 +234,7 @@ impl MemoryStream {
         }
     }
 
-    fn lost(&self) -> bool {
+    fn is_closed(&self) -> bool {
         self.closed.borrow().is_some()
     }
 }
@@ -272,7 +276,7 @@ impl AsyncRead for MemoryStream {
                 pipe.wake();
                 return Poll::Ready(Ok(()));
             }
-            if self.lost() {
+            if self.is_closed() {
                 return Poll::Ready(Err(StreamCut::SessionLost.into()));
             }
             pipe.reader = Some(cx.waker().clone());
@@ -297,7 +301,7 @@ impl AsyncWrite for MemoryStream {
         if let Some(code) = pipe.stopped {
             return Poll::Ready(Err(StreamCut::Stopped(code).into()));
         }
-        if self.lost() {
+        if self.is_closed() {
             return Poll::Ready(Err(StreamCut::SessionLost.into()));
         }
         if pipe.finished || pipe.reset.is_some() {

@@ -19,29 +19,29 @@ use super::{
     TransportKind, flow,
 };
 use crate::identity::PeerIdentity;
-use crate::tcp::Remote;
+use crate::tcp::ServerAddr;
 use crate::tls;
 use crate::wire::code::CloseCode;
 
 mod backlog;
 mod connection_id;
-mod floods;
-mod path;
+mod flood_detector;
+#[cfg(test)]
+mod regressions;
+mod rtt_cache;
 mod runtime;
 mod session;
 mod stream;
-#[cfg(test)]
-mod traps;
 
-use connection_id::UniqueIds;
-use path::LastPath;
-use runtime::Tokio;
+use connection_id::PrefixedCidGenerator;
+use rtt_cache::RttCache;
+use runtime::EndpointRuntime;
 use session::QuicSession;
 
 /// UDP buffers asked for, bytes. 10,000 handshakes at once dropped 2 % as many packets with these as with the default.
 const UDP_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// Streams a peer may open before it is known how many are needed. quinn keeps some 80 bytes for each allowed stream.
-const STREAMS_ALLOWED_AT_FIRST: u32 = 32;
+const INITIAL_STREAM_LIMIT: u32 = 32;
 /// Datagrams only carry 1-byte probes, so their buffers are small.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
 /// What may wait for one handshake that has not begun, bytes: a ClientHello, some times. quinn would take 10 MiB.
@@ -54,12 +54,12 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// let 200 agents of a restarted server wait for seconds.
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
 /// With this many handshakes under way, a new peer has to prove its address first: an attacker may have invented it.
-const RETRY_ABOVE: usize = 256;
+const RETRY_THRESHOLD: usize = 256;
 /// Handshakes that are computed beside each other. Ten thousand agents that come back at once would share the processor
 /// until each has given up; those that wait here cost nothing yet.
-const TURNS: usize = 128;
+const HANDSHAKES_MAX: usize = 128;
 /// How long a handshake keeps its turn. What still is not done waits for its peer, not for the processor.
-const TURN_MOST: Duration = Duration::from_millis(100);
+const HANDSHAKE_PERMIT_TIMEOUT: Duration = Duration::from_millis(100);
 /// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
@@ -102,7 +102,7 @@ pub struct QuicAcceptor {
     /// Handshakes under way.
     half_open: Arc<()>,
     /// Handshakes that may begin, so that a crowd's are done one after the other and not all too late.
-    turns: Arc<Semaphore>,
+    handshake_permits: Arc<Semaphore>,
 }
 
 impl QuicAcceptor {
@@ -125,15 +125,20 @@ impl QuicAcceptor {
         let reset = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &keys.reset);
         let mut config = EndpointConfig::new(Arc::new(reset));
         let connection_id = keys.connection_id;
-        config.cid_generator(move || Box::new(UniqueIds::from_key(connection_id)));
+        config.cid_generator(move || Box::new(PrefixedCidGenerator::from_key(connection_id)));
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
-        let endpoint = Endpoint::new(config, Some(server), socket, Arc::new(Tokio::default()))?;
+        let endpoint = Endpoint::new(
+            config,
+            Some(server),
+            socket,
+            Arc::new(EndpointRuntime::default()),
+        )?;
         Ok(Self {
             endpoint,
             settings,
             half_open: Arc::default(),
-            turns: Arc::new(Semaphore::new(TURNS)),
+            handshake_permits: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
         })
     }
 
@@ -142,7 +147,7 @@ impl QuicAcceptor {
     async fn incoming(&self) -> Option<quinn::Incoming> {
         loop {
             let incoming = self.endpoint.accept().await?;
-            if incoming.remote_address_validated() || self.half_open() < RETRY_ABOVE {
+            if incoming.remote_address_validated() || self.half_open() < RETRY_THRESHOLD {
                 return Some(incoming);
             }
             // An address that is valid already is handled above, the only error that there is.
@@ -161,20 +166,25 @@ impl Acceptor for QuicAcceptor {
         let incoming = self.incoming().await?;
         let remote = incoming.remote_address();
         let (settings, half_open) = (self.settings.clone(), self.half_open.clone());
-        let turns = self.turns.clone();
+        let handshake_permits = self.handshake_permits.clone();
         let handshake = async move {
-            let turn = turns.acquire_owned().await;
+            let permit = handshake_permits.acquire_owned().await;
             let mut connecting = std::pin::pin!(incoming.into_future());
-            let connected = match timeout(TURN_MOST, connecting.as_mut()).await {
+            let connected = match timeout(HANDSHAKE_PERMIT_TIMEOUT, connecting.as_mut()).await {
                 Ok(connected) => connected,
                 Err(_elapsed) => {
-                    drop(turn);
+                    drop(permit);
                     connecting.await
                 }
             };
             let connection = connected.map_err(handshake_error)?;
             drop(half_open);
-            QuicSession::start(connection, &settings, PeerIdentity::of_agent, None)
+            QuicSession::start(
+                connection,
+                &settings,
+                PeerIdentity::from_agent_certificate,
+                None,
+            )
         };
         Some((remote, Box::pin(handshake)))
     }
@@ -195,7 +205,7 @@ pub struct QuicDialer {
     settings: SessionSettings,
     /// Endpoints whose sessions may still have something to say.
     endpoints: Mutex<Vec<Endpoint>>,
-    path: LastPath,
+    rtt_cache: RttCache,
 }
 
 impl std::fmt::Debug for QuicDialer {
@@ -218,12 +228,12 @@ impl QuicDialer {
             crypto,
             settings,
             endpoints: Mutex::default(),
-            path: LastPath::default(),
+            rtt_cache: RttCache::default(),
         })
     }
 
-    fn endpoint(&self, towards: SocketAddr) -> io::Result<Endpoint> {
-        let any = match towards {
+    fn endpoint(&self, server: SocketAddr) -> io::Result<Endpoint> {
+        let any = match server {
             SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
             SocketAddr::V6(_) => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
         };
@@ -231,7 +241,7 @@ impl QuicDialer {
             EndpointConfig::default(),
             None,
             udp_socket(any)?,
-            Arc::new(Tokio::default()),
+            Arc::new(EndpointRuntime::default()),
         )?;
         let mut endpoints = self.lock();
         endpoints.retain(|old| old.open_connections() > 0);
@@ -249,7 +259,7 @@ impl QuicDialer {
 
 #[async_trait]
 impl Dialer for QuicDialer {
-    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
         let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
         let address = remote.address().map_err(|error| local(&error))?;
         let mut config = quinn::ClientConfig::new(self.crypto.clone());
@@ -258,8 +268,8 @@ impl Dialer for QuicDialer {
         settings.keep_alive = settings
             .keep_alive
             .map(|interval| interval.mul_f64(rand::random_range(0.8..1.2)));
-        let mut transport = transport_config(&settings, STREAMS_ALLOWED_AT_FIRST);
-        transport.initial_rtt(self.path.initial_rtt(address));
+        let mut transport = transport_config(&settings, INITIAL_STREAM_LIMIT);
+        transport.initial_rtt(self.rtt_cache.initial_rtt(address));
         config.transport_config(Arc::new(transport));
         let connecting = self
             .endpoint(address)
@@ -267,8 +277,13 @@ impl Dialer for QuicDialer {
             .connect_with(config, address, SERVER_NAME)
             .map_err(|error| local(&error))?;
         let connection = connecting.await.map_err(dial_error)?;
-        let path = Some(self.path.clone());
-        QuicSession::start(connection, &settings, PeerIdentity::of_server, path)
+        let rtt_cache = Some(self.rtt_cache.clone());
+        QuicSession::start(
+            connection,
+            &settings,
+            PeerIdentity::from_server_certificate,
+            rtt_cache,
+        )
     }
 
     fn transport(&self) -> TransportKind {
@@ -298,14 +313,14 @@ fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     let alert = code
         .and_then(|code| code.checked_sub(CRYPTO_ERROR))
         .is_some_and(|alert| CERTIFICATE_ALERTS.contains(&alert) || alert == CERTIFICATE_REQUIRED);
-    let told = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
-    if let Some((code, reason)) = code.filter(|_| told).and_then(verdict) {
-        HandshakeError::Verdict(code, reason.to_owned())
+    let reported = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
+    if let Some((code, reason)) = code.filter(|_| reported).and_then(verdict) {
+        HandshakeError::CertificateRejected(code, reason.to_owned())
     } else if alert {
         let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
         let hint = if expired { tls::CLOCK_HINT } else { "" };
         HandshakeError::Transport(format!("{error}{hint}"))
-    } else if told && code == Some(CONNECTION_REFUSED) {
+    } else if reported && code == Some(CONNECTION_REFUSED) {
         HandshakeError::Refused
     } else {
         HandshakeError::Connect(io::Error::new(
@@ -318,7 +333,7 @@ fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
 /// What the server says of this agent's certificate, when that is what a QUIC error code means.
 fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
     let alert = code.checked_sub(CRYPTO_ERROR)?;
-    tls::verdict(u8::try_from(alert).ok()?)
+    tls::alert_meaning(u8::try_from(alert).ok()?)
 }
 
 /// The transport error of a server that takes no new connection now (RFC 9000, section 20.1).
@@ -426,11 +441,11 @@ mod tests {
         let address = acceptor.local_addr().unwrap();
         let role = Role::Agent("worker-1".parse().unwrap());
         let trust = tls::Trust::Roots(ca.roots());
-        let mut held = vec![acceptor.half_open.clone(); RETRY_ABOVE - 1];
+        let mut guards = vec![acceptor.half_open.clone(); RETRY_THRESHOLD - 1];
         for proves in [false, true] {
             let tls = tls::session_client(ca.key(&role), trust.clone(), ALPN_SESSION).unwrap();
             let dialer = QuicDialer::new(tls, settings()).unwrap();
-            let server = Remote {
+            let server = ServerAddr {
                 name: address.to_string(),
                 address: Some(address),
             };
@@ -440,16 +455,16 @@ mod tests {
                 let connection = incoming.await.unwrap();
                 (proven, connection)
             };
-            let ((proven, _connection), dialled) = tokio::join!(accept, dialer.dial(&server));
-            dialled.unwrap();
-            assert_eq!(proven, proves, "with {} handshakes under way", held.len());
-            held.push(acceptor.half_open.clone());
+            let ((proven, _connection), dialed) = tokio::join!(accept, dialer.dial(&server));
+            dialed.unwrap();
+            assert_eq!(proven, proves, "with {} handshakes under way", guards.len());
+            guards.push(acceptor.half_open.clone());
         }
     }
 
     #[test]
     fn only_a_verdict_about_a_certificate_is_an_alert() {
-        let told = |code| {
+        let reported = |code| {
             dial_error(ConnectionError::TransportError(TransportError {
                 code,
                 frame: None,
@@ -457,7 +472,7 @@ mod tests {
             }))
         };
         for alert in [42, 46, 48, 116] {
-            let error = told(TransportErrorCode::crypto(alert));
+            let error = reported(TransportErrorCode::crypto(alert));
             assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
         }
         // no_application_protocol: some other service has the port.
@@ -467,11 +482,14 @@ mod tests {
             TransportErrorCode::PROTOCOL_VIOLATION,
         ];
         for other in others {
-            assert!(matches!(told(other), HandshakeError::Connect(_)), "{other}");
+            assert!(
+                matches!(reported(other), HandshakeError::Connect(_)),
+                "{other}"
+            );
         }
         let silent = dial_error(ConnectionError::TimedOut);
         assert!(matches!(silent, HandshakeError::Timeout));
-        let wrong = dial_error(ConnectionError::VersionMismatch);
-        assert!(matches!(wrong, HandshakeError::Connect(_)));
+        let mismatch = dial_error(ConnectionError::VersionMismatch);
+        assert!(matches!(mismatch, HandshakeError::Connect(_)));
     }
 }

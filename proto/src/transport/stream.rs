@@ -12,7 +12,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 
-use super::Gauge;
+use super::ReadMonitor;
 use crate::wire::code::{RefusalCode, ResetCode};
 use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use crate::wire::header::{Refusal, StreamReply};
@@ -39,7 +39,7 @@ pub enum StreamCut {
     #[error("stream was reset by the peer ({0})")]
     Reset(ResetCode),
     /// The peer reads no more of ours.
-    #[error("stream is no longer read by the peer ({0})")]
+    #[error("peer stopped reading the stream ({0})")]
     Stopped(ResetCode),
     /// The session ended underneath.
     #[error("session was lost")]
@@ -48,7 +48,7 @@ pub enum StreamCut {
     #[error("stream ended without a reply")]
     NoReply,
     /// The reply did not come in time.
-    #[error("peer did not answer in time")]
+    #[error("peer sent no stream reply in time")]
     ReplyTimeout,
 }
 
@@ -68,7 +68,7 @@ impl From<StreamCut> for io::Error {
 /// Finds a [`Refusal`] (or, with another type, any cause) inside an error from reading or writing a stream, however
 /// deep libraries wrapped it.
 #[must_use]
-pub fn cause_in<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
+pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
     let mut next = Some(error);
     while let Some(current) = next {
         if let Some(found) = current.downcast_ref::<T>() {
@@ -138,30 +138,30 @@ impl ByteCount {
 /// A stream of a session, both halves. Dropping it before `shutdown` resets it.
 pub struct Stream {
     raw: Box<dyn RawStream>,
-    reply: Reply,
+    reply: ReplyState,
     /// The writer met an error while the reply was outstanding; reported once the reply is known.
-    write_failure: Option<io::Error>,
+    deferred_write_error: Option<io::Error>,
     /// Whoever waits in one half for what the other half will learn: the reply, or the end of the input.
     waiters: [Option<Waker>; 2],
     read_ended: bool,
     shut_down: bool,
     bytes: Arc<ByteCount>,
     traffic: Arc<Traffic>,
-    counted: bool,
-    gauge: Arc<Gauge>,
+    is_counted: bool,
+    read_monitor: Arc<ReadMonitor>,
     attachment: Option<Box<dyn Send>>,
 }
 
-enum Reply {
+enum ReplyState {
     /// This end accepted the stream; it sends the reply.
-    Ours,
+    Local,
     /// Opened here, and nothing complete has come back.
-    Awaited {
+    Pending {
         buffer: BytesMut,
         deadline: Pin<Box<Sleep>>,
     },
     Accepted {
-        dialled: String,
+        dialed: String,
     },
     Refused(Refusal),
     Failed(StreamCut),
@@ -179,48 +179,48 @@ impl Stream {
     pub fn opened(
         raw: Box<dyn RawStream>,
         traffic: Arc<Traffic>,
-        gauge: Arc<Gauge>,
-        reply_within: Duration,
+        read_monitor: Arc<ReadMonitor>,
+        reply_timeout: Duration,
     ) -> Self {
-        let deadline = Box::pin(tokio::time::sleep(reply_within));
+        let deadline = Box::pin(tokio::time::sleep(reply_timeout));
         Self::new(
             raw,
-            Reply::Awaited {
+            ReplyState::Pending {
                 buffer: BytesMut::new(),
                 deadline,
             },
             traffic,
-            gauge,
+            read_monitor,
         )
     }
 
     fn new(
         raw: Box<dyn RawStream>,
-        reply: Reply,
+        reply: ReplyState,
         traffic: Arc<Traffic>,
-        gauge: Arc<Gauge>,
+        read_monitor: Arc<ReadMonitor>,
     ) -> Self {
         traffic.streams.fetch_add(1, Ordering::Relaxed);
         Self {
             raw,
             reply,
-            write_failure: None,
+            deferred_write_error: None,
             waiters: [None, None],
             read_ended: false,
             shut_down: false,
             bytes: Arc::default(),
             traffic,
-            counted: true,
-            gauge,
+            is_counted: true,
+            read_monitor,
             attachment: None,
         }
     }
 
     /// Takes the stream out of what counts as open: the control stream is no request that waits.
-    pub(super) fn leave_count(&mut self) {
-        if std::mem::take(&mut self.counted) {
+    pub(super) fn exclude_from_count(&mut self) {
+        if std::mem::take(&mut self.is_counted) {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
-            self.gauge.leave();
+            self.read_monitor.finish();
         }
     }
 
@@ -250,8 +250,11 @@ impl Stream {
     pub async fn accepted(&mut self) -> io::Result<&str> {
         std::future::poll_fn(|cx| self.poll_reply(cx, Half::Read)).await?;
         match &self.reply {
-            Reply::Accepted { dialled } => Ok(dialled),
-            Reply::Ours | Reply::Awaited { .. } | Reply::Refused(_) | Reply::Failed(_) => Ok(""),
+            ReplyState::Accepted { dialed } => Ok(dialed),
+            ReplyState::Local
+            | ReplyState::Pending { .. }
+            | ReplyState::Refused(_)
+            | ReplyState::Failed(_) => Ok(""),
         }
     }
 
@@ -264,15 +267,15 @@ impl Stream {
     ///
     /// # Errors
     /// When the stream or its session was cut.
-    pub async fn accept(&mut self, dialled: &str) -> io::Result<()> {
+    pub async fn accept(&mut self, dialed: &str) -> io::Result<()> {
         let mut buffer = BytesMut::new();
         let reply = StreamReply::Accepted {
-            dialled: dialled.to_owned(),
+            dialed: dialed.to_owned(),
         };
         reply.encode(&mut buffer).map_err(invalid)?;
         self.raw.write_all(&buffer).await?;
         // From here on it is the reader's turn.
-        self.gauge.end_read();
+        self.read_monitor.end_read();
         Ok(())
     }
 
@@ -291,26 +294,28 @@ impl Stream {
 
     /// Ready when the reply is known and positive; an error when it is a refusal or cannot come.
     fn poll_reply(&mut self, cx: &mut Context<'_>, half: Half) -> Poll<io::Result<()>> {
-        let Reply::Awaited { buffer, deadline } = &mut self.reply else {
+        let ReplyState::Pending { buffer, deadline } = &mut self.reply else {
             return Poll::Ready(match &self.reply {
-                Reply::Refused(refusal) => Err(io::Error::new(
+                ReplyState::Refused(refusal) => Err(io::Error::new(
                     io::ErrorKind::ConnectionRefused,
                     refusal.clone(),
                 )),
-                Reply::Failed(cut) => Err((*cut).into()),
-                Reply::Ours | Reply::Accepted { .. } | Reply::Awaited { .. } => Ok(()),
+                ReplyState::Failed(cut) => Err((*cut).into()),
+                ReplyState::Local | ReplyState::Accepted { .. } | ReplyState::Pending { .. } => {
+                    Ok(())
+                }
             });
         };
         let outcome = match poll_reply_frame(&mut *self.raw, buffer, cx) {
-            Poll::Ready(Ok(StreamReply::Accepted { dialled })) => Reply::Accepted { dialled },
-            Poll::Ready(Ok(StreamReply::Refused(refusal))) => Reply::Refused(refusal),
-            Poll::Ready(Err(error)) => Reply::Failed(
-                cause_in::<StreamCut>(&error)
+            Poll::Ready(Ok(StreamReply::Accepted { dialed })) => ReplyState::Accepted { dialed },
+            Poll::Ready(Ok(StreamReply::Refused(refusal))) => ReplyState::Refused(refusal),
+            Poll::Ready(Err(error)) => ReplyState::Failed(
+                find_cause::<StreamCut>(&error)
                     .copied()
                     .unwrap_or(StreamCut::NoReply),
             ),
             Poll::Pending if deadline.as_mut().poll(cx).is_ready() => {
-                Reply::Failed(StreamCut::ReplyTimeout)
+                ReplyState::Failed(StreamCut::ReplyTimeout)
             }
             Poll::Pending => {
                 self.waiters[half as usize] = Some(cx.waker().clone());
@@ -319,7 +324,7 @@ impl Stream {
         };
         self.reply = outcome;
         // From here on it is the reader's turn.
-        self.gauge.end_read();
+        self.read_monitor.end_read();
         for waker in self.waiters.iter_mut().filter_map(Option::take) {
             waker.wake();
         }
@@ -328,11 +333,11 @@ impl Stream {
 
     /// Holds back that the peer reads no more until the read half has ended: the peer may have answered before, and that
     /// answer goes first. So a writer that does not read may wait for ever; `shutdown` does not.
-    fn poll_answer_first(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        let error = ready!(self.poll_write_failure(cx));
-        let stopped = matches!(cause_in::<StreamCut>(&error), Some(StreamCut::Stopped(_)));
+    fn poll_write_error_after_read(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let error = ready!(self.poll_deferred_write_error(cx));
+        let stopped = matches!(find_cause::<StreamCut>(&error), Some(StreamCut::Stopped(_)));
         if stopped && !self.read_ended {
-            self.write_failure = Some(error);
+            self.deferred_write_error = Some(error);
             self.waiters[Half::Write as usize] = Some(cx.waker().clone());
             return Poll::Pending;
         }
@@ -340,12 +345,12 @@ impl Stream {
     }
 
     /// Holds a write error back until the reply is known: a refusal explains it.
-    fn poll_write_failure(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        if let Err(explained) = ready!(self.poll_reply(cx, Half::Write)) {
-            return Poll::Ready(explained);
+    fn poll_deferred_write_error(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if let Err(refusal) = ready!(self.poll_reply(cx, Half::Write)) {
+            return Poll::Ready(refusal);
         }
         Poll::Ready(
-            self.write_failure
+            self.deferred_write_error
                 .take()
                 .unwrap_or_else(|| io::ErrorKind::BrokenPipe.into()),
         )
@@ -362,11 +367,11 @@ fn poll_reply_frame(
             return Poll::Ready(StreamReply::decode(&frame).map_err(invalid));
         }
         // Never beyond the frame: what follows belongs to the reader.
-        let missing = frame::missing(buffer, STREAM_MESSAGE_MAX)
+        let bytes_needed = frame::bytes_needed(buffer, STREAM_MESSAGE_MAX)
             .map_err(invalid)?
             .min(512);
         let mut chunk = [0; 512];
-        let mut chunk = ReadBuf::new(&mut chunk[..missing]);
+        let mut chunk = ReadBuf::new(&mut chunk[..bytes_needed]);
         ready!(Pin::new(&mut *raw).poll_read(cx, &mut chunk))?;
         if chunk.filled().is_empty() {
             return Poll::Ready(Err(StreamCut::NoReply.into()));
@@ -388,14 +393,14 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
-        let waker = this.gauge.begin_read(cx);
-        let mut watched = Context::from_waker(&waker);
-        let read = ready!(Pin::new(&mut this.raw).poll_read(&mut watched, out));
-        this.gauge.end_read();
+        let waker = this.read_monitor.begin_read(cx);
+        let mut read_cx = Context::from_waker(&waker);
+        let read = ready!(Pin::new(&mut this.raw).poll_read(&mut read_cx, out));
+        this.read_monitor.end_read();
         let count = (out.filled().len() - before) as u64;
         if read.is_err() || (count == 0 && out.remaining() > 0) {
             this.read_ended = true;
-            this.gauge.leave();
+            this.read_monitor.finish();
             this.waiters[Half::Write as usize]
                 .take()
                 .into_iter()
@@ -415,7 +420,7 @@ impl AsyncWrite for Stream {
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if this.write_failure.is_none() {
+        if this.deferred_write_error.is_none() {
             match ready!(Pin::new(&mut this.raw).poll_write(cx, data)) {
                 Ok(count) => {
                     this.bytes.sent.fetch_add(count as u64, Ordering::Relaxed);
@@ -424,39 +429,39 @@ impl AsyncWrite for Stream {
                         .fetch_add(count as u64, Ordering::Relaxed);
                     return Poll::Ready(Ok(count));
                 }
-                Err(error) => this.write_failure = Some(error),
+                Err(error) => this.deferred_write_error = Some(error),
             }
         }
-        this.poll_answer_first(cx).map(Err)
+        this.poll_write_error_after_read(cx).map(Err)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.write_failure.is_none() {
+        if this.deferred_write_error.is_none() {
             match ready!(Pin::new(&mut this.raw).poll_flush(cx)) {
                 Ok(()) => return Poll::Ready(Ok(())),
-                Err(error) => this.write_failure = Some(error),
+                Err(error) => this.deferred_write_error = Some(error),
             }
         }
-        this.poll_answer_first(cx).map(Err)
+        this.poll_write_error_after_read(cx).map(Err)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.shut_down = true;
-        if this.write_failure.is_none() {
+        if this.deferred_write_error.is_none() {
             match ready!(Pin::new(&mut this.raw).poll_shutdown(cx)) {
                 Ok(()) => return Poll::Ready(Ok(())),
-                Err(error) => this.write_failure = Some(error),
+                Err(error) => this.deferred_write_error = Some(error),
             }
         }
-        this.poll_write_failure(cx).map(Err)
+        this.poll_deferred_write_error(cx).map(Err)
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.counted {
+        if self.is_counted {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
         }
         if !self.shut_down {

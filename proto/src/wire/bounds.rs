@@ -57,18 +57,18 @@ fn number(field: u64, value: u64) -> Vec<u8> {
 
 /// What is taken must also be usable: shown, and encoded again.
 fn decode_all(message: &[u8]) -> usize {
-    let shown = [
+    let outputs = [
         StreamHeader::decode(message)
-            .map(|taken| format!("{taken:?}"))
+            .map(|decoded| format!("{decoded:?}"))
             .ok(),
         StreamReply::decode(message)
-            .map(|taken| format!("{taken:?}"))
+            .map(|decoded| format!("{decoded:?}"))
             .ok(),
         ControlMessage::decode(message)
-            .map(|taken| {
+            .map(|decoded| {
                 let mut again = bytes::BytesMut::new();
-                let _too_long = taken.encode(&mut again);
-                format!("{taken:?}")
+                let _too_long = decoded.encode(&mut again);
+                format!("{decoded:?}")
             })
             .ok(),
         EnrollRequest::decode(message)
@@ -78,26 +78,26 @@ fn decode_all(message: &[u8]) -> usize {
             .map(|_taken| String::new())
             .ok(),
     ];
-    shown.iter().flatten().count()
+    outputs.iter().flatten().count()
 }
 
 #[test]
 fn s05_numbers_at_their_bounds_are_taken_or_refused_without_harm() {
-    let mut taken = 0;
+    let mut decoded = 0;
     for value in BOUNDS {
         for field in 1..=FIELDS {
             let flat = number(field, value);
-            taken += decode_all(&flat);
+            decoded += decode_all(&flat);
             for outer in 1..=FIELDS {
                 let mut nested = Vec::new();
                 key(outer, BYTES, &mut nested);
                 varint(flat.len() as u64, &mut nested);
                 nested.extend_from_slice(&flat);
-                taken += decode_all(&nested);
+                decoded += decode_all(&nested);
             }
         }
     }
-    assert!(taken > 1000, "{taken} were taken at all");
+    assert!(decoded > 1000, "{decoded} were taken at all");
 }
 
 #[test]

@@ -33,7 +33,7 @@ impl SessionClose {
     pub fn take(buffer: &mut BytesMut) -> Option<Self> {
         let broken = || Self {
             code: CloseCode::Protocol,
-            reason: "the reason of the close is malformed".to_owned(),
+            reason: "malformed close message".to_owned(),
         };
         match frame::take(buffer, STREAM_MESSAGE_MAX) {
             Ok(None) => None,

@@ -1,4 +1,4 @@
-//! Numeric codes of refusals, resets, closes and enrolment answers, what they mean and who may retry.
+//! Numeric codes of refusals, resets, closes and enrollment answers, what they mean and who may retry.
 
 /// Makes an enum of wire codes with a number, a name for logs and metrics, and an unknown case.
 macro_rules! codes {
@@ -115,7 +115,7 @@ codes! {
 }
 
 codes! {
-    /// Why an enrolment was refused.
+    /// Why an enrollment was refused.
     EnrollCode {
         /// The message does not parse.
         BadRequest = 1 "bad_request",

@@ -13,7 +13,7 @@ use super::name::{InstanceId, NodeName, SessionId};
 use super::pb;
 
 /// Most entries of a repeated field that are looked at.
-const LIST_MAX: usize = 64;
+const REPEATED_FIELD_MAX: usize = 64;
 
 /// Capability of a server in Welcome: it answers `Renew`.
 pub const CAPABILITY_RENEW: &str = "renew";
@@ -34,7 +34,7 @@ pub enum ControlMessage {
     /// Either: the session ends on purpose.
     Bye(String),
     /// Either: whether the sender has stopped hearing from its peer, which the peer cannot know when one way only is cut.
-    Doubt(bool),
+    Suspect(bool),
     /// Agent: another certificate, please, for the key of this request (PKCS#10, DER). Only to a server that is able to
     /// [`CAPABILITY_RENEW`].
     Renew(Vec<u8>),
@@ -114,7 +114,7 @@ impl ControlMessage {
             Self::Bye(reason) => Some(Kind::Bye(pb::Bye {
                 reason: reason.clone(),
             })),
-            Self::Doubt(silent) => Some(Kind::Doubt(pb::Doubt { silent: *silent })),
+            Self::Suspect(silent) => Some(Kind::Suspect(pb::Suspect { silent: *silent })),
             Self::Renew(csr) => Some(Kind::Renew(pb::Renew { csr: csr.clone() })),
             Self::Renewed(reply) => Some(Kind::Renewed(reply.to_message())),
             Self::Unknown => None,
@@ -139,7 +139,7 @@ impl ControlMessage {
                     .map_err(|_length| FrameError::Invalid("instance id"))?;
                 Self::Hello(Hello {
                     versions: (hello.version_min, hello.version_max),
-                    capabilities: lines(hello.capabilities),
+                    capabilities: sanitize_lines(hello.capabilities),
                     node_name: hello
                         .node_name
                         .parse()
@@ -152,9 +152,9 @@ impl ControlMessage {
             Kind::Welcome(welcome) => Self::Welcome(Welcome {
                 version: welcome.version,
                 session: SessionId(welcome.session_id),
-                capabilities: lines(welcome.capabilities),
+                capabilities: sanitize_lines(welcome.capabilities),
                 streams_per_agent: welcome.streams_per_agent,
-                replicas: lines(welcome.replicas),
+                replicas: sanitize_lines(welcome.replicas),
                 target_dial_timeout: Duration::from_millis(welcome.target_dial_timeout_millis),
             }),
             Kind::NotAdmitted(refusal) => Self::NotAdmitted(
@@ -164,17 +164,17 @@ impl ControlMessage {
             Kind::Drain(drain) => Self::Drain(Duration::from_millis(drain.deadline_millis)),
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
-            Kind::Doubt(pb::Doubt { silent }) => Self::Doubt(silent),
+            Kind::Suspect(pb::Suspect { silent }) => Self::Suspect(silent),
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
         })
     }
 }
 
-fn lines(texts: Vec<String>) -> Vec<String> {
+fn sanitize_lines(texts: Vec<String>) -> Vec<String> {
     texts
         .iter()
-        .take(LIST_MAX)
+        .take(REPEATED_FIELD_MAX)
         .map(|text| one_line(text))
         .collect()
 }
@@ -215,8 +215,8 @@ mod tests {
             ControlMessage::Drain(Duration::from_secs(30)),
             ControlMessage::Withdraw,
             ControlMessage::Bye("stopping".into()),
-            ControlMessage::Doubt(true),
-            ControlMessage::Doubt(false),
+            ControlMessage::Suspect(true),
+            ControlMessage::Suspect(false),
             ControlMessage::Renew(vec![0x30, 0]),
             ControlMessage::Renewed(EnrollReply::Issued {
                 chain: vec![vec![1]],

@@ -1,4 +1,4 @@
-//! Typed messages of enrolment, and the join token (`ID.SECRET.CAHASH`).
+//! Typed messages of enrollment, and the join token (`ID.SECRET.CAHASH`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -167,11 +167,11 @@ impl EnrollReply {
 /// Whether a token is meant as a ServiceAccount token, a JSON web token: those begin with `{"` in base64url (RFC 7515,
 /// section 3.1), join tokens with an id that has no capital letters.
 #[must_use]
-pub fn is_account_token(text: &str) -> bool {
+pub fn is_service_account_token(text: &str) -> bool {
     text.trim_start().starts_with("eyJ")
 }
 
-/// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enrol, the hash
+/// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enroll, the hash
 /// pins the server's CA, so that the token is never sent to anyone else. Without it the agent needs the CA itself.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
@@ -187,17 +187,17 @@ pub enum TokenError {
     #[error(
         "not a join token: expected ID.SECRET.CAHASH, as printed by 'tunnel-server token create'"
     )]
-    Shape,
+    InvalidFormat,
     /// A part has the wrong length or characters.
-    #[error("join token is damaged in its {0}; copy it again as a whole")]
-    Part(&'static str),
+    #[error("join token has an invalid {0}; copy the whole token again")]
+    InvalidPart(&'static str),
 }
 
 impl JoinToken {
     /// Puts a token together.
     ///
     /// # Errors
-    /// [`TokenError::Part`] when the id or the secret has another form than ours.
+    /// [`TokenError::InvalidPart`] when the id or the secret has another form than ours.
     pub fn new(
         id: &str,
         secret: &[u8],
@@ -205,10 +205,10 @@ impl JoinToken {
     ) -> Result<Self, TokenError> {
         let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
         if id.len() != TOKEN_ID_LEN || !id.bytes().all(plain) {
-            return Err(TokenError::Part("id"));
+            return Err(TokenError::InvalidPart("id"));
         }
         if secret.len() != TOKEN_SECRET_BYTES {
-            return Err(TokenError::Part("secret"));
+            return Err(TokenError::InvalidPart("secret"));
         }
         Ok(Self {
             id: id.to_owned(),
@@ -269,15 +269,15 @@ impl FromStr for JoinToken {
         let (Some(id), Some(secret), hash, None) =
             (parts.next(), parts.next(), parts.next(), parts.next())
         else {
-            return Err(TokenError::Shape);
+            return Err(TokenError::InvalidFormat);
         };
-        let secret = Zeroizing::new(unhex(secret).ok_or(TokenError::Part("secret"))?);
-        let hash = match hash.map(unhex) {
+        let secret = Zeroizing::new(decode_hex(secret).ok_or(TokenError::InvalidPart("secret"))?);
+        let hash = match hash.map(decode_hex) {
             None => None,
             Some(bytes) => Some(
                 bytes
                     .and_then(|bytes| bytes.try_into().ok())
-                    .ok_or(TokenError::Part("CA hash"))?,
+                    .ok_or(TokenError::InvalidPart("CA hash"))?,
             ),
         };
         Self::new(id, &secret, hash)
@@ -301,7 +301,7 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
 
 /// Bytes of a hexadecimal text, or `None`.
 #[must_use]
-pub fn unhex(text: &str) -> Option<Vec<u8>> {
+pub fn decode_hex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
@@ -367,12 +367,12 @@ mod tests {
 
     #[test]
     fn messages_round_trip() {
-        let by_proof = RenewalProof {
+        let renewal_proof = RenewalProof {
             chain: vec![vec![1], vec![2]],
             signature: vec![3],
             scheme: 0x0403,
         };
-        for proof in [None, Some(by_proof)] {
+        for proof in [None, Some(renewal_proof)] {
             let request = EnrollRequest {
                 token: "t".to_owned().into(),
                 csr: vec![1, 2],

@@ -10,7 +10,7 @@ use prost::Message;
 pub const STREAM_MESSAGE_MAX: usize = 4 * 1024;
 /// Cap of a control message, bytes. A Welcome lists replicas, so it is the largest.
 pub const CONTROL_MESSAGE_MAX: usize = 64 * 1024;
-/// Cap of an enrolment message, bytes (a CSR or a certificate chain with its roots).
+/// Cap of an enrollment message, bytes (a CSR or a certificate chain with its roots).
 pub const ENROLL_MESSAGE_MAX: usize = 16 * 1024;
 
 /// A length prefix longer than this cannot be below any of our caps (5 x 7 bits hold 32 bits).
@@ -81,7 +81,7 @@ pub fn take(buffer: &mut BytesMut, limit: usize) -> Result<Option<Bytes>, FrameE
 ///
 /// # Errors
 /// As [`take`].
-pub fn missing(buffer: &[u8], limit: usize) -> Result<usize, FrameError> {
+pub fn bytes_needed(buffer: &[u8], limit: usize) -> Result<usize, FrameError> {
     match parse_prefix(buffer, limit)? {
         None => Ok(1),
         Some((length, prefix)) => Ok((prefix + length).saturating_sub(buffer.len())),
@@ -111,7 +111,7 @@ fn parse_prefix(buffer: &[u8], limit: usize) -> Result<Option<(usize, usize)>, F
 
 /// Puts a bare length prefix, for tests that announce what they do not send.
 #[cfg(any(test, feature = "test-util"))]
-pub fn put_prefix(length: u64, out: &mut BytesMut) {
+pub fn encode_length_prefix(length: u64, out: &mut BytesMut) {
     // Writing to a growing buffer cannot fail for lack of room.
     let length = usize::try_from(length).unwrap_or(usize::MAX);
     let _infallible = prost::encode_length_delimiter(length, out);
@@ -126,7 +126,7 @@ mod tests {
         pb::StreamReply {
             code: 7,
             detail: detail.into(),
-            dialled: String::new(),
+            dialed: String::new(),
         }
     }
 
@@ -157,7 +157,7 @@ mod tests {
         let mut whole = BytesMut::new();
         encode(&reply(&"x".repeat(200)), STREAM_MESSAGE_MAX, &mut whole).unwrap();
         let mut at = 0;
-        while let next @ 1.. = missing(&whole[..at], STREAM_MESSAGE_MAX).unwrap() {
+        while let next @ 1.. = bytes_needed(&whole[..at], STREAM_MESSAGE_MAX).unwrap() {
             at += next;
         }
         assert_eq!(at, whole.len());
@@ -166,19 +166,19 @@ mod tests {
     #[test]
     fn length_above_the_cap_is_refused_before_the_body_arrives() {
         let mut buffer = BytesMut::new();
-        put_prefix(u64::from(u32::MAX), &mut buffer);
+        encode_length_prefix(u64::from(u32::MAX), &mut buffer);
         assert!(matches!(
             take(&mut buffer, 100),
             Err(FrameError::TooLarge { limit: 100, .. })
         ));
         let mut buffer = BytesMut::new();
-        put_prefix(101, &mut buffer);
+        encode_length_prefix(101, &mut buffer);
         assert!(matches!(
             take(&mut buffer, 100),
             Err(FrameError::TooLarge { announced: 101, .. })
         ));
         let mut buffer = BytesMut::new();
-        put_prefix(100, &mut buffer);
+        encode_length_prefix(100, &mut buffer);
         assert_eq!(take(&mut buffer, 100).unwrap(), None);
     }
 

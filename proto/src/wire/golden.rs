@@ -8,7 +8,7 @@ use bytes::BytesMut;
 use super::close::SessionClose;
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use super::control::{ControlMessage, Hello, Welcome};
-use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, hex, unhex};
+use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, decode_hex, hex};
 use super::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX};
 use super::header::{StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
@@ -69,8 +69,8 @@ fn stream_headers_are_as_captured() {
 
 #[test]
 fn stream_replies_are_as_captured() {
-    let accepted = |dialled: &str| StreamReply::Accepted {
-        dialled: dialled.to_owned(),
+    let accepted = |dialed: &str| StreamReply::Accepted {
+        dialed: dialed.to_owned(),
     };
     check(
         &[
@@ -126,8 +126,8 @@ fn control_messages_are_as_captured() {
                 "0c2a0a0a0873746f7070696e67",
                 ControlMessage::Bye("stopping".to_owned()),
             ),
-            ("043a020801", ControlMessage::Doubt(true)),
-            ("023a00", ControlMessage::Doubt(false)),
+            ("043a020801", ControlMessage::Suspect(true)),
+            ("023a00", ControlMessage::Suspect(false)),
             ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
             (
                 "0e4a0c1a0230011a02300222023003",
@@ -169,7 +169,7 @@ fn close_of_a_session_is_as_captured() {
         |close, out| close.encode(out),
         |content| {
             let mut framed = BytesMut::new();
-            frame::put_prefix(content.len() as u64, &mut framed);
+            frame::encode_length_prefix(content.len() as u64, &mut framed);
             framed.extend_from_slice(content);
             Ok(SessionClose::take(&mut framed).unwrap())
         },
@@ -177,7 +177,7 @@ fn close_of_a_session_is_as_captured() {
 }
 
 #[test]
-fn enrolment_is_as_captured() {
+fn enrollment_is_as_captured() {
     let request = EnrollRequest {
         token: "abcdef012345.a5a5.1111".to_owned().into(),
         csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
@@ -276,9 +276,9 @@ fn numbers_are_as_released() {
             CloseCode::Unknown(13),
         ]
     );
-    let enrolments: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
+    let enrollments: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
     assert_eq!(
-        enrolments,
+        enrollments,
         [
             EnrollCode::Unknown(0),
             EnrollCode::BadRequest,
@@ -417,7 +417,7 @@ fn check<T: PartialEq + Debug>(
             let (length, rest) = (usize::from(content[1]), &content[2..]);
             let (message, rest) = rest.split_at(length);
             let mut later = BytesMut::from(&content[..1]);
-            frame::put_prefix((length + unknown.len()) as u64, &mut later);
+            frame::encode_length_prefix((length + unknown.len()) as u64, &mut later);
             later.extend_from_slice(&[message, &unknown, rest].concat());
             assert_eq!(decode(&later).as_ref(), Ok(value));
         }
@@ -425,5 +425,5 @@ fn check<T: PartialEq + Debug>(
 }
 
 fn bytes(text: &str) -> Vec<u8> {
-    unhex(&text.replace(' ', "")).unwrap()
+    decode_hex(&text.replace(' ', "")).unwrap()
 }

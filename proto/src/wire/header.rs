@@ -163,10 +163,10 @@ fn decode_target(target: pb::TargetStream) -> Result<Target, FrameError> {
 /// First message of the acceptor's half.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamReply {
-    /// The target is connected; `dialled` is its address, for logs.
+    /// The target is connected; `dialed` is its address, for logs.
     Accepted {
         /// The address that was dialled, empty when there is none.
-        dialled: String,
+        dialed: String,
     },
     /// The stream ends here.
     Refused(Refusal),
@@ -198,15 +198,15 @@ impl StreamReply {
     /// [`FrameError::TooLarge`] above [`STREAM_MESSAGE_MAX`].
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
         let message = match self {
-            Self::Accepted { dialled } => pb::StreamReply {
+            Self::Accepted { dialed } => pb::StreamReply {
                 code: 0,
                 detail: String::new(),
-                dialled: dialled.clone(),
+                dialed: dialed.clone(),
             },
             Self::Refused(refusal) => pb::StreamReply {
                 code: refusal.code.number(),
                 detail: refusal.detail.clone(),
-                dialled: String::new(),
+                dialed: String::new(),
             },
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
@@ -220,7 +220,7 @@ impl StreamReply {
         let message = pb::StreamReply::decode(frame)?;
         Ok(match message.code {
             0 => Self::Accepted {
-                dialled: one_line(&message.dialled),
+                dialed: one_line(&message.dialed),
             },
             code => Self::refused(RefusalCode::from_number(code), &message.detail),
         })

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::bench::{Bench, GIB};
+use crate::bench::{BenchRun, GIB};
 use crate::load;
-use crate::machine::Seen;
+use crate::machine::CpuUsage;
 use crate::metric::{
     DOWN, DOWN_CPU, DOWN_CPU_AGENT, DOWN_CPU_SERVER, MANY, MANY_CPU, MANY_SLOWEST, Metric, UP,
     UP_CPU,
@@ -55,49 +55,49 @@ fn size(system: &str) -> u64 {
     }
 }
 
-pub(super) async fn floor(bench: &mut Bench) -> Result<()> {
+pub(super) async fn floor(bench: &mut BenchRun) -> Result<()> {
     one_stream(bench, &[DIRECT, FLOOR]).await
 }
 
-pub(super) async fn over_tcp(bench: &mut Bench) -> Result<()> {
+pub(super) async fn over_tcp(bench: &mut BenchRun) -> Result<()> {
     one_stream(bench, &[DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, RATHOLE]).await?;
     raw_stream(bench, raw::Kind::H2, RAW_H2).await
 }
 
-pub(super) async fn over_quic(bench: &mut Bench) -> Result<()> {
+pub(super) async fn over_quic(bench: &mut BenchRun) -> Result<()> {
     one_stream(bench, &[DIRECT, FLOOR, QUIC, QUIC_HTTP]).await?;
     raw_stream(bench, raw::Kind::Quic, RAW_QUIC).await
 }
 
-async fn one_stream(bench: &mut Bench, names: &[&str]) -> Result<()> {
-    for system in bench.turns(names) {
+async fn one_stream(bench: &mut BenchRun, names: &[&str]) -> Result<()> {
+    for system in bench.rotated_systems(names) {
         let bytes = bench.bytes(size(system.name));
         match bench.watch(&[], load::down(&system.plain, bytes)).await {
-            Ok((took, seen)) => {
-                rate(bench, system.name, &DOWN, bytes, took, &seen);
+            Ok((took, usage)) => {
+                rate(bench, system.name, &DOWN, bytes, took, &usage);
                 cpu(
                     bench,
                     &system,
                     [&DOWN_CPU, &DOWN_CPU_SERVER, &DOWN_CPU_AGENT],
                     bytes,
-                    &seen,
+                    &usage,
                 );
             }
-            Err(error) => bench.trouble(system.name, &error),
+            Err(error) => bench.record_error(system.name, &error),
         }
         match bench.watch(&[], load::up(&system.plain, bytes)).await {
-            Ok((took, seen)) => {
-                rate(bench, system.name, &UP, bytes, took, &seen);
-                cpu(bench, &system, [&UP_CPU], bytes, &seen);
+            Ok((took, usage)) => {
+                rate(bench, system.name, &UP, bytes, took, &usage);
+                cpu(bench, &system, [&UP_CPU], bytes, &usage);
             }
-            Err(error) => bench.trouble(system.name, &error),
+            Err(error) => bench.record_error(system.name, &error),
         }
     }
     Ok(())
 }
 
 /// One process to one process; the receiver is this one.
-async fn raw_stream(bench: &mut Bench, kind: raw::Kind, name: &'static str) -> Result<()> {
+async fn raw_stream(bench: &mut BenchRun, kind: raw::Kind, name: &'static str) -> Result<()> {
     let bytes = bench.bytes(size(name));
     let mut senders = bench.systems.raw.iter();
     let sender = senders
@@ -105,10 +105,10 @@ async fn raw_stream(bench: &mut Bench, kind: raw::Kind, name: &'static str) -> R
         .context("no such sender")?;
     let (process, from) = (sender.1.id(), sender.2);
     let root = bench.systems.edge.ca.root().clone();
-    let (took, seen) = bench
+    let (took, usage) = bench
         .watch(&[], raw::receive(kind, from, &root, bytes))
         .await?;
-    rate(bench, name, &DOWN, bytes, took, &seen);
+    rate(bench, name, &DOWN, bytes, took, &usage);
     let system = System {
         name,
         plain: crate::systems::plain(from),
@@ -121,30 +121,30 @@ async fn raw_stream(bench: &mut Bench, kind: raw::Kind, name: &'static str) -> R
         &system,
         [&DOWN_CPU, &DOWN_CPU_SERVER, &DOWN_CPU_AGENT],
         bytes,
-        &seen,
+        &usage,
     );
     Ok(())
 }
 
-pub(super) async fn many_streams(bench: &mut Bench) -> Result<()> {
-    for system in bench.turns(&[DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, RATHOLE]) {
+pub(super) async fn many_streams(bench: &mut BenchRun) -> Result<()> {
+    for system in bench.rotated_systems(&[DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, RATHOLE]) {
         let each = bench.bytes(size(system.name)) / STREAMS as u64;
         let bytes = each * STREAMS as u64;
         match bench
             .watch(&[], load::many(&system.plain, STREAMS, each))
             .await
         {
-            Ok((times, seen)) => {
-                let wall = Duration::from_secs_f64(seen.wall);
-                rate(bench, system.name, &MANY, bytes, wall, &seen);
-                cpu(bench, &system, [&MANY_CPU], bytes, &seen);
+            Ok((times, usage)) => {
+                let wall = Duration::from_secs_f64(usage.wall);
+                rate(bench, system.name, &MANY, bytes, wall, &usage);
+                cpu(bench, &system, [&MANY_CPU], bytes, &usage);
                 let rates: Vec<f64> = times.iter().map(|time| 1.0 / time.as_secs_f64()).collect();
                 #[expect(clippy::cast_precision_loss, reason = "64")]
                 let mean = rates.iter().sum::<f64>() / rates.len() as f64;
                 let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
-                bench.record(system.name, &MANY_SLOWEST, slowest / mean, seen.foreign);
+                bench.record(system.name, &MANY_SLOWEST, slowest / mean, usage.foreign);
             }
-            Err(error) => bench.trouble(system.name, &error),
+            Err(error) => bench.record_error(system.name, &error),
         }
     }
     Ok(())
@@ -152,36 +152,36 @@ pub(super) async fn many_streams(bench: &mut Bench) -> Result<()> {
 
 #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
 fn rate(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     system: &str,
     metric: &'static Metric,
     bytes: u64,
     took: Duration,
-    seen: &Seen,
+    usage: &CpuUsage,
 ) {
     bench.record(
         system,
         metric,
         bytes as f64 / took.as_secs_f64() / 1e6,
-        seen.foreign,
+        usage.foreign,
     );
 }
 
 /// The sum of both, then server and agent alone if asked.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 fn cpu<const N: usize>(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     system: &System,
     metrics: [&'static Metric; N],
     bytes: u64,
-    seen: &Seen,
+    usage: &CpuUsage,
 ) {
     if system.server.is_none() {
         return;
     }
-    let (server, agent) = (seen.cpu(system.server), seen.cpu(system.agent));
+    let (server, agent) = (usage.cpu(system.server), usage.cpu(system.agent));
     let each = |seconds: f64| seconds * GIB / bytes as f64;
     for (metric, seconds) in metrics.into_iter().zip([server + agent, server, agent]) {
-        bench.record(system.name, metric, each(seconds), seen.foreign);
+        bench.record(system.name, metric, each(seconds), usage.foreign);
     }
 }

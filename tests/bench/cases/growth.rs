@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::bench::{Bench, GIB};
+use crate::bench::{BenchRun, GIB};
 use crate::load::{self, SMALL};
-use crate::machine::Watch;
+use crate::machine::CpuMonitor;
 use crate::metric::{
     BULK_BESIDE_10, BULK_BESIDE_1000, BULK_BESIDE_10000, CONNECTION_BESIDE_10,
     CONNECTION_BESIDE_1000, CONNECTION_BESIDE_10000, Metric, REQUEST_BESIDE_10,
@@ -50,32 +50,32 @@ const IDLE: Duration = Duration::from_secs(10);
 /// agents cost while nothing else is done.
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 pub(super) async fn beside(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     name: &'static str,
     stack: &mut Culvert,
     costs: Costs,
 ) -> Result<()> {
     let server = stack.server_process().context("no server")?;
     let agent = stack.agent_process().context("no agent")?;
-    let door = stack.door();
+    let endpoint = stack.endpoint();
     let (bytes, length) = (bench.bytes(BYTES), bench.length(1.0));
     tokio::time::sleep(SETTLE).await;
-    let watch = Watch::begin(&[server, agent]);
+    let watch = CpuMonitor::begin(&[server, agent]);
     tokio::time::sleep(IDLE).await;
     let idle = watch.end();
     let upkeep = (idle.cpu(Some(server)) + idle.cpu(Some(agent))) / idle.wall;
-    let watch = Watch::begin(&[server, agent]);
-    let spent = |watch: Watch| {
-        let seen = watch.end();
-        seen.cpu(Some(server)) + seen.cpu(Some(agent)) - upkeep * seen.wall
+    let watch = CpuMonitor::begin(&[server, agent]);
+    let spent = |watch: CpuMonitor| {
+        let usage = watch.end();
+        usage.cpu(Some(server)) + usage.cpu(Some(agent)) - upkeep * usage.wall
     };
-    load::down(&door, bytes).await?;
+    load::down(&endpoint, bytes).await?;
     let bulk = spent(watch) * GIB / bytes as f64;
-    let watch = Watch::begin(&[server, agent]);
-    let asked = load::closed(&door, CALLERS, SMALL, length).await;
+    let watch = CpuMonitor::begin(&[server, agent]);
+    let asked = load::closed(&endpoint, CALLERS, SMALL, length).await;
     let request = spent(watch) * 1e6 / asked.times.len().max(1) as f64;
-    let watch = Watch::begin(&[server, agent]);
-    let connected = load::churn(&door, CONNECTING, SMALL, length).await;
+    let watch = CpuMonitor::begin(&[server, agent]);
+    let connected = load::churn(&endpoint, CONNECTING, SMALL, length).await;
     let connection = spent(watch) * 1e6 / connected.times.len().max(1) as f64;
     bench.record(name, costs.bulk, bulk, 0.0);
     bench.record(name, costs.request, request, 0.0);

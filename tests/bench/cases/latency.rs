@@ -1,9 +1,9 @@
 //! Case 6: how long requests take at a rate that no system feels.
 
 use anyhow::Result;
-use tunnel_tests::figures::percentile;
+use tunnel_tests::stats::percentile;
 
-use crate::bench::{Bench, micros};
+use crate::bench::{BenchRun, micros};
 use crate::load;
 use crate::metric::{FAILED, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
 use crate::systems::{DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE};
@@ -22,14 +22,14 @@ pub(super) const TARGETS: &[Target] = &[
 
 const RATE: u32 = 200;
 
-pub(super) async fn open(bench: &mut Bench) -> Result<()> {
-    for system in bench.turns(&[
+pub(super) async fn open(bench: &mut BenchRun) -> Result<()> {
+    for system in bench.rotated_systems(&[
         DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
     ]) {
         for keep in [true, false] {
             let length = bench.length(1.5);
             let asking = load::open(&system.plain, RATE, length, keep);
-            let (asked, seen) = bench.watch(&[], asking).await?;
+            let (asked, usage) = bench.watch(&[], asking).await?;
             let (half, slow) = if keep {
                 (&KEPT_P50, &KEPT_P99)
             } else {
@@ -39,16 +39,16 @@ pub(super) async fn open(bench: &mut Bench) -> Result<()> {
                 system.name,
                 half,
                 micros(percentile(&asked.times, 0.5)),
-                seen.foreign,
+                usage.foreign,
             );
             bench.record(
                 system.name,
                 slow,
                 micros(percentile(&asked.times, 0.99)),
-                seen.foreign,
+                usage.foreign,
             );
             #[expect(clippy::cast_precision_loss, reason = "a count for people")]
-            bench.record(system.name, &FAILED, asked.failed as f64, seen.foreign);
+            bench.record(system.name, &FAILED, asked.failed as f64, usage.foreign);
         }
     }
     Ok(())

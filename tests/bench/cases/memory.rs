@@ -6,9 +6,9 @@ use anyhow::{Context, Result};
 use tunnel_tests::process::{Listener, Process};
 
 use super::growth::{self, Costs};
-use crate::bench::Bench;
+use crate::bench::BenchRun;
 use crate::load;
-use crate::machine::{Watch, cpu_seconds, private_kib, resident_kib};
+use crate::machine::{CpuMonitor, cpu_seconds, private_kib, resident_kib};
 use crate::metric::{
     AGENT_MEMORY, AGENT_PRIVATE, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE,
     GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_MEMORY, SERVER_PRIVATE, STREAM_AGENT, STREAM_SERVER,
@@ -44,7 +44,7 @@ const IDLE: Duration = Duration::from_secs(10);
 /// For ten thousand handshakes on two busy processors.
 const ALL_CONNECT: Duration = Duration::from_secs(90);
 
-pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
         streams(bench, name, transport).await?;
         let mut sizes = vec![
@@ -74,7 +74,7 @@ pub(super) async fn run(bench: &mut Bench) -> Result<()> {
         }
         for size in sizes {
             if let Err(error) = agents(bench, name, transport, size).await {
-                bench.trouble(name, &error);
+                bench.record_error(name, &error);
             }
         }
     }
@@ -86,7 +86,7 @@ pub(super) async fn run(bench: &mut Bench) -> Result<()> {
 }
 
 /// One agent: idle, with idle streams, and after them.
-async fn streams(bench: &mut Bench, name: &'static str, transport: &str) -> Result<()> {
+async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> Result<()> {
     let shape = Shape {
         transport,
         limits: &LIMITS,
@@ -101,14 +101,14 @@ async fn streams(bench: &mut Bench, name: &'static str, transport: &str) -> Resu
     bench.record(name, &AGENT_MEMORY, before.1 / 1024.0, 0.0);
     bench.record(name, &SERVER_PRIVATE, private_kib(server) / 1024.0, 0.0);
     bench.record(name, &AGENT_PRIVATE, private_kib(agent) / 1024.0, 0.0);
-    let held = load::hold(&stack.door(), STREAMS).await?;
+    let idle_callers = load::hold(&stack.endpoint(), STREAMS).await?;
     tokio::time::sleep(REST).await;
     let with = (resident_kib(server), resident_kib(agent));
     #[expect(clippy::cast_precision_loss, reason = "a thousand")]
     let each = |with: f64, before: f64| (with - before) / STREAMS as f64;
     bench.record(name, &STREAM_SERVER, each(with.0, before.0), 0.0);
     bench.record(name, &STREAM_AGENT, each(with.1, before.1), 0.0);
-    drop(held);
+    drop(idle_callers);
     tokio::time::sleep(GIVE_BACK).await;
     let after = resident_kib(server) + resident_kib(agent);
     bench.record(name, &GIVEN_BACK, after / (before.0 + before.1), 0.0);
@@ -127,7 +127,7 @@ struct Size {
 /// Many idle agents of one server.
 #[expect(clippy::cast_precision_loss, reason = "some thousands")]
 async fn agents(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     name: &'static str,
     transport: &str,
     Size {
@@ -154,10 +154,10 @@ async fn agents(
         let handshakes = (cpu_seconds(server) - cpu) * 1e3 / count as f64;
         bench.record(name, &HANDSHAKE_CPU, handshakes, 0.0);
         let processes = [server, simulator.id().unwrap_or_default()];
-        let watch = Watch::begin(&processes);
+        let watch = CpuMonitor::begin(&processes);
         tokio::time::sleep(IDLE).await;
-        let seen = watch.end();
-        let idle = seen.cpu(Some(server)) * 1e6 / seen.wall / count as f64;
+        let usage = watch.end();
+        let idle = usage.cpu(Some(server)) * 1e6 / usage.wall / count as f64;
         bench.record(name, &AGENTS_IDLE, idle, 0.0);
     }
     if let Some(costs) = costs {
@@ -170,8 +170,8 @@ async fn agents(
 pub(super) async fn simulate(stack: &Culvert, transport: &str, count: usize) -> Result<Process> {
     let server = stack.server()?.address(Listener::Agents).to_string();
     let data = stack.data.to_string_lossy().into_owned();
-    let words = ["agents", transport, &server, &data, &count.to_string()].map(str::to_owned);
-    let (mut simulator, _) = parts::start(&words).await?;
+    let to_args = ["agents", transport, &server, &data, &count.to_string()].map(str::to_owned);
+    let (mut simulator, _) = parts::start(&to_args).await?;
     let all = |line: &str| line.starts_with(ALL_READY).then_some(());
     simulator
         .wait_for_line("all agents", ALL_CONNECT, all)

@@ -1,11 +1,11 @@
 //! Cases 4, 5 and 7: requests a second in closed loops, and CPU time for each.
 
 use anyhow::Result;
-use tunnel_tests::figures::percentile;
+use tunnel_tests::stats::percentile;
 
-use crate::bench::{Bench, micros, micros_each};
-use crate::load::{self, Asked, SMALL};
-use crate::machine::Seen;
+use crate::bench::{BenchRun, micros, micros_each};
+use crate::load::{self, LoadResult, SMALL};
+use crate::machine::CpuUsage;
 use crate::metric::{
     CONNECTION_CPU, CONNECTIONS, FAILED, GZIP_SCRAPE_CPU, GZIP_SCRAPE_P99, GZIP_SCRAPES, Metric,
     PLAIN_SCRAPE_CPU, PLAIN_SCRAPE_P99, PLAIN_SCRAPES, REQUEST_CPU, REQUEST_P50, REQUEST_P99,
@@ -16,7 +16,7 @@ use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::{Itself, Ratio};
 use crate::target::Target;
 
-pub(super) const KEPT: &[Target] = &[
+pub(super) const KEEP_ALIVE: &[Target] = &[
     Target::new(H2, &REQUESTS, Ratio(DIRECT), AtLeast(0.29)),
     Target::new(H2, &REQUESTS, Ratio(FLOOR), AtLeast(0.9)),
     Target::new(H2, &REQUEST_CPU, Itself, AtMost(31.0)),
@@ -51,34 +51,34 @@ const PAGE: u64 = 1 << 20;
 /// What gzip makes of a page of metrics of that size.
 const PAGE_GZIPPED: u64 = 143_000;
 
-pub(super) async fn kept(bench: &mut Bench) -> Result<()> {
-    for system in bench.turns(&[
+pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
+    for system in bench.rotated_systems(&[
         DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
     ]) {
         let length = bench.length(1.5);
         let asking = async { Ok(load::closed(&system.plain, CALLERS, SMALL, length).await) };
-        let (asked, seen) = bench.watch(&[], asking).await?;
-        note(bench, &system, &asked, &seen, (&REQUESTS, &REQUEST_CPU));
+        let (asked, usage) = bench.watch(&[], asking).await?;
+        note(bench, &system, &asked, &usage, (&REQUESTS, &REQUEST_CPU));
         bench.record(
             system.name,
             &REQUEST_P50,
             micros(percentile(&asked.times, 0.5)),
-            seen.foreign,
+            usage.foreign,
         );
         bench.record(
             system.name,
             &REQUEST_P99,
             micros(percentile(&asked.times, 0.99)),
-            seen.foreign,
+            usage.foreign,
         );
     }
     Ok(())
 }
 
-pub(super) async fn fresh(bench: &mut Bench) -> Result<()> {
-    for system in bench.turns(&[DIRECT, FLOOR, H2, QUIC, RATHOLE]) {
+pub(super) async fn fresh(bench: &mut BenchRun) -> Result<()> {
+    for system in bench.rotated_systems(&[DIRECT, FLOOR, H2, QUIC, RATHOLE]) {
         let length = bench.length(1.2);
-        let doors = [
+        let endpoints = [
             (Some(&system.plain), &CONNECTIONS, &CONNECTION_CPU),
             (
                 system.secure.as_ref(),
@@ -86,18 +86,18 @@ pub(super) async fn fresh(bench: &mut Bench) -> Result<()> {
                 &TLS_CONNECTION_CPU,
             ),
         ];
-        for (door, rate, cpu) in doors {
-            let Some(door) = door else { continue };
-            let asking = async { Ok(load::churn(door, CONNECTING, SMALL, length).await) };
-            let (asked, seen) = bench.watch(&[], asking).await?;
-            note(bench, &system, &asked, &seen, (rate, cpu));
+        for (endpoint, rate, cpu) in endpoints {
+            let Some(endpoint) = endpoint else { continue };
+            let asking = async { Ok(load::churn(endpoint, CONNECTING, SMALL, length).await) };
+            let (asked, usage) = bench.watch(&[], asking).await?;
+            note(bench, &system, &asked, &usage, (rate, cpu));
         }
     }
     Ok(())
 }
 
-pub(super) async fn scrapes(bench: &mut Bench) -> Result<()> {
-    for system in bench.turns(&[
+pub(super) async fn scrapes(bench: &mut BenchRun) -> Result<()> {
+    for system in bench.rotated_systems(&[
         DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
     ]) {
         let length = bench.length(0.8);
@@ -112,13 +112,13 @@ pub(super) async fn scrapes(bench: &mut Bench) -> Result<()> {
         ];
         for (size, rate, cpu, slow) in pages {
             let asking = async { Ok(load::closed(&system.plain, 1, size, length).await) };
-            let (asked, seen) = bench.watch(&[], asking).await?;
-            note(bench, &system, &asked, &seen, (rate, cpu));
+            let (asked, usage) = bench.watch(&[], asking).await?;
+            note(bench, &system, &asked, &usage, (rate, cpu));
             bench.record(
                 system.name,
                 slow,
                 micros(percentile(&asked.times, 0.99)),
-                seen.foreign,
+                usage.foreign,
             );
         }
     }
@@ -126,18 +126,18 @@ pub(super) async fn scrapes(bench: &mut Bench) -> Result<()> {
 }
 
 fn note(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     system: &System,
-    asked: &Asked,
-    seen: &Seen,
+    asked: &LoadResult,
+    usage: &CpuUsage,
     (rate, cpu): (&'static Metric, &'static Metric),
 ) {
-    bench.record(system.name, rate, asked.rate(), seen.foreign);
+    bench.record(system.name, rate, asked.rate(), usage.foreign);
     #[expect(clippy::cast_precision_loss, reason = "a count for people")]
-    bench.record(system.name, &FAILED, asked.failed as f64, seen.foreign);
-    let each = micros_each(seen, system, asked.times.len());
+    bench.record(system.name, &FAILED, asked.failed as f64, usage.foreign);
+    let each = micros_each(usage, system, asked.times.len());
     // Nothing for a direct connection, and for the floor's TLS door, which other processes are.
     if each > 0.0 {
-        bench.record(system.name, cpu, each, seen.foreign);
+        bench.record(system.name, cpu, each, usage.foreign);
     }
 }

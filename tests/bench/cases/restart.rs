@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use tunnel_tests::process::{Process, ServerSetup};
 
 use super::memory::simulate;
-use crate::bench::Bench;
+use crate::bench::BenchRun;
 use crate::load::probe;
 use crate::metric::{AFTER_KILL, AFTER_TERM, ALL_BACK, Metric, START};
 use crate::parts::agents::ALL_READY;
@@ -37,7 +37,7 @@ const AGENTS: usize = 1000;
 /// Until a session counts as steady, has nothing on its way, and says nothing but that it lives.
 const SETTLE: Duration = Duration::from_secs(11);
 
-pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
         let shape = Shape {
             transport,
@@ -46,28 +46,28 @@ pub(super) async fn run(bench: &mut Bench) -> Result<()> {
         let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
         let done = one_agent(bench, name, &mut stack).await;
         if let Err(error) = done {
-            bench.trouble(name, &error);
+            bench.record_error(name, &error);
         }
     }
     // Once is enough for a thousand, which take longer.
     if bench.round == 0 {
         for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
             if let Err(error) = a_thousand(bench, name, transport).await {
-                bench.trouble(name, &error);
+                bench.record_error(name, &error);
             }
         }
     }
     Ok(())
 }
 
-async fn one_agent(bench: &mut Bench, name: &'static str, stack: &mut Culvert) -> Result<()> {
-    let door = stack.door();
-    probe(&door, PATIENCE).await?;
+async fn one_agent(bench: &mut BenchRun, name: &'static str, stack: &mut Culvert) -> Result<()> {
+    let endpoint = stack.endpoint();
+    probe(&endpoint, PATIENCE).await?;
     let agent = stack.agent.take().context("no agent")?;
     agent.stop(STOP).await?;
     // From the start of the process on, as whoever starts it sees it.
     stack.agent = Some(stack.agent_setup.start()?);
-    let took = probe(&door, PATIENCE).await?;
+    let took = probe(&endpoint, PATIENCE).await?;
     record(bench, name, &START, took);
     restart(bench, name, stack, &AFTER_TERM).await?;
     tokio::time::sleep(SETTLE).await;
@@ -76,7 +76,7 @@ async fn one_agent(bench: &mut Bench, name: &'static str, stack: &mut Culvert) -
 
 /// From the moment at which the old server is gone and a new one is started to the first reply.
 async fn restart(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     name: &'static str,
     stack: &mut Culvert,
     metric: &'static Metric,
@@ -87,8 +87,8 @@ async fn restart(
     } else {
         old.kill().await?;
     }
-    let door = stack.door();
-    let (server, took) = tokio::join!(setup.start(), probe(&door, PATIENCE));
+    let endpoint = stack.endpoint();
+    let (server, took) = tokio::join!(setup.start(), probe(&endpoint, PATIENCE));
     stack.server = Some(server?);
     record(bench, name, metric, took?);
     Ok(())
@@ -99,7 +99,7 @@ fn take_server(stack: &mut Culvert) -> Result<(ServerSetup, Process)> {
     Ok((server.setup_for_restart(), server.into_process()))
 }
 
-async fn a_thousand(bench: &mut Bench, name: &'static str, transport: &str) -> Result<()> {
+async fn a_thousand(bench: &mut BenchRun, name: &'static str, transport: &str) -> Result<()> {
     let shape = Shape {
         transport,
         ..Shape::default()
@@ -122,6 +122,6 @@ async fn a_thousand(bench: &mut Bench, name: &'static str, transport: &str) -> R
 }
 
 /// The share of others is not known: the kernel counts CPU time in steps of 10 ms, and what is measured takes some 20.
-fn record(bench: &mut Bench, name: &str, metric: &'static Metric, took: Duration) {
+fn record(bench: &mut BenchRun, name: &str, metric: &'static Metric, took: Duration) {
     bench.record(name, metric, took.as_secs_f64() * 1e3, 0.0);
 }

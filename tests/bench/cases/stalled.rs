@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tunnel_tests::figures::percentile;
+use tunnel_tests::stats::percentile;
 
-use crate::bench::Bench;
+use crate::bench::BenchRun;
 use crate::load;
-use crate::machine::{Watch, resident_kib};
+use crate::machine::{CpuMonitor, resident_kib};
 use crate::metric::{
     FAILED, Metric, STALLED_1, STALLED_8, STALLED_64, STALLED_512, STALLED_MEMORY,
 };
@@ -40,7 +40,7 @@ const LIMITS: [&str; 2] = ["streamWindow: 256KiB", "streamsPerAgent: 2048"];
 const STILL: Duration = Duration::from_millis(400);
 const FILL: Duration = Duration::from_secs(30);
 
-pub(super) async fn run(bench: &mut Bench) -> Result<()> {
+pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
     for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
         let few: [(usize, &'static Metric); 3] =
             [(1, &STALLED_1), (8, &STALLED_8), (64, &STALLED_64)];
@@ -61,7 +61,7 @@ pub(super) async fn run(bench: &mut Bench) -> Result<()> {
 }
 
 async fn beside(
-    bench: &mut Bench,
+    bench: &mut BenchRun,
     name: &'static str,
     shape: Shape<'_>,
     readers: &[(usize, &'static Metric)],
@@ -69,26 +69,26 @@ async fn beside(
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;
     let agent = stack.agent_process().context("no agent")?;
-    let door = stack.door();
+    let endpoint = stack.endpoint();
     let length = bench.length(2.0);
     for &(count, metric) in readers {
         let mut processes = bench.systems.processes();
         processes.extend([server, agent]);
-        let watch = Watch::begin(&processes);
-        let without = load::open(&door, RATE, length, true).await?;
-        let stalled = match load::stall(&door, count).await {
+        let watch = CpuMonitor::begin(&processes);
+        let without = load::open(&endpoint, RATE, length, true).await?;
+        let stalled = match load::stall(&endpoint, count).await {
             Ok(stalled) => stalled,
             Err(error) => {
-                bench.trouble(name, &error);
+                bench.record_error(name, &error);
                 continue;
             }
         };
         full(&stack).await?;
-        let with = load::open(&door, RATE, length, true).await?;
+        let with = load::open(&endpoint, RATE, length, true).await?;
         let memory = (resident_kib(server) + resident_kib(agent)) / 1024.0;
         drop(stalled);
         let foreign = watch.end().foreign;
-        let p99 = |asked: &load::Asked| percentile(&asked.times, 0.99).as_secs_f64();
+        let p99 = |asked: &load::LoadResult| percentile(&asked.times, 0.99).as_secs_f64();
         bench.record(name, metric, p99(&with) / p99(&without), foreign);
         #[expect(clippy::cast_precision_loss, reason = "a count for people")]
         bench.record(

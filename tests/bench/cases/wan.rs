@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use tokio::time::timeout;
-use tunnel_tests::figures::percentile;
-use tunnel_tests::link::{Impairment, Link, Way};
+use tunnel_tests::link::{Impairment, Link, TrafficClass};
+use tunnel_tests::stats::percentile;
 
-use crate::bench::Bench;
-use crate::client::{Caller, Door};
+use crate::bench::BenchRun;
+use crate::client::{Caller, Endpoint};
 use crate::load;
-use crate::machine::Seen;
+use crate::machine::CpuUsage;
 use crate::metric::{FAILED, SESSIONS_LOST, WAN_BESIDE_P50, WAN_BESIDE_P99, WAN_BULK, WAN_NEW};
 use crate::systems::{Culvert, DIRECT, H2, NODE, QUIC, Shape, plain};
 use crate::target::Bound::{AtLeast, AtMost};
@@ -48,7 +48,7 @@ const SMALL_RATE: u32 = 50;
 /// The bulk stream has found its speed by then.
 const WARM: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(bench: &mut Bench, loss: f64) -> Result<()> {
+pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
     let path = Impairment::delayed(ONE_WAY)
         .with_loss(loss)
         .with_rate(RATE)
@@ -56,7 +56,7 @@ pub(super) async fn run(bench: &mut Bench, loss: f64) -> Result<()> {
     let seed = u64::from(bench.round);
     {
         let link = Link::start(bench.systems.edge.plain_address, seed)?;
-        link.set(Way::ALL, path.clone());
+        link.set(TrafficClass::ALL, path.clone());
         measure(bench, DIRECT, plain(link.addr()), &[]).await?;
     }
     for (name, transport) in [(QUIC, "quic"), (H2, "h2")] {
@@ -68,21 +68,21 @@ pub(super) async fn run(bench: &mut Bench, loss: f64) -> Result<()> {
         let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
         // The agent connects again over the long path: BBR keeps the shortest round trip that it has seen for 10 s.
         if let Some(link) = &stack.link {
-            link.set(Way::ALL, path.clone());
+            link.set(TrafficClass::ALL, path.clone());
         }
         if let Some(agent) = stack.agent.take() {
             agent.stop(Duration::from_secs(5)).await?;
         }
         stack.agent = Some(stack.agent_setup.start()?);
-        load::probe(&stack.door(), Duration::from_secs(20)).await?;
+        load::probe(&stack.endpoint(), Duration::from_secs(20)).await?;
         let session = session(&stack).await?;
         let own: Vec<u32> = stack
             .server_process()
             .into_iter()
             .chain(stack.agent_process())
             .collect();
-        if let Err(error) = measure(bench, name, stack.door(), &own).await {
-            bench.trouble(name, &error);
+        if let Err(error) = measure(bench, name, stack.endpoint(), &own).await {
+            bench.record_error(name, &error);
         }
         let lost = self::session(&stack).await? != session;
         bench.record(name, &SESSIONS_LOST, f64::from(u8::from(lost)), 0.0);
@@ -90,12 +90,17 @@ pub(super) async fn run(bench: &mut Bench, loss: f64) -> Result<()> {
     Ok(())
 }
 
-async fn measure(bench: &mut Bench, name: &'static str, door: Door, own: &[u32]) -> Result<()> {
+async fn measure(
+    bench: &mut BenchRun,
+    name: &'static str,
+    endpoint: Endpoint,
+    own: &[u32],
+) -> Result<()> {
     let length = bench.length(4.0);
-    let ((rate, fresh, beside), seen) = bench.watch(own, work(&door, length)).await?;
-    let Seen { foreign, .. } = seen;
+    let ((rate, fresh, beside), usage) = bench.watch(own, work(&endpoint, length)).await?;
+    let CpuUsage { foreign, .. } = usage;
     bench.record(name, &WAN_BULK, rate, foreign);
-    let trips = |asked: &load::Asked, share| percentile(&asked.times, share).as_secs_f64();
+    let trips = |asked: &load::LoadResult, share| percentile(&asked.times, share).as_secs_f64();
     let round_trip = ONE_WAY.as_secs_f64() * 2.0;
     bench.record(name, &WAN_NEW, trips(&fresh, 0.5) / round_trip, foreign);
     bench.record(name, &WAN_BESIDE_P50, trips(&beside, 0.5) * 1e3, foreign);
@@ -111,9 +116,12 @@ async fn measure(bench: &mut Bench, name: &'static str, door: Door, own: &[u32])
 }
 
 /// New connections on the quiet path, then a bulk stream with small requests beside it.
-async fn work(door: &Door, length: Duration) -> Result<(f64, load::Asked, load::Asked)> {
-    let fresh = load::open(door, SMALL_RATE, length / 3, false).await?;
-    let mut bulk = Caller::connect(door).await?;
+async fn work(
+    endpoint: &Endpoint,
+    length: Duration,
+) -> Result<(f64, load::LoadResult, load::LoadResult)> {
+    let fresh = load::open(endpoint, SMALL_RATE, length / 3, false).await?;
+    let mut bulk = Caller::connect(endpoint).await?;
     bulk.ask(u64::MAX >> 1).await?;
     let began = Instant::now();
     let reading = async {
@@ -136,7 +144,7 @@ async fn work(door: &Door, length: Duration) -> Result<(f64, load::Asked, load::
     };
     let asking = async {
         tokio::time::sleep(WARM).await;
-        load::open(door, SMALL_RATE, length, true).await
+        load::open(endpoint, SMALL_RATE, length, true).await
     };
     let (rate, beside) = tokio::join!(reading, asking);
     Ok((rate, fresh, beside?))

@@ -11,8 +11,8 @@ use rcgen::{CertificateParams, KeyPair};
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_agent::plan::{Event, Plan};
-use tunnel_proto::tcp::{Direct, Remote};
+use tunnel_agent::backoff::{Backoff, ReconnectEvent};
+use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
@@ -52,12 +52,12 @@ impl Agents {
     pub(crate) async fn run(self) -> Result<()> {
         // One line for whoever starts it; nothing listens.
         listening(self.server)?;
-        let ca = LocalCa::load_or_create(&DataDir::existing(&self.data)?)?;
+        let ca = LocalCa::load_or_create(&DataDir::open_existing(&self.data)?)?;
         let roots = tls::roots(ca.roots().iter().cloned())?;
         // One key for all: making keys is not what is measured.
         let key = KeyPair::generate()?;
         let csr = CertificateParams::default().serialize_request(&key)?;
-        let (tell, mut news) = mpsc::channel(self.count.max(1));
+        let (events, mut event) = mpsc::channel(self.count.max(1));
         let first_dials = Arc::new(Semaphore::new(FIRST_DIALS));
         let mut agents = JoinSet::new();
         for number in 0..self.count {
@@ -72,14 +72,14 @@ impl Agents {
                 server: self.server,
                 dialer,
                 first_dials: first_dials.clone(),
-                tell: tell.clone(),
+                events: events.clone(),
             };
             agents.spawn(agent.live());
         }
-        drop(tell);
+        drop(events);
         let mut tally = Tally::of(self.count);
-        while let Some(news) = news.recv().await {
-            if let Some(times) = tally.heed(news) {
+        while let Some(event) = event.recv().await {
+            if let Some(times) = tally.handle(event) {
                 let mut out = std::io::stdout().lock();
                 writeln!(out, "{ALL_READY}{times}")?;
                 out.flush()?;
@@ -91,7 +91,7 @@ impl Agents {
 
 /// What an agent tells.
 #[derive(Debug, Clone, Copy)]
-enum News {
+enum AgentEvent {
     /// Its session of this number, counted from 0, is ready.
     Ready(usize),
     /// It has ended.
@@ -121,16 +121,16 @@ impl Tally {
 
     /// Tells when all agents are ready once more: each over another session than the last time. Over QUIC each notices by
     /// itself that the server was restarted, so some are back before others are gone.
-    fn heed(&mut self, news: News) -> Option<usize> {
-        match news {
-            News::Ready(number) => {
+    fn handle(&mut self, event: AgentEvent) -> Option<usize> {
+        match event {
+            AgentEvent::Ready(number) => {
                 self.ready += 1;
                 if self.had.len() <= number {
                     self.had.resize(number + 1, 0);
                 }
                 self.had[number] += 1;
             }
-            News::Lost => self.ready -= 1,
+            AgentEvent::Lost => self.ready -= 1,
         }
         let all = self.ready == self.count && self.had.get(self.times) == Some(&self.count);
         all.then(|| {
@@ -174,18 +174,18 @@ struct Agent {
     server: SocketAddr,
     dialer: Arc<dyn Dialer>,
     first_dials: Arc<Semaphore>,
-    tell: mpsc::Sender<News>,
+    events: mpsc::Sender<AgentEvent>,
 }
 
 impl Agent {
     async fn live(self) {
-        let (mut failures, mut held) = (0_u32, 0);
-        let mut plan = Plan::new();
-        let mut place = self.first_dials.acquire().await.ok();
+        let (mut failures, mut sessions) = (0_u32, 0);
+        let mut backoff = Backoff::new();
+        let mut permit = self.first_dials.acquire().await.ok();
         loop {
-            let event = match self.hold(&mut place, held).await {
+            let event = match self.hold(&mut permit, sessions).await {
                 Ok(lost) => {
-                    held += 1;
+                    sessions += 1;
                     failures = 0;
                     lost
                 }
@@ -194,29 +194,33 @@ impl Agent {
                     if failures == MANY {
                         let _nobody_reads = writeln!(std::io::stderr(), "{}: {error:#}", self.node);
                     }
-                    let told = error.downcast_ref::<HandshakeError>();
-                    Event::Failed(told.and_then(HandshakeError::code))
+                    let handshake_error = error.downcast_ref::<HandshakeError>();
+                    ReconnectEvent::Failed(handshake_error.and_then(HandshakeError::code))
                 }
             };
-            sleep(plan.next(event, Instant::now(), rand::random())).await;
+            sleep(backoff.next(event, Instant::now(), rand::random())).await;
         }
     }
 
     /// One session, the one of this number, from the dial to its end.
-    async fn hold(&self, place: &mut Option<SemaphorePermit<'_>>, number: usize) -> Result<Event> {
-        let remote = Remote {
+    async fn hold(
+        &self,
+        permit: &mut Option<SemaphorePermit<'_>>,
+        number: usize,
+    ) -> Result<ReconnectEvent> {
+        let remote = ServerAddr {
             name: self.server.to_string(),
             address: Some(self.server),
         };
         let session = timeout(STEP, self.dialer.dial(&remote)).await??;
         let control = timeout(STEP, self.admit(&*session)).await??;
-        *place = None;
-        self.tell.send(News::Ready(number)).await?;
+        *permit = None;
+        self.events.send(AgentEvent::Ready(number)).await?;
         let since = Instant::now();
         let reason = session.closed().await;
         drop(control);
-        self.tell.send(News::Lost).await?;
-        Ok(Event::Lost {
+        self.events.send(AgentEvent::Lost).await?;
+        Ok(ReconnectEvent::Lost {
             ready_for: since.elapsed(),
             code: reason.code,
         })
@@ -256,11 +260,11 @@ mod tests {
     #[test]
     fn all_are_ready_again_only_after_the_last_has_noticed() {
         let mut tally = Tally::of(2);
-        assert_eq!(tally.heed(News::Ready(0)), None);
-        assert_eq!(tally.heed(News::Ready(0)), Some(1));
-        for news in [News::Lost, News::Ready(1), News::Lost] {
-            assert_eq!(tally.heed(news), None, "{news:?}");
+        assert_eq!(tally.handle(AgentEvent::Ready(0)), None);
+        assert_eq!(tally.handle(AgentEvent::Ready(0)), Some(1));
+        for event in [AgentEvent::Lost, AgentEvent::Ready(1), AgentEvent::Lost] {
+            assert_eq!(tally.handle(event), None, "{event:?}");
         }
-        assert_eq!(tally.heed(News::Ready(1)), Some(2));
+        assert_eq!(tally.handle(AgentEvent::Ready(1)), Some(2));
     }
 }

@@ -80,8 +80,8 @@ async fn serve<S: AsyncRead + AsyncWrite + Unpin>(mut stream: S) -> Result<()> {
         };
         let text = std::str::from_utf8(input.get(..head).unwrap_or_default())?.to_owned();
         input.drain(..head);
-        let mut words = text.split_whitespace();
-        match (words.next(), words.next()) {
+        let mut to_args = text.split_whitespace();
+        match (to_args.next(), to_args.next()) {
             (Some("GET"), Some(path)) => {
                 let size = path
                     .strip_prefix("/size/")

@@ -45,7 +45,7 @@ pub(crate) fn render(report: &Report, summary: &Summary) -> Result<String> {
         "foreignMost": report.foreign_most,
         "roundsDropped": dropped,
         "rathole": report.rathole,
-        "troubles": report.troubles,
+        "troubles": report.errors,
         "targets": targets,
         "samples": samples,
     });
@@ -90,11 +90,11 @@ fn parse(text: &str) -> Result<Report> {
         foreign_most: value["foreignMost"].as_f64().context("no foreignMost")?,
         rathole: value["rathole"] == true,
         samples: samples.iter().filter_map(sample).collect(),
-        troubles: value["troubles"]
+        errors: value["troubles"]
             .as_array()
             .into_iter()
             .flatten()
-            .filter_map(|trouble| Some(trouble.as_str()?.to_owned()))
+            .filter_map(|record_error| Some(record_error.as_str()?.to_owned()))
             .collect(),
     })
 }
@@ -151,7 +151,7 @@ pub(super) mod tests {
             foreign_most: 0.3,
             rathole: false,
             samples,
-            troubles: vec!["case 1: a cable broke".to_owned()],
+            errors: vec!["case 1: a cable broke".to_owned()],
         }
     }
 
@@ -162,6 +162,6 @@ pub(super) mod tests {
         let back = parse(&text).unwrap();
         assert_eq!(back.samples, report.samples);
         assert_eq!(back.foreign_most, report.foreign_most);
-        assert_eq!(back.troubles, report.troubles);
+        assert_eq!(back.errors, report.errors);
     }
 }

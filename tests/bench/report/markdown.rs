@@ -72,10 +72,10 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
             figure(&mut text, report, summary, number, metric);
         }
     }
-    if !report.troubles.is_empty() {
+    if !report.errors.is_empty() {
         push(&mut text, "\n### What failed\n");
-        for trouble in &report.troubles {
-            push(&mut text, &format!("- {trouble}"));
+        for error in &report.errors {
+            push(&mut text, &format!("- {error}"));
         }
     }
     text

@@ -46,7 +46,7 @@ type Key = (u8, String, &'static str);
 #[derive(Debug)]
 pub(crate) struct Summary {
     /// Values by round.
-    kept: BTreeMap<Key, BTreeMap<u32, Vec<f64>>>,
+    accepted: BTreeMap<Key, BTreeMap<u32, Vec<f64>>>,
     /// Rounds that do not count, by case.
     pub(crate) dropped: BTreeMap<u8, BTreeSet<u32>>,
     /// Rounds that were run, by case.
@@ -67,16 +67,21 @@ impl Summary {
             let rounds = dropped.get(&sample.case);
             !rounds.is_some_and(|rounds| rounds.contains(&sample.round))
         };
-        let mut kept: BTreeMap<Key, BTreeMap<u32, Vec<f64>>> = BTreeMap::new();
+        let mut accepted: BTreeMap<Key, BTreeMap<u32, Vec<f64>>> = BTreeMap::new();
         for sample in report.samples.iter().filter(counts) {
             let key = (sample.case, sample.system.clone(), sample.metric.name);
-            kept.entry(key)
+            accepted
+                .entry(key)
                 .or_default()
                 .entry(sample.round)
                 .or_default()
                 .push(sample.value);
         }
-        Self { kept, dropped, run }
+        Self {
+            accepted,
+            dropped,
+            run,
+        }
     }
 
     /// Which cases have anything.
@@ -91,7 +96,7 @@ impl Summary {
     }
 
     fn rounds(&self, case: u8, system: &str, metric: &Metric) -> Option<&BTreeMap<u32, Vec<f64>>> {
-        self.kept.get(&(case, system.to_owned(), metric.name))
+        self.accepted.get(&(case, system.to_owned(), metric.name))
     }
 
     /// One value of each round: of several, counts are added and of all else the largest is taken.

@@ -6,12 +6,12 @@ use anyhow::{Context, Result, ensure};
 use tokio::net::{TcpListener, lookup_host};
 use tokio::time::timeout;
 use tunnel_agent::config::Settings;
-use tunnel_agent::policy::{Ceiling, Class, check};
+use tunnel_agent::policy::{DialPolicy, TargetClass, check};
 use tunnel_server::config::RawService;
-use tunnel_tests::client::{ByteStream, Door, KeepAliveClient, RawRequest, request};
+use tunnel_tests::client::{ByteStream, Endpoint, KeepAliveClient, RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{PATIENCE, World};
 
 /// What no setting of an agent opens, in its many spellings.
 const NEVER: [&str; 70] = [
@@ -176,35 +176,35 @@ const CONFIGURED: [&str; 5] = [
     "::ffff:127.0.0.1",
 ];
 
-fn wide() -> Result<Ceiling> {
+fn wide() -> Result<DialPolicy> {
     let parsed = |text: &str| text.parse().map_err(anyhow::Error::msg);
-    Ok(Ceiling {
+    Ok(DialPolicy {
         localhost_ports: "1-65535".parse().map_err(anyhow::Error::msg)?,
         allow_targets: parsed("0.0.0.0/0:1-65535, [::/0]:1-65535")?,
-        ..Ceiling::default()
+        ..DialPolicy::default()
     })
 }
 
 /// An agent that its operator has opened as wide as can be.
 #[test]
 fn t05_no_setting_opens_these_addresses_at_the_agent() -> Result<()> {
-    let ceiling = wide()?;
+    let dial_policy = wide()?;
     for text in NEVER {
         let ip: IpAddr = text.parse().with_context(|| text.to_owned())?;
         for port in [1, 80, 443, 2379, 10250, 65535] {
-            let judged = check(Class::Host, SocketAddr::new(ip, port), &ceiling);
-            ensure!(judged.is_err(), "{text} port {port} would be dialled");
+            let decision = check(TargetClass::Host, SocketAddr::new(ip, port), &dial_policy);
+            ensure!(decision.is_err(), "{text} port {port} would be dialled");
         }
     }
     let public: SocketAddr = "203.0.113.9:80".parse()?;
-    ensure!(check(Class::Host, public, &ceiling).is_ok());
+    ensure!(check(TargetClass::Host, public, &dial_policy).is_ok());
     Ok(())
 }
 
 /// Whatever the host's resolver makes of these, as C libraries do of numbers in odd bases, it is the address that counts.
 #[tokio::test]
-async fn t05_spellings_are_judged_by_what_they_resolve_to() -> Result<()> {
-    let ceiling = wide()?;
+async fn t05_spellings_are_checked_by_what_they_resolve_to() -> Result<()> {
+    let dial_policy = wide()?;
     let mut resolved = 0;
     for name in NAMES {
         let Ok(found) = lookup_host((name, 80)).await else {
@@ -212,8 +212,11 @@ async fn t05_spellings_are_judged_by_what_they_resolve_to() -> Result<()> {
         };
         for address in found {
             resolved += 1;
-            let judged = check(Class::Host, address, &ceiling);
-            ensure!(judged.is_err(), "{name} is {address}, and would be dialled");
+            let decision = check(TargetClass::Host, address, &dial_policy);
+            ensure!(
+                decision.is_err(),
+                "{name} is {address}, and would be dialled"
+            );
         }
     }
     ensure!(resolved >= 8, "only {resolved} were resolved");
@@ -242,17 +245,17 @@ impl Canary {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t05_hosts_that_are_no_nodes_are_400_and_nothing_is_dialled() -> Result<()> {
-    let world = World::start().await?;
+async fn t05_hosts_that_are_no_nodes_are_400_and_nothing_is_dialed() -> Result<()> {
+    let env = TestEnv::start().await?;
     let canary = Canary::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let port = canary.port()?;
     for host in HOSTS {
         for host in [host.to_owned(), format!("{host}:{port}")] {
-            let reply = request(world.http(), &RawRequest::get(&host, "/")).await?;
+            let reply = request(env.http(), &RawRequest::get(&host, "/")).await?;
             ensure!(reply.status == 400, "{host}: {}", reply.status);
             let selected = RawRequest::get("192.0.2.7", "/").header("X-Tunnel-Proxy-Dest", &host);
-            let reply = request(world.http(), &selected).await?;
+            let reply = request(env.http(), &selected).await?;
             ensure!(reply.status == 400, "Dest {host}: {}", reply.status);
         }
     }
@@ -265,7 +268,7 @@ async fn t05_hosts_that_are_no_nodes_are_400_and_nothing_is_dialled() -> Result<
 async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     let canary = Canary::start().await?;
     let port = canary.port()?;
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         let services = CONFIGURED
             .iter()
             .enumerate()
@@ -286,14 +289,14 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     let open = |settings: &mut Settings| {
         settings.allow_targets = Some("0.0.0.0/0:1-65535, [::/0]:1-65535".into());
     };
-    let config = world.agent_config_with("worker-1", open)?;
-    let _agent = tunnel_tests::world::Agent::start(config).await?;
-    world.connected("worker-1").await;
-    let services = &world.bound().services;
+    let config = env.agent_config_with("worker-1", open)?;
+    let _agent = tunnel_tests::env::Agent::start(config).await?;
+    env.connected("worker-1").await;
+    let services = &env.bound().services;
     ensure!(services.len() == CONFIGURED.len());
     for (name, address) in services {
         // The reset may be there before the caller has done with its connect.
-        let Ok(mut caller) = ByteStream::connect(Door::plain(*address)).await else {
+        let Ok(mut caller) = ByteStream::connect(Endpoint::plain(*address)).await else {
             continue;
         };
         let reading = timeout(scaled(PATIENCE), caller.read_to_end()).await;
@@ -309,22 +312,22 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
 
 /// S08: a first stream that is permitted opens nothing for a second one; neither at the server nor at the agent.
 #[tokio::test(flavor = "multi_thread")]
-async fn s08_each_stream_is_judged_by_itself_at_both_ends() -> Result<()> {
+async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let (by_server, by_agent) = (Canary::start().await?, Canary::start().await?);
     let own = exporter.addr().port();
     let (not_listed, denied) = (by_server.port()?, by_agent.port()?);
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.http_proxy_ports = Some(format!("{own}, {denied}"));
     })
     .await?;
-    let config = world.agent_config_with("worker-1", |settings| {
+    let config = env.agent_config_with("worker-1", |settings| {
         settings.deny_ports = Some(denied.to_string());
     })?;
-    let _agent = tunnel_tests::world::Agent::start(config).await?;
-    world.connected("worker-1").await;
+    let _agent = tunnel_tests::env::Agent::start(config).await?;
+    env.connected("worker-1").await;
     let get = |port: u16| RawRequest::new("GET", "/metrics", &format!("worker-1:{port}"));
-    let mut caller = KeepAliveClient::connect(world.http()).await?;
+    let mut caller = KeepAliveClient::connect(env.http()).await?;
     for (port, who) in [(not_listed, "server"), (denied, "agent")] {
         let allowed = caller.request(&get(own)).await?;
         ensure!(allowed.status == 200, "{}", allowed.text());

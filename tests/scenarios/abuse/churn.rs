@@ -10,11 +10,11 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{Exporter, SilentTarget};
-use tunnel_tests::world::World;
 
-use super::tell;
+use super::report_figure;
 
 /// 100,000 in the long run: `CULVERT_CANCELLED_DIALS`.
 const DIALS: u64 = 3000;
@@ -25,7 +25,7 @@ const TASKS_SLACK: usize = 8;
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// What the process holds.
-fn held() -> Result<(usize, usize)> {
+fn resource_usage() -> Result<(usize, usize)> {
     let tasks = tokio::runtime::Handle::current()
         .metrics()
         .num_alive_tasks();
@@ -33,7 +33,7 @@ fn held() -> Result<(usize, usize)> {
 }
 
 /// One request that ends at a moment of chance: by FIN, by reset, before, in or after its head, or in the answer.
-async fn give_up(door: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> Result<()> {
+async fn give_up(endpoint: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> Result<()> {
     let mut random = StdRng::seed_from_u64(seed);
     let host = &hosts[random.random_range(0..3)];
     let path = if random.random_bool(0.5) {
@@ -42,7 +42,7 @@ async fn give_up(door: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> 
         "/follow"
     };
     let bytes = RawRequest::get(host, path).bytes();
-    let mut caller = TcpStream::connect(door).await?;
+    let mut caller = TcpStream::connect(endpoint).await?;
     let sent = if random.random_bool(0.2) {
         random.random_range(0..bytes.len())
     } else {
@@ -60,35 +60,32 @@ async fn give_up(door: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> 
 async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     let dials = std::env::var("CULVERT_CANCELLED_DIALS").ok();
     let dials = dials.and_then(|text| text.parse().ok()).unwrap_or(DIALS);
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let silent = SilentTarget::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = |port: u16| format!("worker-1:{port}");
     let good = host(exporter.addr().port());
     // A port that nobody listens on.
     let hosts = [good.clone(), host(silent.addr().port()), host(1024)];
     for _ in 0..10 {
         ensure!(
-            request(world.http(), &RawRequest::get(&good, "/metrics"))
+            request(env.http(), &RawRequest::get(&good, "/metrics"))
                 .await?
                 .status
                 == 200
         );
     }
     sleep(scaled(Duration::from_millis(500))).await;
-    let before = held()?;
+    let before = resource_usage()?;
     let seed: u64 = rand::random();
-    let door = world
-        .bound()
-        .http
-        .ok_or_else(|| anyhow::anyhow!("no door"))?;
+    let endpoint = env.bound().http.ok_or_else(|| anyhow::anyhow!("no door"))?;
     let mut callers = JoinSet::new();
     for caller in 0..CALLERS {
         let hosts = hosts.clone();
         callers.spawn(async move {
             for dial in (caller..dials).step_by(usize::try_from(CALLERS)?) {
-                give_up(door, &hosts, seed.wrapping_add(dial)).await?;
+                give_up(endpoint, &hosts, seed.wrapping_add(dial)).await?;
             }
             anyhow::Ok(())
         });
@@ -97,7 +94,7 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
         done??;
     }
     eventually("all is given back", Duration::from_secs(5), async || {
-        let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         let text = metrics.text();
         for line in [
             "tunnel_server_streams_open 0",
@@ -108,14 +105,14 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
                 "seed {seed}: not {line}"
             );
         }
-        let streams: usize = world
+        let streams: usize = env
             .registry()
             .all()
             .iter()
             .map(|agent| agent.session.health().streams)
             .sum();
         ensure!(streams <= 1, "seed {seed}: {streams} streams");
-        let (tasks, descriptors) = held()?;
+        let (tasks, descriptors) = resource_usage()?;
         ensure!(
             tasks <= before.0 + TASKS_SLACK && descriptors <= before.1 + DESCRIPTORS_SLACK,
             "seed {seed}: {tasks} tasks and {descriptors} descriptors, {before:?} before"
@@ -123,11 +120,11 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
         Ok(())
     })
     .await;
-    tell(&format!(
+    report_figure(&format!(
         "S10: {dials} dials, before {before:?}, after {:?}",
-        held()?
+        resource_usage()?
     ));
-    let last = request(world.http(), &RawRequest::get(&good, "/metrics")).await?;
+    let last = request(env.http(), &RawRequest::get(&good, "/metrics")).await?;
     ensure!(last.status == 200, "seed {seed}: {}", last.text());
     Ok(())
 }

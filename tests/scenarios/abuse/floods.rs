@@ -15,13 +15,13 @@ use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::Port;
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::World;
 
 use super::super::scripted::{agent_key, dial, remote, settings};
-use super::{scrape, tell};
+use super::{report_figure, scrape};
 
 /// Sends datagrams from a thread of its own until it is dropped.
 struct Flood {
@@ -70,26 +70,26 @@ fn socket(last: [u8; 2]) -> Result<std::net::UdpSocket> {
 /// S24: datagrams with nothing in them are no work.
 #[tokio::test(flavor = "multi_thread")]
 async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let door = world.http();
-    scrape(&door, &host, 20).await?;
-    let before = scrape(&door, &host, 200).await?;
+    let endpoint = env.http();
+    scrape(&endpoint, &host, 20).await?;
+    let before = scrape(&endpoint, &host, 200).await?;
     let flood = Flood::start(
-        world.bound().agents,
+        env.bound().agents,
         vec![(socket([0, 1])?, Vec::new())],
         200_000,
     );
     let began = Instant::now();
     let mut with = Duration::ZERO;
     while began.elapsed() < Duration::from_secs(1) {
-        with = with.max(scrape(&door, &host, 200).await?);
+        with = with.max(scrape(&endpoint, &host, 200).await?);
     }
     let sent = flood.sent.load(Ordering::Relaxed);
     drop(flood);
-    tell(&format!(
+    report_figure(&format!(
         "S24: {sent} empty datagrams in {:?}; p99 of scrapes {before:?}, then {with:?}",
         began.elapsed()
     ));
@@ -98,31 +98,31 @@ async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<
     ensure!(with < scaled(Duration::from_millis(250)), "{with:?}");
     let node = "worker-1".parse()?;
     ensure!(
-        world.registry().of_node(&node).len() == 1,
+        env.registry().of_node(&node).len() == 1,
         "the session was lost"
     );
     Ok(())
 }
 
 /// The first datagrams of handshakes that nobody answered, each of another connection.
-async fn initials(world: &World, count: usize) -> Result<Vec<Vec<u8>>> {
+async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
     let nobody = UdpSocket::bind("127.0.0.1:0").await?;
     let address = nobody.local_addr()?;
-    let key = agent_key(world, "worker-9")?;
+    let key = agent_key(env, "worker-9")?;
     let mut taken = Vec::with_capacity(count);
     while taken.len() < count {
-        let tls = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION)?;
+        let tls = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION)?;
         let dialer = QuicDialer::new(tls, settings())?;
         let remote = remote(address);
         let dialling = dialer.dial(&remote);
         let mut datagram = vec![0; 2048];
-        let heard = async {
+        let replies = async {
             let length = nobody.recv(&mut datagram).await?;
             datagram.truncate(length);
             anyhow::Ok(())
         };
         tokio::select! {
-            heard = heard => heard?,
+            replies = replies => replies?,
             dialled = dialling => ensure!(dialled.is_err(), "nobody answered"),
         }
         // What comes again of an earlier one is another copy of it, which does no harm.
@@ -135,30 +135,30 @@ async fn initials(world: &World, count: usize) -> Result<Vec<Vec<u8>>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Result<()> {
     const SOURCES: usize = 1000;
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let first = world.agent("worker-1").await?;
+    let first = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let datagrams = initials(&world, 200).await?;
+    let datagrams = initials(&env, 200).await?;
     let mut from = Vec::with_capacity(SOURCES);
     for source in 0..SOURCES {
         let last = u16::try_from(source)?.to_be_bytes();
         from.push((socket(last)?, datagrams[source % datagrams.len()].clone()));
     }
-    let flood = Flood::start(world.bound().agents, from, 10_000);
+    let flood = Flood::start(env.bound().agents, from, 10_000);
     // The agent comes back in the middle of it.
     while flood.sent.load(Ordering::Relaxed) <= 2000 {
-        scrape(&world.http(), &host, 10).await?;
+        scrape(&env.http(), &host, 10).await?;
     }
     drop(first);
     let began = Instant::now();
-    let again = world.agent("worker-1");
+    let again = env.agent("worker-1");
     let again = timeout(scaled(Duration::from_secs(5)), again).await;
     let _agent = again.context("the agent did not get in")??;
     let took = began.elapsed();
-    scrape(&world.http(), &host, 50).await?;
+    scrape(&env.http(), &host, 50).await?;
     let sent = flood.sent.load(Ordering::Relaxed);
-    tell(&format!(
+    report_figure(&format!(
         "T22: {sent} beginnings of handshakes; an agent got in after {took:?}"
     ));
     ensure!(sent > 2000, "only {sent} were sent");
@@ -168,12 +168,12 @@ async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Resul
 /// T10: an agent with a credential opens streams, which none may, as fast as it can, comes back, and does so again.
 #[tokio::test(flavor = "multi_thread")]
 async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()> {
-    let world = Arc::new(World::start().await?);
+    let env = Arc::new(TestEnv::start().await?);
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let hosts = [format!("worker-1:{}", exporter.addr().port())];
     let sessions = Arc::new(AtomicU64::new(0));
-    let (flooded, counted) = (world.clone(), sessions.clone());
+    let (flooded, counted) = (env.clone(), sessions.clone());
     #[expect(clippy::disallowed_methods, reason = "owned by the handle")]
     let hostile = AbortOnDropHandle::new(tokio::spawn(async move {
         let key = agent_key(&flooded, "worker-2")?;
@@ -184,7 +184,7 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
                 continue;
             };
             counted.fetch_add(1, Ordering::Relaxed);
-            let mut held = Vec::new();
+            let mut open_conns = Vec::new();
             // Until the server has had enough.
             while let Ok(Ok(stream)) = timeout(
                 Duration::from_millis(200),
@@ -192,19 +192,19 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
             )
             .await
             {
-                held.push(stream);
+                open_conns.push(stream);
             }
         }
         #[expect(unreachable_code, reason = "says the type")]
         anyhow::Ok(())
     }));
-    let load = Load::start(world.http(), &hosts, 4).await?;
+    let load = Load::start(env.http(), &hosts, 4).await?;
     tokio::time::sleep(Duration::from_secs(2)).await;
     let outcome = load.end().await?;
     outcome.check()?;
     drop(hostile);
     let sessions = sessions.load(Ordering::Relaxed);
-    tell(&format!("T10: {sessions} hostile sessions"));
+    report_figure(&format!("T10: {sessions} hostile sessions"));
     ensure!(sessions > 0, "nothing hostile got in");
     Ok(())
 }

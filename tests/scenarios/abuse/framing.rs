@@ -12,9 +12,9 @@ use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::frame::CONTROL_MESSAGE_MAX;
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{PATIENCE, World};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 
@@ -44,11 +44,11 @@ fn announced(mut length: u64) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn s02_enrolment_that_announces_4_gib_ends_within_a_second() -> Result<()> {
-    let world = World::start().await?;
+async fn s02_enrollment_that_announces_4_gib_ends_within_a_second() -> Result<()> {
+    let env = TestEnv::start().await?;
     for length in LENGTHS {
-        let tcp = TcpStream::connect(world.bound().agents).await?;
-        let client = tls::enroll_client(Trust::Pin(world.ca().spki_sha256()))?;
+        let tcp = TcpStream::connect(env.bound().agents).await?;
+        let client = tls::enroll_client(Trust::Pin(env.ca().spki_sha256()))?;
         let name = "tunnel-server.invalid".try_into()?;
         let mut stream = TlsConnector::from(client).connect(name, tcp).await?;
         let began = Instant::now();
@@ -66,10 +66,10 @@ async fn s02_enrolment_that_announces_4_gib_ends_within_a_second() -> Result<()>
 /// The first message of an agent, and the reply that begins each of its streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let too_long = |length: &u64| *length > CONTROL_MESSAGE_MAX as u64;
     for length in LENGTHS.into_iter().filter(too_long) {
-        let (session, _dialer) = dial(&world, agent_key(&world, "worker-1")?).await?;
+        let (session, _dialer) = dial(&env, agent_key(&env, "worker-1")?).await?;
         let incoming = session.accept().await?;
         let (_, mut control) = incoming.header(Instant::now() + PATIENCE).await?;
         control.accept("").await?;
@@ -80,10 +80,10 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     for length in LENGTHS {
-        let agent = ScriptedAgent::connect(&world, "worker-1").await?;
-        world.connected("worker-1").await;
+        let agent = ScriptedAgent::connect(&env, "worker-1").await?;
+        env.connected("worker-1").await;
         let get = RawRequest::get(&host, "/metrics");
-        let asked = request(world.http(), &get);
+        let asked = request(env.http(), &get);
         let lies = async {
             let mut stream = agent.next_stream().await?;
             stream.write_all(&announced(length)).await?;
@@ -105,8 +105,8 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
 
 /// S05: versions of a Hello at the bounds of their type. Those that hold ours are fine, others are told so.
 #[tokio::test(flavor = "multi_thread")]
-async fn s05_versions_at_the_bounds_of_their_type_are_judged() -> Result<()> {
-    let world = World::start().await?;
+async fn s05_versions_at_the_bounds_of_their_type_are_checked() -> Result<()> {
+    let env = TestEnv::start().await?;
     let bounds = [0, 1, 2, 0x7fff_ffff, 0x8000_0000, u32::MAX - 1, u32::MAX];
     let mut instance = 0;
     for low in bounds {
@@ -121,7 +121,7 @@ async fn s05_versions_at_the_bounds_of_their_type_are_judged() -> Result<()> {
                 software: String::new(),
                 node_ip: "999.999.999.999".into(),
             };
-            let said = ScriptedAgent::say(&world, agent_key(&world, &node)?, hello).await?;
+            let said = ScriptedAgent::say(&env, agent_key(&env, &node)?, hello).await?;
             let admitted = matches!(said, Admission::Admitted(_));
             ensure!(
                 admitted == (low <= 1 && high >= 1),

@@ -13,12 +13,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tunnel_agent::config::Settings;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::link::Link;
 use tunnel_tests::targets::{Exporter, sha256_hex};
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
-use super::tell;
+use super::report_figure;
 
 /// Forgeries towards each end: one thousand a second.
 const EVERY: Duration = Duration::from_millis(1);
@@ -113,14 +113,14 @@ fn forge(real: &[u8], random: &mut StdRng) -> Vec<u8> {
 }
 
 /// Downloads for a while; every byte is checked. Bytes a second.
-async fn downloads(world: &World, exporter: &Exporter, seconds: u64) -> Result<f64> {
+async fn downloads(env: &TestEnv, exporter: &Exporter, seconds: u64) -> Result<f64> {
     let host = format!("worker-1:{}", exporter.addr().port());
     let get = RawRequest::get(&host, &format!("/size/{BODY}?seed=7"));
     let own = RawRequest::get("own", &format!("/size/{BODY}?seed=7"));
     let expected = sha256_hex(&request(exporter.addr(), &own).await?.body);
     let (began, mut bytes) = (Instant::now(), 0);
     while began.elapsed() < Duration::from_secs(seconds) {
-        let reply = request(world.http(), &get).await?;
+        let reply = request(env.http(), &get).await?;
         ensure!(
             reply.status == 200 && reply.ended.is_clean(),
             "{:?}",
@@ -133,14 +133,14 @@ async fn downloads(world: &World, exporter: &Exporter, seconds: u64) -> Result<f
     Ok(bytes as f64 / began.elapsed().as_secs_f64())
 }
 
-async fn agent_behind(world: &World, path: SocketAddr, transport: &str) -> Result<Agent> {
-    let config = world.agent_config_with("worker-1", |settings: &mut Settings| {
+async fn agent_behind(env: &TestEnv, path: SocketAddr, transport: &str) -> Result<Agent> {
+    let config = env.agent_config_with("worker-1", |settings: &mut Settings| {
         settings.transport = Some(transport.to_owned());
     })?;
     let mut config = config;
-    config.servers = vec![tunnel_tests::world::server_address(path)];
+    config.servers = vec![tunnel_tests::env::server_address(path)];
     let agent = Agent::start(config).await?;
-    world.connected("worker-1").await;
+    env.connected("worker-1").await;
     Ok(agent)
 }
 
@@ -154,30 +154,30 @@ async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()
     let exporter = Exporter::start("worker-1").await?;
     let mut goodput = Vec::new();
     for forges in [false, true] {
-        let world = World::start().await?;
-        // Enrolment goes over TCP, so the agent has its certificate before it meets the forger.
-        drop(world.agent("worker-1").await?);
-        let path = Forger::start(world.bound().agents, seed, forges).await?;
-        let _agent = agent_behind(&world, path.front, "quic").await?;
+        let env = TestEnv::start().await?;
+        // Enrollment goes over TCP, so the agent has its certificate before it meets the forger.
+        drop(env.agent("worker-1").await?);
+        let path = Forger::start(env.bound().agents, seed, forges).await?;
+        let _agent = agent_behind(&env, path.front, "quic").await?;
         let node = "worker-1".parse()?;
-        let session = |world: &World| {
-            let sessions = world.registry().of_node(&node);
+        let session = |env: &TestEnv| {
+            let sessions = env.registry().of_node(&node);
             sessions.first().map(|session| session.id)
         };
-        let before = session(&world).context("no session")?;
+        let before = session(&env).context("no session")?;
         goodput.push(
-            downloads(&world, &exporter, seconds)
+            downloads(&env, &exporter, seconds)
                 .await
                 .with_context(|| format!("seed {seed}"))?,
         );
-        let after = session(&world).context("no session any more")?;
+        let after = session(&env).context("no session any more")?;
         ensure!(before == after, "seed {seed}: the session was lost");
         let forged = path.forged.load(Ordering::Relaxed);
         ensure!(
             !forges || forged > 500 * seconds,
             "only {forged} were forged"
         );
-        tell(&format!(
+        report_figure(&format!(
             "S13: {forged} forged, {:.1} MB/s",
             goodput[goodput.len() - 1] / 1e6
         ));
@@ -194,15 +194,15 @@ async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn t18_reset_of_tcp_costs_a_reconnect() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
-    let world = World::start().await?;
-    drop(world.agent("worker-1").await?);
-    let link = Link::start(world.bound().agents, 7)?;
-    let _agent = agent_behind(&world, link.addr(), "h2").await?;
+    let env = TestEnv::start().await?;
+    drop(env.agent("worker-1").await?);
+    let link = Link::start(env.bound().agents, 7)?;
+    let _agent = agent_behind(&env, link.addr(), "h2").await?;
     for _ in 0..3 {
         let host = format!("worker-1:{}", exporter.addr().port());
         link.reset_tcp();
         eventually("served again", PATIENCE, async || {
-            let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+            let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
             ensure!(reply.status == 200, "{}", reply.text());
             Ok(())
         })

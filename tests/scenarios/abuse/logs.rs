@@ -11,11 +11,11 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{ByteStream, RawRequest, request};
-use tunnel_tests::targets::{HostileTarget, Step};
-use tunnel_tests::world::World;
+use tunnel_tests::env::TestEnv;
+use tunnel_tests::targets::{HostileAction, HostileTarget};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
-use super::tell;
+use super::report_figure;
 
 /// What begins a line that was never logged.
 const FORGED: &str = "FORGED";
@@ -53,8 +53,8 @@ fn evil() -> Vec<String> {
 }
 
 async fn attack() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     for (index, text) in evil().into_iter().enumerate() {
         // Callers: method, path, Host, selectors, trace ids, bytes that are no request.
         for bytes in [
@@ -65,7 +65,7 @@ async fn attack() -> Result<()> {
             format!("{text} / HTTP/1.1\r\nHost: worker-1:1024\r\n\r\n"),
             text.clone(),
         ] {
-            let mut caller = ByteStream::connect(world.http()).await?;
+            let mut caller = ByteStream::connect(env.http()).await?;
             // It may have been refused before all was sent.
             if caller.send(bytes.as_bytes()).await.is_ok() {
                 let _cut = caller.finish().await;
@@ -75,14 +75,14 @@ async fn attack() -> Result<()> {
         // A target: the line of its status, and a field of its answer.
         let answer = format!("HTTP/1.1 200 {text}\r\nX: {text}\r\nContent-Length: {text}\r\n\r\n");
         let target = HostileTarget::start(vec![
-            Step::ReadHead,
-            Step::Send(answer.into_bytes()),
-            Step::Hold,
+            HostileAction::ReadHead,
+            HostileAction::Send(answer.into_bytes()),
+            HostileAction::Hold,
         ])
         .await?;
         let host = format!("worker-1:{}", target.addr().port());
         let get = RawRequest::get(&host, "/");
-        let asked = request(world.http(), &get);
+        let asked = request(env.http(), &get);
         let _whatever = tokio::time::timeout(std::time::Duration::from_secs(2), asked).await;
         // An agent: what it says of itself, and why it leaves.
         let node = format!("evil-{index}");
@@ -96,7 +96,7 @@ async fn attack() -> Result<()> {
         };
         // Too much of it ends the session instead.
         if let Ok(Admission::Admitted(agent)) =
-            ScriptedAgent::say(&world, agent_key(&world, &node)?, hello).await
+            ScriptedAgent::say(&env, agent_key(&env, &node)?, hello).await
         {
             agent.leave_saying(&text).await;
         }
@@ -105,7 +105,7 @@ async fn attack() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t15_no_text_of_others_ends_or_colours_a_line_of_the_log() -> Result<()> {
+async fn t15_no_text_of_others_ends_or_colors_a_line_of_the_log() -> Result<()> {
     if let Ok(format) = std::env::var(VICTIM) {
         let format = format.parse().map_err(anyhow::Error::msg)?;
         let _logs = telemetry::start("debug".parse()?, format)?;
@@ -143,8 +143,8 @@ const FLOOD: usize = 2000;
 
 /// An agent that repeats itself, callers whose requests cannot be parsed, and handshakes with a certificate of no known CA.
 async fn flood() -> Result<()> {
-    let world = World::start().await?;
-    let mut agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let env = TestEnv::start().await?;
+    let mut agent = ScriptedAgent::connect(&env, "worker-1").await?;
     for _ in 0..FLOOD {
         if agent.send(&ControlMessage::Withdraw).await.is_err() {
             break;
@@ -153,7 +153,7 @@ async fn flood() -> Result<()> {
     let reason = agent.closed().await;
     ensure!(reason.code == CloseCode::Protocol, "{reason}");
     for _ in 0..FLOOD {
-        let caller = ByteStream::connect(world.http()).await?;
+        let caller = ByteStream::connect(env.http()).await?;
         let _refused = caller.talk(b"\x01\x02\x03 / HTTP/1.1\r\n\r\n").await;
     }
     let foreign = rcgen::generate_simple_self_signed(vec!["worker-1".to_owned()])?;
@@ -162,7 +162,7 @@ async fn flood() -> Result<()> {
     let key = tls::certified_key(vec![foreign.cert.der().clone()], key)?;
     for _ in 0..FLOOD / 20 {
         // The client may believe in it for a moment.
-        if let Ok((session, _dialer)) = dial(&world, key.clone()).await {
+        if let Ok((session, _dialer)) = dial(&env, key.clone()).await {
             session.closed().await;
         }
     }
@@ -179,33 +179,23 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
     let output = run_as_victim(test, "json").await?;
     let log = String::from_utf8(output.stderr).context("the log is no text")?;
     ensure!(output.status.success(), "{}", tail(&log));
-    tell(&format!("T23: {} bytes of log", log.len()));
+    report_figure(&format!("T23: {} bytes of log", log.len()));
     ensure!(log.len() < 32 * 1024, "{} bytes: {}", log.len(), tail(&log));
     let count = |text: &str| log.lines().filter(|line| line.contains(text)).count();
     assert_eq!(count("agent withdrew"), 1, "{}", tail(&log));
     assert_eq!(count("unparsable request"), 10, "{}", tail(&log));
-    assert_eq!(
-        count("handshake with an agent failed"),
-        10,
-        "{}",
-        tail(&log)
-    );
+    assert_eq!(count("agent handshake failed"), 10, "{}", tail(&log));
     let rest = log
         .lines()
         .find(|line| line.contains("cannot be parsed: and "));
     let rest: serde_json::Value = serde_json::from_str(rest.context("no line about the rest")?)?;
-    let left_out = rest["left_out"].as_u64().context("no number")?;
+    let suppressed = rest["suppressed"].as_u64().context("no number")?;
     // The last ones may have ended behind the log.
     ensure!(
-        (FLOOD - 50..=FLOOD - 10).contains(&usize::try_from(left_out)?),
+        (FLOOD - 50..=FLOOD - 10).contains(&usize::try_from(suppressed)?),
         "{rest}"
     );
-    assert_eq!(
-        count("handshakes with agents failed: and "),
-        1,
-        "{}",
-        tail(&log)
-    );
+    assert_eq!(count("agent handshakes failed: and "), 1, "{}", tail(&log));
     Ok(())
 }
 

@@ -7,9 +7,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{PATIENCE, World};
 
 use super::super::scripted::ScriptedAgent;
 use super::scrape;
@@ -20,10 +20,10 @@ const OPEN: Duration = Duration::from_secs(1);
 
 /// Sends the length of a reply on each stream; the rest never comes.
 async fn begins_each_reply(agent: ScriptedAgent) {
-    let mut held = Vec::new();
+    let mut open_conns = Vec::new();
     while let Ok(mut stream) = agent.next_stream().await {
         let _cut = stream.write_all(&[20]).await;
-        held.push(stream);
+        open_conns.push(stream);
     }
 }
 
@@ -31,40 +31,40 @@ async fn begins_each_reply(agent: ScriptedAgent) {
 /// places are free again.
 #[tokio::test(flavor = "multi_thread")]
 async fn s22_replies_of_one_byte_are_given_up_at_the_open_timeout() -> Result<()> {
-    let world = World::start_with(|settings| {
-        settings.limits = World::limits("{ openTimeout: 1s, streamsPerAgent: 128 }");
+    let env = TestEnv::start_with(|settings| {
+        settings.limits = TestEnv::limits("{ openTimeout: 1s, streamsPerAgent: 128 }");
     })
     .await?;
     let exporter = Exporter::start("good").await?;
-    let _good = world.agent("good").await?;
+    let _good = env.agent("good").await?;
     let mut hostile = Vec::new();
     for number in 0..AGENTS {
         let node = format!("worker-{number}");
-        let agent = ScriptedAgent::connect(&world, &node).await?;
-        world.connected(&node).await;
+        let agent = ScriptedAgent::connect(&env, &node).await?;
+        env.connected(&node).await;
         hostile.push(begins_each_reply(agent));
     }
     tokio::select! {
         _ended = futures_util::future::join_all(hostile) => anyhow::bail!("the hostile agents were cut"),
-        served = callers_are_answered(&world, &exporter) => served,
+        served = callers_are_answered(&env, &exporter) => served,
     }
 }
 
-async fn callers_are_answered(world: &World, exporter: &Exporter) -> Result<()> {
+async fn callers_are_answered(env: &TestEnv, exporter: &Exporter) -> Result<()> {
     let mut callers = JoinSet::new();
     let began = Instant::now();
     for number in 0..AGENTS {
         for _ in 0..STREAMS {
-            let door = world.http();
+            let endpoint = env.http();
             let get = RawRequest::get(&format!("worker-{number}:9100"), "/metrics");
             callers.spawn(async move {
-                let answer = timeout(scaled(PATIENCE), request(door, &get)).await;
+                let answer = timeout(scaled(PATIENCE), request(endpoint, &get)).await;
                 (answer, began.elapsed())
             });
         }
     }
     let host = format!("good:{}", exporter.addr().port());
-    scrape(&world.http(), &host, 20).await?;
+    scrape(&env.http(), &host, 20).await?;
     while let Some(done) = callers.join_next().await {
         let (answer, took) = done?;
         let answer = answer??;
@@ -77,7 +77,7 @@ async fn callers_are_answered(world: &World, exporter: &Exporter) -> Result<()> 
         ensure!(took >= OPEN, "{took:?}");
     }
     eventually("no stream is left", PATIENCE, async || {
-        let metrics = request(world.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         let text = metrics.text();
         ensure!(
             text.lines()

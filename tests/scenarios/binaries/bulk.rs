@@ -50,9 +50,9 @@ async fn large_answer(transport: &str) -> Result<()> {
 
 /// Reads `n` bytes and compares each of them.
 async fn read_answer(stack: &Stack, n: u64) -> Result<()> {
-    let door = stack.server.address(Listener::Http);
+    let endpoint = stack.server.address(Listener::Http);
     let get = stack.get(&format!("/repeated/{n}"));
-    let mut answer = Exchange::start(door, &get).await?;
+    let mut answer = Exchange::start(endpoint, &get).await?;
     let block = repeated_block();
     let twice = block.repeat(2);
     let mut read = 0_u64;

@@ -13,7 +13,7 @@ use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tunnel_proto::process::host::raise_descriptor_limit;
-use tunnel_proto::tcp::{Direct, Remote};
+use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust, files};
 use tunnel_proto::transport::Dialer;
 use tunnel_proto::transport::h2::H2Dialer;
@@ -21,14 +21,14 @@ use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
-use tunnel_tests::client::{ClientTls, Door, KeepAliveClient, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, KeepAliveClient, RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, ScratchDir};
 use tunnel_tests::tools::or_skip;
 
 use super::CONNECT;
 use super::memory::{CAP, MemoryCgroup, NODES, Site, resident};
-use crate::abuse::tell;
+use crate::abuse::report_figure;
 use crate::scripted::{hello, introduce, remote, settings};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -42,7 +42,7 @@ async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
     // A quarter of the memory at 20 KiB and a head each.
     crowds("128 MiB", &["sh", "-c", enter, "sh", &procs], 390).await?;
     let (most, killed) = (cgroup.most()?, cgroup.killed()?);
-    tell(&format!("C1, C2: {} MiB at most in the cgroup", most >> 20));
+    report_figure(&format!("C1, C2: {} MiB at most in the cgroup", most >> 20));
     ensure!(killed == 0, "{killed} processes were killed");
     Ok(())
 }
@@ -90,7 +90,7 @@ async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()
         failed = answers.watch(&site) => return Err(failed),
         done = timeout(limit, attack) => done.context("the crowds are not done in time")??,
     }
-    tell(&format!(
+    report_figure(&format!(
         "C1, C2: {host}: {count} callers: {callers}; {count} sessions: {sessions}; {} answers for others after {:?} at most; \
          {} MiB resident",
         answers.count,
@@ -120,7 +120,7 @@ async fn check_figures(
     let per_source = value(&shown, &limit("callersPerSource"))?;
     let too_many = "tunnel_server_handshakes_total{result=\"too_many_sessions\"}";
     let too_many = value(&shown, too_many)?;
-    tell(&format!(
+    report_figure(&format!(
         "C1: {evicted} evicted or refused, callersTotal {total} times, callersPerSource {per_source} times; C2: {too_many} \
          times too_many_sessions"
     ));
@@ -267,13 +267,13 @@ async fn call(site: &Site, count: usize, tally: &Arc<Tally>) -> Result<Vec<JoinS
     let (http, https) = (Listener::Http, Listener::Https);
     let host = format!("{}:{}", NODES[0], site.exporter.addr().port());
     let plain = Caller {
-        listener: Door::plain(site.server.address(http)),
+        listener: Endpoint::plain(site.server.address(http)),
         ask: RawRequest::new("GET", "/metrics", &host),
         status: 200,
     };
     let tls = ClientTls::insecure(NODES[0], None)?;
     let secure = Caller {
-        listener: Door::tls(site.server.address(https), tls),
+        listener: Endpoint::tls(site.server.address(https), tls),
         // A port that the server refuses by itself; the connection stays.
         ask: RawRequest::new("GET", "/metrics", &format!("{}:81", NODES[0])),
         status: 403,
@@ -294,7 +294,7 @@ async fn call(site: &Site, count: usize, tally: &Arc<Tally>) -> Result<Vec<JoinS
 
 #[derive(Debug, Clone)]
 struct Caller {
-    listener: Door,
+    listener: Endpoint,
     ask: RawRequest,
     status: u16,
 }
@@ -338,7 +338,7 @@ async fn connect(
     Ok(open)
 }
 
-async fn open_session(dialer: Arc<dyn Dialer>, to: Remote) -> Result<Option<UntilClosed>> {
+async fn open_session(dialer: Arc<dyn Dialer>, to: ServerAddr) -> Result<Option<UntilClosed>> {
     let attempt = async {
         let Ok(session) = dialer.dial(&to).await else {
             return Ok(None);

@@ -13,7 +13,7 @@ use tunnel_tests::targets::Sha256;
 use super::{CONNECT, Stack};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answer_that_ends_as_the_agent_is_told_to_end_is_whole() -> Result<()> {
+async fn answer_that_ends_as_the_agent_is_stopped_is_whole() -> Result<()> {
     in_parallel(|mut stack, rounds| async move {
         for round in rounds {
             let exchange = one_mebibyte(&stack).await?;
@@ -30,7 +30,7 @@ async fn answer_that_ends_as_the_agent_is_told_to_end_is_whole() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answer_that_ends_as_the_server_is_told_to_end_is_whole() -> Result<()> {
+async fn answer_that_ends_as_the_server_is_stopped_is_whole() -> Result<()> {
     in_parallel(|mut stack, rounds| async move {
         for round in rounds {
             let exchange = one_mebibyte(&stack).await?;
@@ -92,8 +92,8 @@ where
 }
 
 async fn one_mebibyte(stack: &Stack) -> Result<Exchange> {
-    let door = stack.server.address(Listener::Http);
-    Exchange::start(door, &stack.get(&format!("/size/{BYTES}"))).await
+    let endpoint = stack.server.address(Listener::Http);
+    Exchange::start(endpoint, &stack.get(&format!("/size/{BYTES}"))).await
 }
 
 /// Sends TERM to `process` while the answer comes: with its head, or later and later with each round.
@@ -140,8 +140,8 @@ async fn ends_well(process: &mut Process) -> Result<()> {
 
 /// An answer that never ends by itself.
 async fn follow(stack: &Stack) -> Result<Exchange> {
-    let door = stack.server.address(Listener::Http);
-    let exchange = Exchange::start(door, &stack.get("/follow")).await?;
+    let endpoint = stack.server.address(Listener::Http);
+    let exchange = Exchange::start(endpoint, &stack.get("/follow")).await?;
     eventually("a follower", CONNECT, async || {
         (stack.exporter.followers() == 1).then_some(())
     })

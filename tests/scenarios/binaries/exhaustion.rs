@@ -14,14 +14,14 @@ use tunnel_tests::tools::{Tool, or_skip};
 use super::{CONNECT, Stack};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f25_server_without_descriptors_pauses_its_doors_and_recovers() -> Result<()> {
+async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> Result<()> {
     let Some(prlimit) = or_skip(Program::tool(Tool::Prlimit)) else {
         return Ok(());
     };
     let mut stack = Stack::start(&[], &[]).await?;
-    let door = stack.server.address(Listener::Http);
+    let endpoint = stack.server.address(Listener::Http);
     let get = RawRequest::new("GET", "/metrics", &stack.host());
-    let mut running = KeepAliveClient::connect(door).await?;
+    let mut running = KeepAliveClient::connect(endpoint).await?;
     ensure!(running.request(&get).await?.status == 200);
     let id = stack.server.process().id().context("server's id")?;
     let folder = format!("/proc/{id}");
@@ -31,18 +31,18 @@ async fn f25_server_without_descriptors_pauses_its_doors_and_recovers() -> Resul
 
     let mut crowd = Vec::new();
     for _ in 0..2 * SPARE {
-        crowd.push(TcpStream::connect(door).await?);
+        crowd.push(TcpStream::connect(endpoint).await?);
     }
     let log = stack.server.process().log().clone();
-    let told = || {
+    let pauses_logged = || {
         let lines = log.lines();
-        let of_door = |line: &&String| {
+        let of_listener = |line: &&String| {
             line.contains("cannot accept connections") && line.contains("\"http\"")
         };
-        lines.iter().filter(of_door).count()
+        lines.iter().filter(of_listener).count()
     };
     eventually("the door says that it pauses", CONNECT, async || {
-        anyhow::ensure!(told() > 0, "{:#?}", log.lines());
+        anyhow::ensure!(pauses_logged() > 0, "{:#?}", log.lines());
         anyhow::Ok(())
     })
     .await;
@@ -54,7 +54,7 @@ async fn f25_server_without_descriptors_pauses_its_doors_and_recovers() -> Resul
     sleep(WINDOW).await;
     let busy = (ticks(&folder)? - before) / TICKS_PER_SECOND / began.elapsed().as_secs_f64();
     ensure!(busy < 0.2, "the server takes {busy:.2} of a processor");
-    assert_eq!(told(), 1, "once, not for every attempt");
+    assert_eq!(pauses_logged(), 1, "once, not for every attempt");
     drop(crowd);
     stack
         .wait_for_traffic("new callers are served again", Duration::from_secs(1))

@@ -173,13 +173,13 @@ impl Logged {
     }
 }
 
-async fn ask_often(door: SocketAddr, get: &RawRequest) -> Result<()> {
+async fn ask_often(endpoint: SocketAddr, get: &RawRequest) -> Result<()> {
     let mut asking = JoinSet::new();
     for _ in 0..CALLERS {
         let get = get.clone();
         asking.spawn(async move {
             for _ in 0..REQUESTS / CALLERS {
-                let reply = timeout(scaled(ANSWER), request(door, &get)).await;
+                let reply = timeout(scaled(ANSWER), request(endpoint, &get)).await;
                 let reply = reply.context("no answer")??;
                 ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
             }
@@ -201,7 +201,7 @@ async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
         .agent
         .wait_for_line("meta port", CONNECT, opened)
         .await?;
-    let (door, meta) = (
+    let (endpoint, meta) = (
         stack.server.address(Listener::Http),
         stack.server.address(Listener::Meta),
     );
@@ -218,13 +218,13 @@ async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
     let agent = Logged::start("tunnel-agent", &agent_setup, agent_meta, output)?;
     let get = stack.get("/metrics");
     eventually("first traffic", CONNECT, async || {
-        let reply = timeout(scaled(super::ATTEMPT), request(door, &get)).await;
+        let reply = timeout(scaled(super::ATTEMPT), request(endpoint, &get)).await;
         ensure!(reply.context("no answer")??.status == 200);
         anyhow::Ok(())
     })
     .await;
 
-    ask_often(door, &get).await?;
+    ask_often(endpoint, &get).await?;
     server.is_alive().await?;
     agent.is_alive().await?;
     for mut end in [agent, server] {

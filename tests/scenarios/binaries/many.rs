@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use tokio::task::JoinSet;
 use tunnel_agent::config::{Config, Settings, TransportChoice};
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::Agent;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup, Signal};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::Agent;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_hundred_agents_are_back_after_a_restart_over_quic() -> Result<()> {
@@ -87,7 +87,7 @@ async fn start_agents(
 
 /// One request to each node, some at a time; an error names the first that fails.
 async fn all_serve(server: &Server, port: &str) -> Result<()> {
-    let door = server.address(Listener::Http);
+    let endpoint = server.address(Listener::Http);
     let mut asked = JoinSet::new();
     for worker in 0..AT_ONCE {
         let port = port.to_owned();
@@ -95,7 +95,7 @@ async fn all_serve(server: &Server, port: &str) -> Result<()> {
             for index in (worker..COUNT).step_by(AT_ONCE) {
                 let node = node(index);
                 let get = RawRequest::get(&format!("{node}:{port}"), "/metrics");
-                let reply = request(door, &get).await.context(node.clone())?;
+                let reply = request(endpoint, &get).await.context(node.clone())?;
                 ensure!(reply.status == 200, "{node}: {}", reply.text());
             }
             Ok(())

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
-use tunnel_tests::targets::{Exporter, HostileTarget, SilentTarget, Step};
+use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, SilentTarget};
 use tunnel_tests::tools::{Skip, or_skip};
 
 use super::CONNECT;
@@ -95,9 +95,9 @@ impl Site {
         let exporter = Exporter::start("worker").await?;
         let head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n".to_vec();
         let steps = vec![
-            Step::ReadHead,
-            Step::Send(head),
-            Step::Flood(vec![7; 64 << 10]),
+            HostileAction::ReadHead,
+            HostileAction::Send(head),
+            HostileAction::Flood(vec![7; 64 << 10]),
         ];
         let flood = HostileTarget::start(steps).await?;
         let deaf = SilentTarget::start_deaf().await?;
@@ -134,8 +134,8 @@ impl Site {
 
     pub(super) async fn scrape(&self, node: &str) -> Result<()> {
         let host = format!("{node}:{}", self.exporter.addr().port());
-        let door = self.server.address(Listener::Http);
-        let reply = request(door, &RawRequest::get(&host, "/metrics")).await?;
+        let endpoint = self.server.address(Listener::Http);
+        let reply = request(endpoint, &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
         Ok(())
     }
@@ -205,7 +205,7 @@ async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() 
         sleep(Duration::from_millis(150)).await;
     }
     let (most, held) = (cgroup.most()?, readers.len());
-    crate::abuse::tell(&format!(
+    crate::abuse::report_figure(&format!(
         "F26: {OFFERED} offered, {held} taken, {shed} told 503; {} MiB at most of {} MiB",
         most >> 20,
         CAP >> 20
@@ -292,7 +292,7 @@ async fn s14_t11_stalled_and_slow_readers_cost_a_fixed_amount() -> Result<()> {
     let before = memory()?;
     let with = scrapes(&site, node, Duration::from_secs(seconds)).await?;
     let after = memory()?;
-    crate::abuse::tell(&format!(
+    crate::abuse::report_figure(&format!(
         "S14: resident {} and {} MiB, then {} and {} MiB after {seconds} s; {without:.0} scrapes a second, then {with:.0}",
         before[0] >> 20,
         before[1] >> 20,

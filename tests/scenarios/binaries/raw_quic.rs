@@ -17,7 +17,7 @@ use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::memory::resident;
 use super::{CONNECT, NODE, Stack};
-use crate::abuse::tell;
+use crate::abuse::report_figure;
 
 /// The hostile agent's node.
 const HOSTILE: &str = "worker-2";
@@ -104,11 +104,11 @@ async fn s20_pieces_with_gaps_end_the_session_or_cost_a_bounded_amount() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
-    let Some(mut lab) = Lab::start().await? else {
+    let Some(mut fixture) = RawQuicFixture::start().await? else {
         return Ok(());
     };
-    let port = lab.stack.exporter.addr().port();
-    let http = lab.stack.server.address(Listener::Http);
+    let port = fixture.stack.exporter.addr().port();
+    let http = fixture.stack.server.address(Listener::Http);
     let callers = async move {
         // Each caller is a stream; those that come before the peer is admitted get 503 and come again.
         let mut callers = JoinSet::new();
@@ -124,7 +124,7 @@ async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
         callers.join_next().await
     };
     tokio::select! {
-        done = lab.attack(("gaps_on_many_streams", None)) => done,
+        done = fixture.attack(("gaps_on_many_streams", None)) => done,
         ended = callers => bail!("a caller ended: {ended:?}"),
     }
 }
@@ -137,35 +137,36 @@ async fn raw_frames_of_no_use_end_the_session_or_cost_others_nothing() -> Result
 /// An attack that goes on is ended as soon as the server looks at the session.
 #[tokio::test(flavor = "multi_thread")]
 async fn raw_floods_of_small_frames_end_the_session() -> Result<()> {
-    let Some(mut lab) = Lab::start().await? else {
+    let Some(mut fixture) = RawQuicFixture::start().await? else {
         return Ok(());
     };
-    lab.seconds = UNTIL_LOOKED_AT;
-    lab.attack(("pings", None)).await?;
-    let reason = "a flood of frames that move nothing";
-    let log = lab.stack.server.log();
+    fixture.seconds = UNTIL_LOOKED_AT;
+    fixture.attack(("pings", None)).await?;
+    let reason = "flood of frames without stream data";
+    let log = fixture.stack.server.log();
     let line = log.find(|line| line.contains(reason).then_some(()));
     let logged = timeout(scaled(CONNECT), line).await;
     logged.with_context(|| format!("no line of {reason}: {log}"))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn raw_packets_of_strangers_cost_a_bounded_amount_and_are_not_amplified() -> Result<()> {
+async fn raw_packets_of_unauthenticated_peers_cost_a_bounded_amount_and_are_not_amplified()
+-> Result<()> {
     all(&STRANGERS).await
 }
 
 async fn all(attacks: &[Attack]) -> Result<()> {
-    let Some(mut lab) = Lab::start().await? else {
+    let Some(mut fixture) = RawQuicFixture::start().await? else {
         return Ok(());
     };
     for attack in attacks {
-        lab.attack(*attack).await.context(attack.0)?;
+        fixture.attack(*attack).await.context(attack.0)?;
     }
     Ok(())
 }
 
 /// A server, an agent that others are served by, and the certificate of another one in hostile hands.
-struct Lab {
+struct RawQuicFixture {
     stack: Stack,
     server: u32,
     hostile: PathBuf,
@@ -173,7 +174,7 @@ struct Lab {
     _scratch: ScratchDir,
 }
 
-impl Lab {
+impl RawQuicFixture {
     async fn start() -> Result<Option<Self>> {
         if or_skip(require(&[Tool::Aioquic])).is_none() {
             return Ok(None);
@@ -205,7 +206,10 @@ impl Lab {
         let peer = Program::tool(Tool::Aioquic)?.arg(script).arg(attack);
         let peer = peer.args(["--server", &server, "--seconds", &self.seconds.to_string()]);
         let peer = peer.args(["--streams", &STREAMS.to_string()]);
-        if STRANGERS.iter().any(|stranger| stranger.0 == attack) {
+        if STRANGERS
+            .iter()
+            .any(|hostile_peer| hostile_peer.0 == attack)
+        {
             return Ok(peer);
         }
         let (certificate, key) = (
@@ -234,7 +238,7 @@ impl Lab {
             }
         };
         let outcome: Value = serde_json::from_str(finished.trim()).context(finished.clone())?;
-        tell(&format!(
+        report_figure(&format!(
             "{attack}: {outcome}; {} MiB, then {} MiB at most; others after {slowest:?} at most",
             before >> 20,
             most >> 20

@@ -10,23 +10,29 @@ use tunnel_tests::process::{Program, Server};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::kubectl::kubectls;
-use super::{FIRST, GUIDE_RECORDS, Lab, told};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, fetch_text};
 
 on_both!(an_absent_object_is_a_condition_with_the_command_that_creates_it);
 
-async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(lab: Lab) -> Result<()> {
+async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
     let files = kubectls().and_then(|files| require(&[Tool::Bash]).map(|()| files));
     let Some(files) = or_skip(files) else {
         return Ok(());
     };
-    lab.guide().await?;
-    lab.objects().delete_shipped("ConfigMap").await?;
-    lab.objects().delete_shipped("Lease").await?;
-    let server = lab.setup("a")?.args(&["--single-replica"]).start().await?;
+    cluster_env.guide().await?;
+    cluster_env.objects().delete_shipped("ConfigMap").await?;
+    cluster_env.objects().delete_shipped("Lease").await?;
+    let server = cluster_env
+        .setup("a")?
+        .args(&["--single-replica"])
+        .start()
+        .await?;
 
     // Without any of them names have their routes and records here.
     eventually("the nodes", FIRST, async || {
-        let text = told(&server, "/metrics").await?;
+        let text = fetch_text(&server, "/metrics").await?;
         let records = "tunnel_server_kubernetes_records 2";
         ensure!(text.lines().any(|line| line == records), "{text}");
         Ok(())
@@ -39,25 +45,42 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(lab: L
         ("writing records", "ConfigMap kube-system/yurt-tunnel-nodes"),
     ] {
         let command = command_of(&server, condition, object).await;
-        run(&lab, &files[0], &command).await?;
+        run(&cluster_env, &files[0], &command).await?;
     }
-    lab.wait_for_records("the records", FIRST, GUIDE_RECORDS)
+    cluster_env
+        .wait_for_records("the records", FIRST, GUIDE_RECORDS)
         .await;
     eventually("no condition", FIRST, async || {
-        let text = told(&server, "/readyz?verbose").await?;
+        let text = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(!text.contains("does not exist"), "{text}");
-        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        ensure!(
+            cluster_env
+                .objects()
+                .bundle()
+                .await?
+                .contains("BEGIN CERTIFICATE")
+        );
         Ok(())
     })
     .await;
 
     // The same while the server runs.
-    lab.cluster.admin().delete(&Objects::bundle_path()).await?;
+    cluster_env
+        .cluster
+        .admin()
+        .delete(&Objects::bundle_path())
+        .await?;
     let object = "ConfigMap kube-system/tunnel-ca";
     let command = command_of(&server, "ca certificates", object).await;
-    run(&lab, &files[0], &command).await?;
+    run(&cluster_env, &files[0], &command).await?;
     eventually("the certificates again", FIRST, async || {
-        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        ensure!(
+            cluster_env
+                .objects()
+                .bundle()
+                .await?
+                .contains("BEGIN CERTIFICATE")
+        );
         Ok(())
     })
     .await;
@@ -67,7 +90,7 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(lab: L
 /// Waits for a condition about an object, and returns its command.
 async fn command_of(server: &Server, condition: &str, object: &str) -> String {
     eventually(condition, FIRST, async || {
-        let text = told(server, "/readyz?verbose").await?;
+        let text = fetch_text(server, "/readyz?verbose").await?;
         let begin = format!("[!] {condition}: ");
         let line = text.lines().find(|line| line.starts_with(&begin));
         let line = line.with_context(|| text.clone())?;
@@ -81,15 +104,15 @@ async fn command_of(server: &Server, condition: &str, object: &str) -> String {
 }
 
 /// Runs a command as an operator does who copies it.
-pub(super) async fn run(lab: &Lab, kubectl: &Path, command: &str) -> Result<()> {
+pub(super) async fn run(cluster_env: &ClusterEnv, kubectl: &Path, command: &str) -> Result<()> {
     let folder = kubectl.parent().context("a folder")?.to_owned();
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::iter::once(folder).chain(std::env::split_paths(&path));
     let program = Program::tool(Tool::Bash)?.args(["-ec", command]);
     let program = program
         .env("PATH", std::env::join_paths(folders)?)
-        .env("KUBECONFIG", lab.cluster.admin_kubeconfig()?)
-        .env("HOME", lab.scratch.path());
+        .env("KUBECONFIG", cluster_env.cluster.admin_kubeconfig()?)
+        .env("HOME", cluster_env.scratch.path());
     program.run().await?.ok()?;
     Ok(())
 }

@@ -8,10 +8,10 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use tunnel_agent::config::Settings;
 use tunnel_server::config::RawConfig;
-use tunnel_tests::apiserver::StandIn;
+use tunnel_tests::apiserver::FakeApiServer;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::cluster::{Cluster, Kind};
-use tunnel_tests::world::{Agent, World};
+use tunnel_tests::env::{Agent, TestEnv};
 
 mod accounts;
 mod apiserver;
@@ -24,7 +24,7 @@ pub(super) use accounts::claims;
 struct Site {
     cluster: Cluster,
     client_ca: TestCa,
-    world: World,
+    env: TestEnv,
 }
 
 impl Site {
@@ -33,40 +33,42 @@ impl Site {
     }
 
     async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
-        let cluster = Cluster::start(Kind::StandIn).await?.context("a stand-in")?;
+        let cluster = Cluster::start(Kind::FakeApiServer)
+            .await?
+            .context("a stand-in")?;
         let client_ca = TestCa::new("kubernetes")?;
-        cluster.stand_in()?.set_client_ca(client_ca.pem())?;
+        cluster.fake_api()?.set_client_ca(client_ca.pem())?;
         let kubeconfig = cluster.server_kubeconfig()?;
-        let world = World::start_with(|settings| {
+        let env = TestEnv::start_with(|settings| {
             settings.kubernetes = Some("on".into());
             settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
             settings.namespace = Some("kube-system".into());
-            settings.limits = World::limits("reloadEvery: 50ms");
+            settings.limits = TestEnv::limits("reloadEvery: 50ms");
             change(settings);
         })
         .await?;
         let site = Self {
             cluster,
             client_ca,
-            world,
+            env,
         };
-        fs::write(site.tunnel_ca(), site.world.ca().root_pem())?;
+        fs::write(site.tunnel_ca(), site.env.ca().root_pem())?;
         Ok(site)
     }
 
-    fn api(&self) -> Result<&StandIn> {
-        self.cluster.stand_in()
+    fn api(&self) -> Result<&FakeApiServer> {
+        self.cluster.fake_api()
     }
 
     /// What an agent trusts its server by, as the ConfigMap with the CA bundle is mounted.
     fn tunnel_ca(&self) -> PathBuf {
-        self.world.path().join("tunnel-ca.crt")
+        self.env.path().join("tunnel-ca.crt")
     }
 
     /// The kubelet of a node with a first certificate.
     fn kubelet(&self, node: &str) -> Result<KubeletPki> {
         let pki = KubeletPki {
-            folder: self.world.path().join(format!("{node}-pki")),
+            folder: self.env.path().join(format!("{node}-pki")),
         };
         fs::create_dir(&pki.folder)?;
         pki.rotate("1", &self.client_ca.issue(&Leaf::kubelet(node))?)?;
@@ -80,14 +82,14 @@ impl Site {
         pki: &KubeletPki,
         change: impl FnOnce(&mut Settings),
     ) -> Result<Agent> {
-        let config = self.world.agent_config_with(node, |settings| {
+        let config = self.env.agent_config_with(node, |settings| {
             settings.cert_file = Some(pki.current());
             settings.ca_file = Some(self.tunnel_ca());
-            settings.limits = World::agent_limits("reloadEvery: 50ms");
+            settings.limits = TestEnv::agent_limits("reloadEvery: 50ms");
             change(settings);
         })?;
         let agent = Agent::start(config).await?;
-        self.world.connected(node).await;
+        self.env.connected(node).await;
         Ok(agent)
     }
 

@@ -7,22 +7,24 @@ mod shared;
 
 use anyhow::{Context, Result};
 use tunnel_server::config::{ObjectNames, RawConfig};
-use tunnel_tests::client::{ByteStream, Door, UpgradeClient};
+use tunnel_tests::client::{ByteStream, Endpoint, UpgradeClient};
 use tunnel_tests::cluster::{Cluster, Kind};
-use tunnel_tests::world::World;
+use tunnel_tests::env::TestEnv;
 
 /// A stand-in with the Secrets as manifests ship them.
 pub(super) async fn cluster() -> Result<Cluster> {
-    Cluster::start(Kind::StandIn).await?.context("a stand-in")
+    Cluster::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")
 }
 
 /// A server in this process that follows the cluster with the rights of its ServiceAccount, and an empty disk.
 pub(super) async fn server(
     cluster: &Cluster,
     change: impl FnOnce(&mut RawConfig),
-) -> Result<World> {
+) -> Result<TestEnv> {
     let kubeconfig = cluster.server_kubeconfig()?;
-    World::start_with(|settings| {
+    TestEnv::start_with(|settings| {
         settings.kubernetes = Some("on".into());
         settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
         settings.namespace = Some("kube-system".into());
@@ -43,9 +45,9 @@ fn state_secret() -> String {
 struct Exec(ByteStream);
 
 impl Exec {
-    async fn start(door: Door, port: u16) -> Result<Self> {
+    async fn start(endpoint: Endpoint, port: u16) -> Result<Self> {
         let client = UpgradeClient::spdy(&format!("worker-1:{port}"), "/exec/default/pod/c");
-        Ok(Self(client.connect(door).await?.switched()?))
+        Ok(Self(client.connect(endpoint).await?.switched()?))
     }
 
     async fn goes_on(&mut self) -> Result<()> {

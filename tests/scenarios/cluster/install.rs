@@ -8,7 +8,7 @@ use tunnel_tests::manifests::{folder, installed};
 use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls};
-use super::{FIRST, GUIDE_RECORDS, Lab};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS};
 
 on_both!(
     kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote,
@@ -16,7 +16,7 @@ on_both!(
 );
 
 async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote(
-    lab: Lab,
+    cluster_env: ClusterEnv,
 ) -> Result<()> {
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
@@ -25,37 +25,46 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     let manifest = manifest.to_string_lossy().into_owned();
     let apply = ["apply", "-f", &manifest];
     // The rights are to come from the manifests, not from the harness.
-    lab.cluster.allow_server(false).await?;
+    cluster_env.cluster.allow_server(false).await?;
     for kind in ["ConfigMap", "Secret", "Lease"] {
-        lab.objects().delete_shipped(kind).await?;
+        cluster_env.objects().delete_shipped(kind).await?;
     }
-    let first = Kubectl::new(files[0].clone(), lab.cluster.admin_kubeconfig()?)?;
-    let told = first.ok(&apply).await?;
-    ensure!(told.lines().count() == installed()?.len(), "{told}");
+    let first = Kubectl::new(files[0].clone(), cluster_env.cluster.admin_kubeconfig()?)?;
+    let stdout = first.ok(&apply).await?;
+    ensure!(stdout.lines().count() == installed()?.len(), "{stdout}");
 
-    lab.objects().add(&edge("worker-1")).await?;
-    lab.objects()
+    cluster_env.objects().add(&edge("worker-1")).await?;
+    cluster_env
+        .objects()
         .add(&cloud("master-1", "192.168.33.220"))
         .await?;
-    let _server = lab.server("a").await?;
-    let service = lab.objects().service().await?;
+    let _server = cluster_env.server("a").await?;
+    let service = cluster_env.objects().service().await?;
     let address = service["spec"]["clusterIP"]
         .as_str()
         .context("a cluster address")?;
     let records = format!("{address}\tworker-1\n192.168.33.220\tmaster-1");
-    lab.wait_for_records("the records", FIRST, &records).await;
+    cluster_env
+        .wait_for_records("the records", FIRST, &records)
+        .await;
     eventually("the extra port of the manifest", FIRST, async || {
-        ensure!(extra_port(&lab).await?, "not yet");
+        ensure!(extra_port(&cluster_env).await?, "not yet");
         Ok(())
     })
     .await;
 
     eventually("the CA's certificates", FIRST, async || {
-        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        ensure!(
+            cluster_env
+                .objects()
+                .bundle()
+                .await?
+                .contains("BEGIN CERTIFICATE")
+        );
         Ok(())
     })
     .await;
-    let before = lab.objects().filled().await?;
+    let before = cluster_env.objects().filled().await?;
     let is_filled = |filled: &Value| *filled != json!([null, null]);
     // Two ConfigMaps, two Secrets, the Lease of the writer and the one of the QUIC keys.
     ensure!(
@@ -63,19 +72,19 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
         "{before:#?}"
     );
     for file in files {
-        let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
+        let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
         let again = kubectl.ok(&apply).await?;
         ensure!(
             !again.lines().any(|line| line.ends_with("created")),
             "{again}"
         );
-        ensure!(extra_port(&lab).await?, "the server's port is gone");
-        ensure!(lab.objects().records().await? == records, "records");
+        ensure!(extra_port(&cluster_env).await?, "the server's port is gone");
+        ensure!(cluster_env.objects().records().await? == records, "records");
         ensure!(
-            lab.objects().filled().await? == before,
+            cluster_env.objects().filled().await? == before,
             "something was emptied"
         );
-        let shipped = shipped_by_manifests(&lab)?;
+        let shipped = shipped_by_manifests(&cluster_env)?;
         let forced = [
             "apply",
             "--server-side",
@@ -85,7 +94,7 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
         ];
         kubectl.ok(&forced).await?;
         ensure!(
-            lab.objects().filled().await? == before,
+            cluster_env.objects().filled().await? == before,
             "emptied on the server's side"
         );
     }
@@ -94,30 +103,41 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
 
 /// The upgrade of an installation whose manifests left it to the server to create ConfigMaps and Leases.
 async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_before(
-    lab: Lab,
+    cluster_env: ClusterEnv,
 ) -> Result<()> {
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
-    lab.objects().delete_shipped("ConfigMap").await?;
-    lab.objects().delete_shipped("Lease").await?;
-    lab.cluster.allow_creation().await?;
-    lab.guide().await?;
-    let server = lab.setup("a")?.args(&["--single-replica"]).start().await?;
-    lab.wait_for_records("the records", FIRST, GUIDE_RECORDS)
+    cluster_env.objects().delete_shipped("ConfigMap").await?;
+    cluster_env.objects().delete_shipped("Lease").await?;
+    cluster_env.cluster.allow_creation().await?;
+    cluster_env.guide().await?;
+    let server = cluster_env
+        .setup("a")?
+        .args(&["--single-replica"])
+        .start()
+        .await?;
+    cluster_env
+        .wait_for_records("the records", FIRST, GUIDE_RECORDS)
         .await;
     eventually("the CA's certificates", FIRST, async || {
-        ensure!(lab.objects().bundle().await?.contains("BEGIN CERTIFICATE"));
+        ensure!(
+            cluster_env
+                .objects()
+                .bundle()
+                .await?
+                .contains("BEGIN CERTIFICATE")
+        );
         Ok(())
     })
     .await;
-    let before = lab.objects().filled().await?;
-    let shipped = shipped_by_manifests(&lab)?;
+    let before = cluster_env.objects().filled().await?;
+    let shipped = shipped_by_manifests(&cluster_env)?;
     for file in files {
-        let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
+        let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
         for _ in 0..2 {
             kubectl.ok(&["apply", "-f", &shipped]).await?;
-            let after = lab.objects().filled().await?;
+            let after = cluster_env.objects().filled().await?;
             ensure!(
                 before
                     .iter()
@@ -127,17 +147,19 @@ async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_befor
         }
     }
     // The server goes on, with the rights of the manifests alone.
-    lab.cluster.allow_server(true).await?;
-    lab.objects().add(&edge("worker-2")).await?;
+    cluster_env.cluster.allow_server(true).await?;
+    cluster_env.objects().add(&edge("worker-2")).await?;
     let more = format!("10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n{MASTER}");
-    lab.wait_for_records("the next write", FIRST, &more).await;
-    let conditions = super::told(&server, "/readyz?verbose").await?;
+    cluster_env
+        .wait_for_records("the next write", FIRST, &more)
+        .await;
+    let conditions = super::fetch_text(&server, "/readyz?verbose").await?;
     ensure!(!conditions.contains("does not exist"), "{conditions}");
     Ok(())
 }
 
 /// A file with the objects of `install.yaml` that the server fills.
-fn shipped_by_manifests(lab: &Lab) -> Result<String> {
+fn shipped_by_manifests(cluster_env: &ClusterEnv) -> Result<String> {
     let names: Vec<Value> = shipped()
         .into_iter()
         .map(|(_, object)| object["metadata"]["name"].clone())
@@ -151,15 +173,15 @@ fn shipped_by_manifests(lab: &Lab) -> Result<String> {
     let items: Vec<Value> = objects.into_iter().filter(is_filled).collect();
     ensure!(items.len() >= 5, "{items:?}");
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
-    let file = lab.scratch.file("shipped.json", list.to_string())?;
+    let file = cluster_env.scratch.file("shipped.json", list.to_string())?;
     Ok(file.to_string_lossy().into_owned())
 }
 
 const MASTER: &str = "192.168.33.220\tmaster-1";
 
 /// Whether the Service has the port that `yurt-tunnel-server-cfg` of the manifests asks for.
-async fn extra_port(lab: &Lab) -> Result<bool> {
-    let service: Value = lab.objects().service().await?;
+async fn extra_port(cluster_env: &ClusterEnv) -> Result<bool> {
+    let service: Value = cluster_env.objects().service().await?;
     let ports = service["spec"]["ports"].as_array().context("no ports")?;
     Ok(ports
         .iter()

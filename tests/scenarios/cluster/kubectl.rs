@@ -65,22 +65,22 @@ async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl, &Path) -> Result<()
     Ok(())
 }
 
-mod stand_in {
+mod fake_api {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread")]
     async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
-        with_each(Kind::StandIn, every_kind).await
+        with_each(Kind::FakeApiServer, every_kind).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
-        with_each(Kind::StandIn, servers_side).await
+        with_each(Kind::FakeApiServer, server_side).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn kubectl_creates_objects_from_flags() -> Result<()> {
-        with_each(Kind::StandIn, from_flags).await
+        with_each(Kind::FakeApiServer, from_flags).await
     }
 }
 
@@ -94,7 +94,7 @@ mod real {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
-        with_each(Kind::Real, servers_side).await
+        with_each(Kind::Real, server_side).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
@@ -252,10 +252,10 @@ async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
         kubectl.ok(&["-n", "kube-system", "get", kind]).await?;
         if kind != "events" {
             let name = if kind == "nodes" { "worker-1" } else { "x" };
-            let told = kubectl
+            let stdout = kubectl
                 .ok(&["-n", "kube-system", "describe", kind, name])
                 .await?;
-            ensure!(told.contains(name), "{kind}: {told}");
+            ensure!(stdout.contains(name), "{kind}: {stdout}");
         }
     }
     let table = kubectl.ok(&["-n", "kube-system", "get", "svc"]).await?;
@@ -289,7 +289,7 @@ async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-async fn servers_side(kubectl: &Kubectl, folder: &Path) -> Result<()> {
+async fn server_side(kubectl: &Kubectl, folder: &Path) -> Result<()> {
     let file = folder.join("map.json");
     let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "x", "namespace": "default" }, "data": { "a": "1" } });
     std::fs::write(&file, map.to_string())?;

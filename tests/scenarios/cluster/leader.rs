@@ -10,7 +10,7 @@ use tunnel_tests::cluster::{Kind, edge};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, Server, Signal};
 
-use super::{FIRST, GUIDE_RECORDS, Lab, Site, told};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, Site, fetch_text};
 
 on_both!(
     dns_8_another_server_writes_when_the_leader_is_killed,
@@ -54,22 +54,26 @@ impl<'a> Long<'a> {
             self.site.exporter.emit(&line) == 1,
             "the exporter has lost its caller"
         );
-        let heard = tokio::time::timeout(scaled(FIRST), self.exchange.line())
+        let received = tokio::time::timeout(scaled(FIRST), self.exchange.line())
             .await?
             .context("the answer has ended")?;
-        ensure!(heard.trim() == line, "{heard:?} instead of {line:?}");
+        ensure!(received.trim() == line, "{received:?} instead of {line:?}");
         Ok(())
     }
 }
 
-async fn dns_8_another_server_writes_when_the_leader_is_killed(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let mut leader = lab.server("a").await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+async fn dns_8_another_server_writes_when_the_leader_is_killed(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let mut leader = cluster_env.server("a").await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    let other = lab.server("b").await?;
-    let site = Site::start(&lab, &other, "worker-1", &[]).await?;
-    lab.objects()
+    let other = cluster_env.server("b").await?;
+    let site = Site::start(&cluster_env, &other, "worker-1", &[]).await?;
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", &site.port().to_string())])
         .await?;
     eventually("the port", FIRST, async || site.serves(&other).await).await;
@@ -78,8 +82,9 @@ async fn dns_8_another_server_writes_when_the_leader_is_killed(lab: Lab) -> Resu
 
     leader.process().signal(Signal::Kill)?;
     let killed = Instant::now();
-    lab.objects().add(&edge("worker-2")).await?;
-    lab.wait_for_records("the other one's write", TAKEOVER, WITH_WORKER_2)
+    cluster_env.objects().add(&edge("worker-2")).await?;
+    cluster_env
+        .wait_for_records("the other one's write", TAKEOVER, WITH_WORKER_2)
         .await;
     ensure!(
         killed.elapsed() <= scaled(TAKEOVER),
@@ -90,14 +95,17 @@ async fn dns_8_another_server_writes_when_the_leader_is_killed(lab: Lab) -> Resu
     site.serves(&other).await
 }
 
-async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let mut first = lab.server("a").await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let mut first = cluster_env.server("a").await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    let second = lab.server("b").await?;
+    let second = cluster_env.server("b").await?;
     let says = async |server: &Server| -> Result<bool> {
-        let text = told(server, "/readyz?verbose").await?;
+        let text = fetch_text(server, "/readyz?verbose").await?;
         Ok(text.contains("[!] replicas: ") && text.contains("Run one server"))
     };
     eventually("the second one's word", FIRST, async || {
@@ -116,23 +124,27 @@ async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(lab: L
     Ok(())
 }
 
-async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let server = lab.server("a").await?;
-    let site = Site::start(&lab, &server, "worker-1", &[]).await?;
-    lab.objects()
+async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
+    let site = Site::start(&cluster_env, &server, "worker-1", &[]).await?;
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", &site.port().to_string())])
         .await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     eventually("the port", FIRST, async || site.serves(&server).await).await;
     let mut long = Long::start(&site, &server).await?;
     long.goes_on().await?;
 
     // Another one takes the Lease, and renews it for a while.
-    steal(&lab).await?;
+    steal(&cluster_env).await?;
     eventually("the server to see it", FIRST, async || {
-        let text = told(&server, "/metrics").await?;
+        let text = fetch_text(&server, "/metrics").await?;
         ensure!(
             text.contains("tunnel_server_kubernetes_leader 0"),
             "still leads"
@@ -140,16 +152,16 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(lab: Lab) -> Re
         Ok(())
     })
     .await;
-    let before = lab.objects().records_map().await?;
-    lab.objects().add(&edge("worker-2")).await?;
+    let before = cluster_env.objects().records_map().await?;
+    cluster_env.objects().add(&edge("worker-2")).await?;
     // Longer than any burst is gathered; each look renews the Lease of the other one.
     let end = Instant::now() + Duration::from_secs(4);
     eventually(
         "some seconds as another one's follower",
         Duration::from_secs(20),
         async || {
-            steal(&lab).await?;
-            let map = lab.objects().records_map().await?;
+            steal(&cluster_env).await?;
+            let map = cluster_env.objects().records_map().await?;
             assert_eq!(
                 map["metadata"]["resourceVersion"], before["metadata"]["resourceVersion"],
                 "a deposed server wrote {map}"
@@ -172,24 +184,31 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(lab: Lab) -> Re
     );
     long.goes_on().await?;
     site.serves(&server).await?;
-    lab.wait_for_records(
-        "its write when the other one is silent",
-        TAKEOVER,
-        WITH_WORKER_2,
-    )
-    .await;
+    cluster_env
+        .wait_for_records(
+            "its write when the other one is silent",
+            TAKEOVER,
+            WITH_WORKER_2,
+        )
+        .await;
     long.goes_on().await
 }
 
 /// Makes somebody else hold the Lease, renewed at this moment.
-async fn steal(lab: &Lab) -> Result<()> {
-    let lease = lab.cluster.admin().get(LEASE).await?.context("no Lease")?;
+async fn steal(cluster_env: &ClusterEnv) -> Result<()> {
+    let lease = cluster_env
+        .cluster
+        .admin()
+        .get(LEASE)
+        .await?
+        .context("no Lease")?;
     let now = now();
     let spec = json!({
         "holderIdentity": "somebody-else", "leaseDurationSeconds": 15, "renewTime": now,
         "leaseTransitions": lease["spec"]["leaseTransitions"].as_i64().unwrap_or(0) + 1,
     });
-    lab.cluster
+    cluster_env
+        .cluster
         .admin()
         .merge(LEASE, &json!({ "spec": spec }))
         .await
@@ -204,27 +223,31 @@ fn now() -> String {
 /// F38: the API server refuses the renewals.
 #[tokio::test(flavor = "multi_thread")]
 async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.guide().await?;
-    let server = lab.server("a").await?;
-    let site = Site::start(&lab, &server, "worker-1", &[]).await?;
-    lab.objects()
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
+    let site = Site::start(&cluster_env, &server, "worker-1", &[]).await?;
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", &site.port().to_string())])
         .await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     eventually("the port", FIRST, async || site.serves(&server).await).await;
     let mut long = Long::start(&site, &server).await?;
 
     let refusal = Status::new(500, "InternalError", "etcdserver: request timed out");
     let refused = Instant::now();
-    lab.cluster.stand_in()?.fault(
+    cluster_env.cluster.fake_api()?.fault(
         Fault::answer(refusal)
             .of("leases")
             .verbs(&["update", "patch", "create"]),
     );
     eventually("the writer to stop", Duration::from_secs(12), async || {
-        let text = told(&server, "/metrics").await?;
+        let text = fetch_text(&server, "/metrics").await?;
         ensure!(
             text.contains("tunnel_server_kubernetes_leader 0"),
             "still leads"
@@ -237,10 +260,10 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
         stopped <= scaled(Duration::from_secs(12)),
         "stopped only after {stopped:?}"
     );
-    let before = writes(&lab)?;
-    lab.objects().add(&edge("worker-2")).await?;
+    let before = writes(&cluster_env)?;
+    cluster_env.objects().add(&edge("worker-2")).await?;
     eventually("the node in the server's own routes", FIRST, async || {
-        let text = told(&server, "/metrics").await?;
+        let text = fetch_text(&server, "/metrics").await?;
         ensure!(
             text.lines()
                 .any(|line| line == "tunnel_server_kubernetes_records 3"),
@@ -255,16 +278,17 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
     while Instant::now() < end {
         site.serves(&server).await?;
     }
-    ensure!(writes(&lab)? == before, "wrote without the Lease");
-    lab.cluster.stand_in()?.mend();
-    lab.wait_for_records("the write when the Lease is back", TAKEOVER, WITH_WORKER_2)
+    ensure!(writes(&cluster_env)? == before, "wrote without the Lease");
+    cluster_env.cluster.fake_api()?.mend();
+    cluster_env
+        .wait_for_records("the write when the Lease is back", TAKEOVER, WITH_WORKER_2)
         .await;
     long.goes_on().await
 }
 
 /// Writes of the server to anything but the Lease.
-fn writes(lab: &Lab) -> Result<usize> {
-    let requests = lab.cluster.stand_in()?.requests();
+fn writes(cluster_env: &ClusterEnv) -> Result<usize> {
+    let requests = cluster_env.cluster.fake_api()?.requests();
     let user = tunnel_tests::cluster::Cluster::server_user();
     Ok(requests
         .iter()
@@ -274,11 +298,17 @@ fn writes(lab: &Lab) -> Result<usize> {
 
 /// F23: several servers and somebody who edits the same object.
 #[tokio::test(flavor = "multi_thread")]
-async fn f23_two_writers_lose_no_line_and_converge() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.guide().await?;
-    let _servers = (lab.server("a").await?, lab.server("b").await?);
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+async fn f23_two_writers_lose_no_record_and_converge() -> Result<()> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.guide().await?;
+    let _servers = (
+        cluster_env.server("a").await?,
+        cluster_env.server("b").await?,
+    );
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     let path = tunnel_tests::cluster::Objects::records_path();
     let mut expected = vec![
@@ -286,39 +316,44 @@ async fn f23_two_writers_lose_no_line_and_converge() -> Result<()> {
         "10.106.217.16\tworker-1".to_owned(),
     ];
     for round in 0..20 {
-        lab.cluster.stand_in()?.fault(
+        cluster_env.cluster.fake_api()?.fault(
             Fault::conflict()
                 .of("configmaps")
                 .by(&tunnel_tests::cluster::Cluster::server_user())
                 .times(round % 3),
         );
-        lab.objects().add(&edge(&format!("new-{round}"))).await?;
+        cluster_env
+            .objects()
+            .add(&edge(&format!("new-{round}")))
+            .await?;
         expected.push(format!("10.106.217.16\tnew-{round}"));
         // Reads, changes, writes back: refused when the server was faster, and then done again.
         eventually("the foreign edit", FIRST, async || {
-            let mut map = lab.objects().records_map().await?;
+            let mut map = cluster_env.objects().records_map().await?;
             map["data"]["count"] = round.to_string().into();
             if round % 5 == 4 {
                 map["data"]["tunnel-nodes"] = "10.0.0.1\tforeign".into();
             }
-            lab.cluster.admin().replace(&path, &map).await
+            cluster_env.cluster.admin().replace(&path, &map).await
         })
         .await;
         if round % 5 == 4 {
             // Each conflict costs a pause, so five rounds' are as many as the bound of one change allows for.
             expected.sort();
-            lab.wait_for_records(
-                "all lines and nothing else",
-                Duration::from_secs(5),
-                &expected.join("\n"),
-            )
-            .await;
+            cluster_env
+                .wait_for_records(
+                    "all lines and nothing else",
+                    Duration::from_secs(5),
+                    &expected.join("\n"),
+                )
+                .await;
         }
     }
-    let history =
-        lab.cluster
-            .stand_in()?
-            .history("configmaps", Some("kube-system"), "yurt-tunnel-nodes");
+    let history = cluster_env.cluster.fake_api()?.history(
+        "configmaps",
+        Some("kube-system"),
+        "yurt-tunnel-nodes",
+    );
     let counts = history
         .iter()
         .filter_map(|(_, map)| map.as_ref())

@@ -10,16 +10,16 @@ use tunnel_tests::dns::DnsClient;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, Server};
 
-use super::{FIRST, GUIDE_IP, GUIDE_RECORDS, Lab};
-use crate::dns::tell;
+use super::{ClusterEnv, FIRST, GUIDE_IP, GUIDE_RECORDS};
+use crate::dns::report_figure;
 
 on_both!(p12_names_follow_node_events_within_a_second);
 
 const DNS: [&str; 4] = ["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"];
 
-async fn p12_names_follow_node_events_within_a_second(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let mut server = lab.setup("a")?.args(&DNS).start().await?;
+async fn p12_names_follow_node_events_within_a_second(cluster_env: ClusterEnv) -> Result<()> {
+    cluster_env.guide().await?;
+    let mut server = cluster_env.setup("a")?.args(&DNS).start().await?;
     let client = DnsClient::new(dns_address(&mut server).await?);
     let tunnel: IpAddr = GUIDE_IP.parse()?;
     answers(&client, "worker-1", &[tunnel], FIRST).await;
@@ -27,17 +27,17 @@ async fn p12_names_follow_node_events_within_a_second(lab: Lab) -> Result<()> {
     let mut delays = Vec::new();
     for number in 0..NODES {
         let (name, own) = (format!("late-{number}"), format!("192.168.34.{number}"));
-        lab.objects().add(&edge(&name)).await?;
+        cluster_env.objects().add(&edge(&name)).await?;
         delays.push(time(&client, &name, &[tunnel]).await?);
-        lab.objects().remove(&name).await?;
+        cluster_env.objects().remove(&name).await?;
         delays.push(time(&client, &name, &[]).await?);
-        lab.objects().add(&cloud(&name, &own)).await?;
+        cluster_env.objects().add(&cloud(&name, &own)).await?;
         delays.push(time(&client, &name, &[own.parse()?]).await?);
     }
     delays.sort_unstable();
     // The last but two of 150.
     let p99 = delays[delays.len() * 99 / 100 - 1];
-    tell(&format!("P12: p99 {p99:?} of {} Node events", delays.len()));
+    report_figure(&format!("P12: p99 {p99:?} of {} Node events", delays.len()));
     ensure!(p99 < scaled(Duration::from_secs(1)), "p99 {p99:?}");
     Ok(())
 }
@@ -45,25 +45,28 @@ async fn p12_names_follow_node_events_within_a_second(lab: Lab) -> Result<()> {
 /// P4b's first half: after a cold start names are answered before the API server is back.
 #[tokio::test(flavor = "multi_thread")]
 async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.guide().await?;
-    let mut server = lab.setup("a")?.args(&DNS).start().await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.guide().await?;
+    let mut server = cluster_env.setup("a")?.args(&DNS).start().await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     let before = DnsClient::new(dns_address(&mut server).await?);
     answers(&before, "worker-1", &[GUIDE_IP.parse()?], FIRST).await;
-    let kept = lab.scratch.path().join("a/dns-records.json");
+    let snapshot = cluster_env.scratch.path().join("a/dns-records.json");
     eventually("the records are on disk", FIRST, async || {
-        let kept = std::fs::read_to_string(&kept).context("dns-records.json")?;
-        ensure!(kept.contains("master-1"), "{kept}");
+        let snapshot = std::fs::read_to_string(&snapshot).context("dns-records.json")?;
+        ensure!(snapshot.contains("master-1"), "{snapshot}");
         anyhow::Ok(())
     })
     .await;
     server.into_process().kill().await?;
 
-    lab.cluster.stand_in()?.be(Presence::Silent).await?;
+    cluster_env.cluster.fake_api()?.be(Presence::Silent).await?;
     let began = Instant::now();
-    let mut server = lab.setup("a")?.args(&DNS).start().await?;
+    let mut server = cluster_env.setup("a")?.args(&DNS).start().await?;
     let after = DnsClient::new(dns_address(&mut server).await?);
     for (name, address) in [("worker-1", GUIDE_IP), ("master-1", "192.168.33.220")] {
         let found = after.addresses(name).await?;

@@ -4,33 +4,41 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use tunnel_tests::apiserver::{Cut, Fault, Presence, Seen, Status};
+use tunnel_tests::apiserver::{Cut, Fault, Presence, RecordedRequest, Status};
 use tunnel_tests::cluster::{Cluster, Kind, edge};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::Server;
 
-use super::{FIRST, GUIDE_RECORDS, Lab, Site, told};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, Site, fetch_text};
 
 /// A cluster with the guide's objects, a server that has written them, and traffic through it.
 struct Running {
-    lab: Lab,
+    cluster_env: ClusterEnv,
     server: Server,
     site: Site,
 }
 
 impl Running {
     async fn start() -> Result<Self> {
-        let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-        lab.guide().await?;
-        let server = lab.server("a").await?;
-        let site = Site::start(&lab, &server, "worker-1", &[]).await?;
-        lab.objects()
+        let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+            .await?
+            .context("a stand-in")?;
+        cluster_env.guide().await?;
+        let server = cluster_env.server("a").await?;
+        let site = Site::start(&cluster_env, &server, "worker-1", &[]).await?;
+        cluster_env
+            .objects()
             .set_ports(&[("http-proxy-ports", &site.port().to_string())])
             .await?;
-        lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+        cluster_env
+            .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
             .await;
         eventually("the port", FIRST, async || site.serves(&server).await).await;
-        Ok(Self { lab, server, site })
+        Ok(Self {
+            cluster_env,
+            server,
+            site,
+        })
     }
 
     /// Serves for this long; each single request has to be answered.
@@ -44,15 +52,15 @@ impl Running {
 
     /// A Node that comes while the API server cannot be asked.
     fn add_behind(&self, name: &str) -> Result<()> {
-        self.lab
+        self.cluster_env
             .cluster
-            .stand_in()?
+            .fake_api()?
             .put("nodes", None, edge(name).object().clone())
     }
 
     async fn consistent(&self, lines: &[&str]) {
         let text = lines.join("\n");
-        self.lab
+        self.cluster_env
             .wait_for_records(
                 "consistent records after the return",
                 Duration::from_secs(10),
@@ -61,15 +69,15 @@ impl Running {
             .await;
     }
 
-    fn lists_since(&self, since: Instant, plural: &str) -> Result<Vec<Seen>> {
+    fn lists_since(&self, since: Instant, plural: &str) -> Result<Vec<RecordedRequest>> {
         let user = Cluster::server_user();
-        let all = self.lab.cluster.stand_in()?.requests();
-        let fits = |seen: &Seen| {
-            seen.at >= since
-                && seen.user == user
-                && seen.resource == plural
-                && seen.verb == "list"
-                && !seen.path.contains("continue=")
+        let all = self.cluster_env.cluster.fake_api()?.requests();
+        let fits = |recorded: &RecordedRequest| {
+            recorded.at >= since
+                && recorded.user == user
+                && recorded.resource == plural
+                && recorded.verb == "list"
+                && !recorded.path.contains("continue=")
         };
         Ok(all.into_iter().filter(fits).collect())
     }
@@ -85,10 +93,15 @@ const THREE: [&str; 3] = [
 async fn f21_an_api_server_that_is_away_leaves_traffic_alone() -> Result<()> {
     for presence in [Presence::Refusing, Presence::Silent] {
         let running = Running::start().await?;
-        running.lab.cluster.stand_in()?.be(presence).await?;
+        running.cluster_env.cluster.fake_api()?.be(presence).await?;
         running.add_behind("worker-2")?;
         running.serves_for(Duration::from_secs(6)).await?;
-        running.lab.cluster.stand_in()?.be(Presence::Here).await?;
+        running
+            .cluster_env
+            .cluster
+            .fake_api()?
+            .be(Presence::Here)
+            .await?;
         let back = Instant::now();
         running.consistent(&THREE).await;
         running.site.serves(&running.server).await?;
@@ -103,22 +116,26 @@ async fn f21_an_api_server_that_is_away_leaves_traffic_alone() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f21_too_many_requests_are_heeded_and_slow_answers_waited_for() -> Result<()> {
+async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Result<()> {
     let running = Running::start().await?;
     let user = Cluster::server_user();
     let began = Instant::now();
     running
-        .lab
+        .cluster_env
         .cluster
-        .stand_in()?
+        .fake_api()?
         .fault(Fault::answer(Status::too_many_requests(3)).by(&user));
-    running.lab.cluster.stand_in()?.cut_watches(Cut::Broken);
+    running
+        .cluster_env
+        .cluster
+        .fake_api()?
+        .cut_watches(Cut::Broken);
     running.add_behind("worker-2")?;
     running.serves_for(Duration::from_secs(7)).await?;
-    let requests = running.lab.cluster.stand_in()?.requests();
+    let requests = running.cluster_env.cluster.fake_api()?.requests();
     let refused: Vec<_> = requests
         .iter()
-        .filter(|seen| seen.at >= began && seen.user == user && seen.status == 429)
+        .filter(|recorded| recorded.at >= began && recorded.user == user && recorded.status == 429)
         .collect();
     // Seven watches, two Leases, two writers and the CA, each once in three seconds at most, and what was under way.
     ensure!(
@@ -126,19 +143,19 @@ async fn f21_too_many_requests_are_heeded_and_slow_answers_waited_for() -> Resul
         "{} refused requests in 7 s: {refused:?}",
         refused.len()
     );
-    running.lab.cluster.stand_in()?.mend();
+    running.cluster_env.cluster.fake_api()?.mend();
     running.consistent(&THREE).await;
 
     running
-        .lab
+        .cluster_env
         .cluster
-        .stand_in()?
+        .fake_api()?
         .fault(Fault::delay(Duration::from_secs(3)).by(&user));
-    running.lab.objects().remove("worker-2").await?;
+    running.cluster_env.objects().remove("worker-2").await?;
     running.serves_for(Duration::from_secs(4)).await?;
-    running.lab.cluster.stand_in()?.mend();
+    running.cluster_env.cluster.fake_api()?.mend();
     running
-        .lab
+        .cluster_env
         .wait_for_records(
             "records after slow answers",
             Duration::from_secs(10),
@@ -156,9 +173,9 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
         .into_iter()
         .enumerate()
     {
-        running.lab.cluster.stand_in()?.cut_watches(cut);
+        running.cluster_env.cluster.fake_api()?.cut_watches(cut);
         running
-            .lab
+            .cluster_env
             .objects()
             .add(&edge(&format!("cut-{round}")))
             .await?;
@@ -166,7 +183,7 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
             "the node after a cut",
             Duration::from_secs(10),
             async || {
-                let records = running.lab.objects().records().await?;
+                let records = running.cluster_env.objects().records().await?;
                 ensure!(records.contains(&format!("\tcut-{round}")), "{records}");
                 Ok(())
             },
@@ -179,17 +196,22 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
 
     // Away while history is forgotten: the watch cannot go on where it was.
     running
-        .lab
+        .cluster_env
         .cluster
-        .stand_in()?
+        .fake_api()?
         .be(Presence::Refusing)
         .await?;
     running.add_behind("late")?;
-    running.lab.cluster.stand_in()?.compact();
+    running.cluster_env.cluster.fake_api()?.compact();
     let back = Instant::now();
-    running.lab.cluster.stand_in()?.be(Presence::Here).await?;
+    running
+        .cluster_env
+        .cluster
+        .fake_api()?
+        .be(Presence::Here)
+        .await?;
     eventually("the node after 410", Duration::from_secs(10), async || {
-        let records = running.lab.objects().records().await?;
+        let records = running.cluster_env.objects().records().await?;
         ensure!(records.contains("\tlate"), "{records}");
         Ok(())
     })
@@ -210,34 +232,35 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
 /// A watch from before the restart begins with 410, which is no condition: everything is listed at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> Result<()> {
-    let Some(mut lab) = Lab::start(Kind::Real).await? else {
+    let Some(mut cluster_env) = ClusterEnv::start(Kind::Real).await? else {
         return Ok(());
     };
-    lab.guide().await?;
-    let server = lab.server("a").await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     for number in 0..3 {
         let next = tokio::time::Instant::now() + BETWEEN_RESTARTS;
-        lab.cluster.restart().await?;
+        cluster_env.cluster.restart().await?;
         let name = format!("late-{number}");
         eventually("a node after the restart", FIRST, async || {
-            lab.objects().add(&edge(&name)).await
+            cluster_env.objects().add(&edge(&name)).await
         })
         .await;
         let back = Instant::now();
         eventually("its record", Duration::from_secs(5), async || {
-            let records = lab.objects().records().await?;
+            let records = cluster_env.objects().records().await?;
             ensure!(records.contains(&name), "{records}");
             Ok(())
         })
         .await;
-        crate::abuse::tell(&format!(
+        crate::abuse::report_figure(&format!(
             "restart {number}: record after {:?}",
             back.elapsed()
         ));
         eventually("no condition is left", Duration::from_secs(5), async || {
-            let ready = told(&server, "/readyz?verbose").await?;
+            let ready = fetch_text(&server, "/readyz?verbose").await?;
             ensure!(!ready.contains("[!] watching"), "{ready}");
             Ok(())
         })
@@ -257,9 +280,9 @@ const BETWEEN_RESTARTS: Duration = Duration::from_secs(12);
 async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() -> Result<()> {
     let mut running = Running::start().await?;
     // Kept some seconds after it was heard.
-    let kept = running.lab.scratch.path().join("a/cluster.json");
+    let snapshot = running.cluster_env.scratch.path().join("a/cluster.json");
     eventually("what is kept", FIRST, async || {
-        let text = std::fs::read_to_string(&kept)?;
+        let text = std::fs::read_to_string(&snapshot)?;
         ensure!(
             text.contains("worker-1") && text.contains(&running.site.port().to_string()),
             "{text}"
@@ -268,9 +291,9 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
     })
     .await;
     running
-        .lab
+        .cluster_env
         .cluster
-        .stand_in()?
+        .fake_api()?
         .be(Presence::Refusing)
         .await?;
     let setup = running.server.setup_for_restart();
@@ -287,10 +310,15 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
     )
     .await;
     running.add_behind("worker-2")?;
-    running.lab.cluster.stand_in()?.be(Presence::Here).await?;
+    running
+        .cluster_env
+        .cluster
+        .fake_api()?
+        .be(Presence::Here)
+        .await?;
     // The Lease of the killed server has to run out first.
     running
-        .lab
+        .cluster_env
         .wait_for_records(
             "records of the restarted server",
             Duration::from_secs(30),
@@ -303,11 +331,15 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
 #[tokio::test(flavor = "multi_thread")]
 async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> Result<()> {
     let running = Running::start().await?;
-    running.lab.cluster.allow_server(false).await?;
-    running.lab.cluster.stand_in()?.cut_watches(Cut::Ended);
-    running.lab.objects().add(&edge("worker-2")).await?;
+    running.cluster_env.cluster.allow_server(false).await?;
+    running
+        .cluster_env
+        .cluster
+        .fake_api()?
+        .cut_watches(Cut::Ended);
+    running.cluster_env.objects().add(&edge("worker-2")).await?;
     eventually("the alarm", scaled(Duration::from_secs(15)), async || {
-        let text = told(&running.server, "/metrics").await?;
+        let text = fetch_text(&running.server, "/metrics").await?;
         let forbidden = text
             .lines()
             .filter(|line| line.contains("forbidden"))
@@ -317,9 +349,9 @@ async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> R
     })
     .await;
     running.serves_for(Duration::from_secs(3)).await?;
-    running.lab.cluster.allow_server(true).await?;
+    running.cluster_env.cluster.allow_server(true).await?;
     running
-        .lab
+        .cluster_env
         .wait_for_records(
             "records with the rights back",
             Duration::from_secs(30),
@@ -339,10 +371,15 @@ async fn f22_a_map_that_is_changed_all_the_time_neither_stops_nor_floods_the_wri
     while began.elapsed() < Duration::from_secs(4) {
         edits += 1;
         let edit = json!({ "data": { "tunnel-nodes": format!("10.0.0.1\tforeign-{edits}") } });
-        running.lab.cluster.admin().merge(&path, &edit).await?;
+        running
+            .cluster_env
+            .cluster
+            .admin()
+            .merge(&path, &edit)
+            .await?;
     }
     running
-        .lab
+        .cluster_env
         .wait_for_records(
             "the repaired records",
             Duration::from_secs(10),
@@ -350,9 +387,12 @@ async fn f22_a_map_that_is_changed_all_the_time_neither_stops_nor_floods_the_wri
         )
         .await;
     let user = Cluster::server_user();
-    let requests = running.lab.cluster.stand_in()?.requests();
-    let writes = requests.iter().filter(|seen| {
-        seen.at >= began && seen.user == user && seen.is_write() && seen.resource == "configmaps"
+    let requests = running.cluster_env.cluster.fake_api()?.requests();
+    let writes = requests.iter().filter(|recorded| {
+        recorded.at >= began
+            && recorded.user == user
+            && recorded.is_write()
+            && recorded.resource == "configmaps"
     });
     let count = writes.count();
     ensure!(count <= 20, "{count} writes against {edits} edits in 4 s");

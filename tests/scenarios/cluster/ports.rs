@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::{Objects, endpoints};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{Listener, Server};
@@ -13,7 +13,7 @@ use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls};
 use super::records::BASE;
-use super::{FIRST, GUIDE_RECORDS, Lab, REACTION, Site, told};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, REACTION, Site, fetch_text};
 
 on_both!(
     dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it,
@@ -24,7 +24,7 @@ on_both!(
 );
 
 /// The doors' ports, as the Service's targets have them: plain and TLS.
-fn doors(server: &Server) -> (u16, u16) {
+fn listener_ports(server: &Server) -> (u16, u16) {
     (
         server.address(Listener::Http).port(),
         server.address(Listener::Https).port(),
@@ -32,26 +32,29 @@ fn doors(server: &Server) -> (u16, u16) {
 }
 
 async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it(
-    lab: Lab,
+    cluster_env: ClusterEnv,
 ) -> Result<()> {
-    lab.guide().await?;
-    let server = lab.server("a").await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("https-proxy-ports", "9100")])
         .await?;
-    let (_, https) = doors(&server);
-    lab.wait_for_ports(
-        "the guide's ports",
-        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
-    )
-    .await;
-    let service = lab.objects().service().await?;
+    let (_, https) = listener_ports(&server);
+    cluster_env
+        .wait_for_ports(
+            "the guide's ports",
+            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
+        )
+        .await;
+    let service = cluster_env.objects().service().await?;
     ensure!(service["metadata"]["annotations"].is_null(), "{service}");
 
     // There is no controller here that makes them; kubectl shows the one or the other.
-    let admin = lab.cluster.admin();
+    let admin = cluster_env.cluster.admin();
     let endpoints = endpoints(&service, "192.168.33.220");
     admin
         .create("/api/v1/namespaces/kube-system/endpoints", &endpoints)
@@ -72,7 +75,7 @@ async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes
         return Ok(());
     };
     for file in files {
-        let kubectl = Kubectl::new(file, lab.cluster.admin_kubeconfig()?)?;
+        let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
         let text = kubectl
             .ok(&[
                 "-n",
@@ -114,22 +117,26 @@ async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes
     Ok(())
 }
 
-async fn dns_3_only_good_entries_count_and_ports_of_others_survive(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let admin = lab.cluster.admin();
+async fn dns_3_only_good_entries_count_and_ports_of_others_survive(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let admin = cluster_env.cluster.admin();
     let path = Objects::path("services", "x-tunnel-server-internal-svc");
-    let mut service = lab.objects().service().await?;
+    let mut service = cluster_env.objects().service().await?;
     let ports = service["spec"]["ports"].as_array_mut().context("ports")?;
     ports.push(json!({ "name": "custom", "port": 8443, "targetPort": "web", "protocol": "TCP" }));
     ports.push(json!({ "name": "dnat-53", "port": 53, "targetPort": 5353, "protocol": "UDP" }));
     let before = admin.replace(&path, &service).await?["spec"]["ports"].clone();
-    let server = lab.server("a").await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    let server = cluster_env.server("a").await?;
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")])
         .await?;
-    let (_, https) = doors(&server);
+    let (_, https) = listener_ports(&server);
     let added =
         json!({ "name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": https });
     let wanted: Vec<Value> = before
@@ -139,23 +146,24 @@ async fn dns_3_only_good_entries_count_and_ports_of_others_survive(lab: Lab) -> 
         .cloned()
         .chain([added])
         .collect();
-    wait_for_exact_ports(&lab, &wanted).await;
+    wait_for_exact_ports(&cluster_env, &wanted).await;
     eventually("the mistakes to be told", FIRST, async || {
-        let text = told(&server, "/readyz?verbose").await?;
+        let text = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(text.contains("70000") && text.contains("abc"), "{text}");
         Ok(())
     })
     .await;
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("https-proxy-ports", "")])
         .await?;
-    wait_for_exact_ports(&lab, before.as_array().context("ports")?).await;
+    wait_for_exact_ports(&cluster_env, before.as_array().context("ports")?).await;
     Ok(())
 }
 
-async fn wait_for_exact_ports(lab: &Lab, wanted: &[Value]) {
+async fn wait_for_exact_ports(cluster_env: &ClusterEnv, wanted: &[Value]) {
     eventually("the ports", REACTION, async || {
-        let service = lab.objects().service().await?;
+        let service = cluster_env.objects().service().await?;
         ensure!(
             service["spec"]["ports"]
                 .as_array()
@@ -167,34 +175,43 @@ async fn wait_for_exact_ports(lab: &Lab, wanted: &[Value]) {
     .await;
 }
 
-async fn dns_4_https_wins_and_a_changed_target_keeps_its_name(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let server = lab.server("a").await?;
-    let (http, https) = doors(&server);
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+async fn dns_4_https_wins_and_a_changed_target_keeps_its_name(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
+    let (http, https) = listener_ports(&server);
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", "9100"), ("https-proxy-ports", "9100")])
         .await?;
-    lab.wait_for_ports(
-        "https wins",
-        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
-    )
-    .await;
-    lab.objects()
+    cluster_env
+        .wait_for_ports(
+            "https wins",
+            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
+        )
+        .await;
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", "9100")])
         .await?;
-    lab.wait_for_ports(
-        "only http",
-        &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", http)],
-    )
-    .await;
+    cluster_env
+        .wait_for_ports(
+            "only http",
+            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", http)],
+        )
+        .await;
     Ok(())
 }
 
-async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Result<()> {
-    lab.guide().await?;
-    let server = lab.server("a").await?;
+async fn dns_15_loopback_ports_and_node_ports_are_both_reached(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
     let own = Exporter::start_on("127.0.0.2:0".parse()?, "node-address", None).await?;
     let inner = Exporter::start_on("127.0.0.1:0".parse()?, "loopback-address", None).await?;
     let (own_port, inner_port) = (
@@ -202,22 +219,23 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Resu
         inner.addr().port().to_string(),
     );
     let arguments = ["--node-ip", "127.0.0.2", "--localhost-ports", &inner_port];
-    let _site = Site::start(&lab, &server, "worker-1", &arguments).await?;
+    let _site = Site::start(&cluster_env, &server, "worker-1", &arguments).await?;
     let both = format!("{own_port}, {inner_port}");
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[
             ("http-proxy-ports", &both),
             ("localhost-proxy-ports", &inner_port),
         ])
         .await?;
-    let door = server.address(Listener::Http);
+    let endpoint = server.address(Listener::Http);
     for (port, content) in [
         (&own_port, "node-address"),
         (&inner_port, "loopback-address"),
     ] {
         eventually("both classes of targets", REACTION, async || {
             let reply = request(
-                door,
+                endpoint,
                 &RawRequest::get(&format!("worker-1:{port}"), "/metrics"),
             )
             .await?;
@@ -232,7 +250,8 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Resu
         .await;
     }
     // The lists decide alone: without the entry the same port is looked for at the node's address.
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[
             ("http-proxy-ports", &both),
             ("localhost-proxy-ports", "10266"),
@@ -240,7 +259,7 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Resu
         .await?;
     eventually("the loopback target out of reach", REACTION, async || {
         let reply = request(
-            door,
+            endpoint,
             &RawRequest::get(&format!("worker-1:{inner_port}"), "/metrics"),
         )
         .await?;
@@ -252,21 +271,27 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(lab: Lab) -> Resu
 }
 
 async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses_it(
-    lab: Lab,
+    cluster_env: ClusterEnv,
 ) -> Result<()> {
-    lab.guide().await?;
-    let server = lab.server("a").await?;
+    cluster_env.guide().await?;
+    let server = cluster_env.server("a").await?;
     let denied = Exporter::start("worker-1").await?;
     let denied_port = denied.addr().port().to_string();
-    let site = Site::start(&lab, &server, "worker-1", &["--deny-ports", &denied_port]).await?;
-    let plain = Door::plain(server.address(Listener::Http));
-    let tls = Door::tls(
+    let site = Site::start(
+        &cluster_env,
+        &server,
+        "worker-1",
+        &["--deny-ports", &denied_port],
+    )
+    .await?;
+    let plain = Endpoint::plain(server.address(Listener::Http));
+    let tls = Endpoint::tls(
         server.address(Listener::Https),
         ClientTls::insecure("worker-1", None)?,
     );
     let get = RawRequest::get(&site.host(), "/metrics");
-    for door in [&plain, &tls] {
-        let reply = request(door.clone(), &get).await?;
+    for endpoint in [&plain, &tls] {
+        let reply = request(endpoint.clone(), &get).await?;
         ensure!(reply.status == 403, "{}: {}", reply.status, reply.text());
         ensure!(
             reply.header("x-tunnel-error") == Some("refused_by_policy")
@@ -277,7 +302,8 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     }
 
     let list = format!("{}, {denied_port}", site.port());
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", &list)])
         .await?;
     eventually("the port by Host", REACTION, async || {
@@ -286,7 +312,7 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     .await;
     // What a caller of the Service reaches: its cluster address and the port are kube-proxy's, the target is the door's.
     let target = eventually("the port of the Service", REACTION, async || {
-        let service = lab.objects().service().await?;
+        let service = cluster_env.objects().service().await?;
         let ports = service["spec"]["ports"].as_array().context("ports")?;
         let own = ports
             .iter()
@@ -321,7 +347,7 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
         "the agent dialled what it denies"
     );
 
-    lab.objects().remove_ports().await?;
+    cluster_env.objects().remove_ports().await?;
     eventually("the port refused again", REACTION, async || {
         let reply = request(plain.clone(), &get).await?;
         ensure!(reply.status == 403, "{}", reply.status);

@@ -9,23 +9,26 @@ use tunnel_tests::cluster::{Cluster, Kind, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Server;
 
-use super::{GUIDE_IP, Lab, told};
+use super::{ClusterEnv, GUIDE_IP, fetch_text};
 
 const NODES: usize = 5000;
 
 /// A cluster of thousands of nodes, and a server that has written their records.
-async fn filled() -> Result<(Lab, Server)> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.guide().await?;
+async fn filled() -> Result<(ClusterEnv, Server)> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.guide().await?;
     for number in 0..NODES {
         let node = edge(&format!("edge-{number:05}"));
-        lab.cluster
-            .stand_in()?
+        cluster_env
+            .cluster
+            .fake_api()?
             .put("nodes", None, node.object().clone())?;
     }
-    let server = lab.server("a").await?;
+    let server = cluster_env.server("a").await?;
     eventually("all records", Duration::from_secs(20), async || {
-        let records = lab.objects().records().await?;
+        let records = cluster_env.objects().records().await?;
         ensure!(
             records.lines().count() == NODES + 2,
             "{} lines",
@@ -34,15 +37,15 @@ async fn filled() -> Result<(Lab, Server)> {
         Ok(())
     })
     .await;
-    Ok((lab, server))
+    Ok((cluster_env, server))
 }
 
 /// Kubelets say that they live.
-async fn heartbeats(lab: &Lab, round: u32) -> Result<()> {
+async fn heartbeats(cluster_env: &ClusterEnv, round: u32) -> Result<()> {
     for number in 0..200 {
         let path = format!("/api/v1/nodes/edge-{number:05}/status");
         let beat = json!({ "status": { "conditions": [{ "type": "Ready", "status": "True", "message": round.to_string() }] } });
-        lab.cluster.admin().merge(&path, &beat).await?;
+        cluster_env.cluster.admin().merge(&path, &beat).await?;
     }
     Ok(())
 }
@@ -50,16 +53,22 @@ async fn heartbeats(lab: &Lab, round: u32) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "ten minutes; make soak"]
 async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
-    let (lab, _server) = filled().await?;
-    let before = (lab.objects().records_map().await?, writes(&lab)?);
+    let (cluster_env, _server) = filled().await?;
+    let before = (
+        cluster_env.objects().records_map().await?,
+        writes(&cluster_env)?,
+    );
     let began = Instant::now();
     let mut round = 0;
     while began.elapsed() < Duration::from_secs(600) {
-        heartbeats(&lab, round).await?;
+        heartbeats(&cluster_env, round).await?;
         round += 1;
         sleep(Duration::from_secs(5)).await;
     }
-    let after = (lab.objects().records_map().await?, writes(&lab)?);
+    let after = (
+        cluster_env.objects().records_map().await?,
+        writes(&cluster_env)?,
+    );
     let version = |map: &Value| map["metadata"]["resourceVersion"].clone();
     ensure!(
         version(&before.0) == version(&after.0) && before.1 == after.1,
@@ -71,12 +80,13 @@ async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() -> Result<()> {
-    let (lab, server) = filled().await?;
+    let (cluster_env, server) = filled().await?;
     // Shipped empty for those who mount it, then filled once.
-    let filled =
-        lab.cluster
-            .stand_in()?
-            .history("configmaps", Some("kube-system"), "yurt-tunnel-nodes");
+    let filled = cluster_env.cluster.fake_api()?.history(
+        "configmaps",
+        Some("kube-system"),
+        "yurt-tunnel-nodes",
+    );
     let filled = filled.iter().filter(|(_, map)| {
         let text = map
             .as_ref()
@@ -85,13 +95,13 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     });
     ensure!(
         // One more is the CA's certificates for agents.
-        filled.count() == 1 && writes(&lab)? <= 3,
+        filled.count() == 1 && writes(&cluster_env)? <= 3,
         "{} writes for the first records",
-        writes(&lab)?
+        writes(&cluster_env)?
     );
-    let map = lab.objects().records_map().await?;
+    let map = cluster_env.objects().records_map().await?;
     let bytes = map["data"]["tunnel-nodes"].as_str().map_or(0, str::len);
-    let metrics = told(&server, "/metrics").await?;
+    let metrics = fetch_text(&server, "/metrics").await?;
     ensure!(
         metrics.contains(&format!("tunnel_server_kubernetes_records_bytes {bytes}")),
         "the size is not told"
@@ -99,10 +109,13 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
 
     // A burst.
     for number in 0..100 {
-        lab.objects().add(&edge(&format!("more-{number}"))).await?;
+        cluster_env
+            .objects()
+            .add(&edge(&format!("more-{number}")))
+            .await?;
     }
     eventually("the burst", Duration::from_secs(10), async || {
-        let records = lab.objects().records().await?;
+        let records = cluster_env.objects().records().await?;
         ensure!(
             records.lines().count() == NODES + 102,
             "{} lines",
@@ -111,7 +124,7 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
         Ok(())
     })
     .await;
-    let after_burst = writes(&lab)?;
+    let after_burst = writes(&cluster_env)?;
     // Gathered for a second at most while nodes keep coming.
     ensure!(
         (3..=9).contains(&after_burst),
@@ -119,17 +132,18 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     );
 
     // Kubelets say that they live, the whole list comes anew: nothing differs.
-    let map = lab.objects().records_map().await?;
+    let map = cluster_env.objects().records_map().await?;
     for round in 0..3 {
-        heartbeats(&lab, round).await?;
-        lab.cluster.stand_in()?.compact();
-        lab.cluster
-            .stand_in()?
+        heartbeats(&cluster_env, round).await?;
+        cluster_env.cluster.fake_api()?.compact();
+        cluster_env
+            .cluster
+            .fake_api()?
             .cut_watches(tunnel_tests::apiserver::Cut::Ended);
     }
-    lab.objects().add(&edge("last")).await?;
+    cluster_env.objects().add(&edge("last")).await?;
     eventually("the last node", Duration::from_secs(40), async || {
-        let records = lab.objects().records().await?;
+        let records = cluster_env.objects().records().await?;
         ensure!(
             records.contains("\tlast\n") || records.ends_with("\tlast"),
             "not yet"
@@ -138,33 +152,33 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     })
     .await;
     ensure!(
-        writes(&lab)? == after_burst + 1,
+        writes(&cluster_env)? == after_burst + 1,
         "{} writes, of which one was due",
-        writes(&lab)? - after_burst
+        writes(&cluster_env)? - after_burst
     );
     ensure!(
-        map["metadata"]["uid"] == lab.objects().records_map().await?["metadata"]["uid"],
+        map["metadata"]["uid"] == cluster_env.objects().records_map().await?["metadata"]["uid"],
         "another map"
     );
-    let service = lab.objects().service().await?;
+    let service = cluster_env.objects().service().await?;
     ensure!(
-        service["spec"]["clusterIP"] == GUIDE_IP && service_writes(&lab)? == 0,
+        service["spec"]["clusterIP"] == GUIDE_IP && service_writes(&cluster_env)? == 0,
         "the Service was written"
     );
     Ok(())
 }
 
-fn writes(lab: &Lab) -> Result<usize> {
-    written(lab, "configmaps")
+fn writes(cluster_env: &ClusterEnv) -> Result<usize> {
+    written(cluster_env, "configmaps")
 }
 
-fn service_writes(lab: &Lab) -> Result<usize> {
-    written(lab, "services")
+fn service_writes(cluster_env: &ClusterEnv) -> Result<usize> {
+    written(cluster_env, "services")
 }
 
-fn written(lab: &Lab, plural: &str) -> Result<usize> {
+fn written(cluster_env: &ClusterEnv, plural: &str) -> Result<usize> {
     let user = Cluster::server_user();
-    let requests = lab.cluster.stand_in()?.requests();
+    let requests = cluster_env.cluster.fake_api()?.requests();
     Ok(requests
         .iter()
         .filter(|seen| seen.user == user && seen.is_write() && seen.resource == plural)

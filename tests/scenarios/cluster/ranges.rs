@@ -8,28 +8,28 @@ use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::absent::run;
 use super::kubectl::kubectls;
-use super::{FIRST, Lab, told};
+use super::{ClusterEnv, FIRST, fetch_text};
 
 on_both!(a_missing_right_to_list_ranges_is_a_condition_with_the_command_that_grants_it);
 
 async fn a_missing_right_to_list_ranges_is_a_condition_with_the_command_that_grants_it(
-    lab: Lab,
+    cluster_env: ClusterEnv,
 ) -> Result<()> {
     let files = kubectls().and_then(|files| require(&[Tool::Bash]).map(|()| files));
     let Some(files) = or_skip(files) else {
         return Ok(());
     };
-    lab.guide().await?;
+    cluster_env.guide().await?;
     let [role, _] = server_roles_of(|right| right.resource != "servicecidrs");
     let path = "/apis/rbac.authorization.k8s.io/v1/clusterroles/tunnel-server";
     let rules = json!({ "rules": role["rules"] });
-    lab.cluster.admin().merge(path, &rules).await?;
-    let socket = lab.scratch.path().join("connect.sock");
+    cluster_env.cluster.admin().merge(path, &rules).await?;
+    let socket = cluster_env.scratch.path().join("connect.sock");
     let socket = socket.to_string_lossy().into_owned();
-    let setup = lab.setup("a")?.args(&["--connect-uds", &socket]);
+    let setup = cluster_env.setup("a")?.args(&["--connect-uds", &socket]);
     let server = setup.start().await?;
     let command = eventually("the condition", FIRST, async || {
-        let text = told(&server, "/readyz?verbose").await?;
+        let text = fetch_text(&server, "/readyz?verbose").await?;
         let mut lines = text.lines();
         let line = lines.find(|line| line.starts_with("[!] service ranges: "));
         let line = line.with_context(|| text.clone())?;
@@ -38,9 +38,9 @@ async fn a_missing_right_to_list_ranges_is_a_condition_with_the_command_that_gra
         Ok(command.to_owned())
     })
     .await;
-    run(&lab, &files[0], &command).await?;
+    run(&cluster_env, &files[0], &command).await?;
     eventually("no condition", FIRST, async || {
-        let text = told(&server, "/readyz?verbose").await?;
+        let text = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(!text.contains("service ranges"), "{text}");
         Ok(())
     })

@@ -7,13 +7,13 @@ use serde_json::json;
 use tunnel_server::cluster::objects::{RIGHTS, Right, Scope};
 use tunnel_tests::apiserver::Reviewing;
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener};
 
 use super::agents::claims;
-use super::{FIRST, GUIDE_RECORDS, Lab};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS};
 
 #[test]
 fn the_page_has_exactly_the_rights_of_the_table() {
@@ -58,12 +58,14 @@ fn row(right: &Right) -> Vec<String> {
 /// Each right is asked for somewhere, and nothing else is: a right that nobody needs is one too many.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.guide().await?;
-    let socket = lab.scratch.path().join("connect.sock");
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.guide().await?;
+    let socket = cluster_env.scratch.path().join("connect.sock");
     let callers_ca = TestCa::new("callers")?;
-    let callers = lab.scratch.file("callers.pem", callers_ca.pem())?;
-    let setup = lab
+    let callers = cluster_env.scratch.file("callers.pem", callers_ca.pem())?;
+    let setup = cluster_env
         .setup("a")?
         .args(&["--connect-uds", &socket.to_string_lossy()])
         .args(&["--client-ca", &callers.to_string_lossy()])
@@ -72,47 +74,51 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
             "kubernetes.io/kube-apiserver-client",
         ]);
     let server = setup.start().await?;
-    lab.wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
+    cluster_env
+        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", "9100, nonsense")])
         .await?;
     let http = server.address(Listener::Http).port();
-    lab.wait_for_ports(
-        "the extra port",
-        &[
-            super::records::BASE[0],
-            super::records::BASE[1],
-            ("dnat-9100", 9100, "TCP", http),
-        ],
-    )
-    .await;
-    lab.objects().remove("worker-1").await?;
-    lab.wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
+    cluster_env
+        .wait_for_ports(
+            "the extra port",
+            &[
+                super::records::BASE[0],
+                super::records::BASE[1],
+                ("dnat-9100", 9100, "TCP", http),
+            ],
+        )
+        .await;
+    cluster_env.objects().remove("worker-1").await?;
+    cluster_env
+        .wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
         .await;
     // Pods are looked up for callers with delegation that say no node in TLS.
     let apiserver = callers_ca.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
-    let door = Door::tls(
+    let endpoint = Endpoint::tls(
         server.address(Listener::Https),
         ClientTls::insecure("127.0.0.1", Some(apiserver.presented()?))?,
     );
     let _answer = request(
-        door,
+        endpoint,
         &RawRequest::get("203.0.113.1:10250", "/containerLogs/default/pod/main"),
     )
     .await?;
 
     // An older API server tells no node: then the Pod is asked for, too.
-    let stand_in = lab.cluster.stand_in()?;
-    stand_in.review_as(Reviewing::TellingPods);
+    let fake_api = cluster_env.cluster.fake_api()?;
+    fake_api.review_as(Reviewing::WithPods);
     let pod = json!({ "metadata": { "name": "agent" }, "spec": { "nodeName": "worker-1", "containers": [] } });
-    stand_in.put("pods", Some("kube-system"), pod)?;
-    let pod = stand_in.get("pods", Some("kube-system"), "agent");
+    fake_api.put("pods", Some("kube-system"), pod)?;
+    let pod = fake_api.get("pods", Some("kube-system"), "agent");
     let uid = pod.context("the Pod")?["metadata"]["uid"].clone();
-    let token = stand_in.sign(&claims("agent", uid.as_str().context("its uid")?));
-    let token = lab.scratch.file("token", token)?;
-    let ca = lab.scratch.path().join("a/ca.crt");
-    let folder = lab.scratch.path().join("agent");
+    let token = fake_api.sign(&claims("agent", uid.as_str().context("its uid")?));
+    let token = cluster_env.scratch.file("token", token)?;
+    let ca = cluster_env.scratch.path().join("a/ca.crt");
+    let folder = cluster_env.scratch.path().join("agent");
     let agents = server.address(Listener::Agents);
     let _agent = AgentSetup::on_loopback("worker-1", agents, &folder)
         .args(&["--token-file", &token.to_string_lossy()])
@@ -122,7 +128,7 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
 
     let user = Cluster::server_user();
     let asked = eventually("every right to be asked for", FIRST, async || {
-        let requests = lab.cluster.stand_in()?.requests();
+        let requests = cluster_env.cluster.fake_api()?.requests();
         let own = requests.iter().filter(|seen| seen.user == user);
         let refused: Vec<_> = own
             .clone()

@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, edge};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::link::Link;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
 use super::authority::{cluster, server};
 
@@ -118,7 +118,7 @@ async fn delete(streams: usize) -> Result<()> {
 /// An edge with an agent and an exporter, and a server behind both Services; calls go on all the time.
 struct Site {
     cluster: Cluster,
-    old: World,
+    old: TestEnv,
     service: Service,
     streams: Vec<Exchange>,
     calling: Calling,
@@ -159,7 +159,7 @@ impl Site {
     }
 
     /// Waits until the agent is with the new server, and a while longer.
-    async fn taken_over(&mut self, new: &World) -> Result<Calls> {
+    async fn taken_over(&mut self, new: &TestEnv) -> Result<Calls> {
         new.connected("worker-1").await;
         sleep(AFTERWARDS).await;
         self.calling.end().await
@@ -182,7 +182,7 @@ struct Service {
 }
 
 impl Service {
-    fn of(server: &World) -> Result<Self> {
+    fn of(server: &TestEnv) -> Result<Self> {
         let service = Self {
             link: Link::start(server.bound().agents, 7)?,
             endpoints: Arc::default(),
@@ -191,8 +191,8 @@ impl Service {
         Ok(service)
     }
 
-    fn lead(&self, server: Option<&World>) {
-        self.link.lead_to(server.map(|world| world.bound().agents));
+    fn lead(&self, server: Option<&TestEnv>) {
+        self.link.lead_to(server.map(|env| env.bound().agents));
         *self
             .endpoints
             .lock()
@@ -201,13 +201,13 @@ impl Service {
     }
 
     /// As [`Service::lead`], when kube-proxy has heard of it.
-    async fn lead_late(&self, server: Option<&World>) {
+    async fn lead_late(&self, server: Option<&TestEnv>) {
         sleep(PROXY_LAG).await;
         self.lead(server);
     }
 
     /// Callers get one or the other.
-    fn share(&self, one: &World, other: &World) {
+    fn share(&self, one: &TestEnv, other: &TestEnv) {
         *self
             .endpoints
             .lock()
@@ -220,8 +220,8 @@ impl Service {
     clippy::expect_used,
     reason = "a world has a plain listener unless its test takes it away"
 )]
-fn plain_listener(world: &World) -> SocketAddr {
-    world.bound().http.expect("a plain listener")
+fn plain_listener(env: &TestEnv) -> SocketAddr {
+    env.bound().http.expect("a plain listener")
 }
 
 /// Calls at a steady pace, each on a connection of its own, to the endpoints in turn.

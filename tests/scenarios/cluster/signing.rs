@@ -5,22 +5,22 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::{Kind, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener, Server, ServerSetup};
-use tunnel_tests::targets::{Access, StandInKubelet, TargetTls, sha256_hex};
+use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
 
-use super::{FIRST, Lab, told};
+use super::{ClusterEnv, FIRST, fetch_text};
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 /// The server looks every 5 s.
 const LOOK: Duration = Duration::from_secs(15);
 
 /// A server that asks for its certificate, and the certificate of the API server that may borrow it.
-fn setup(lab: &Lab, kubelet: &StandInKubelet, callers: &TestCa) -> Result<ServerSetup> {
-    let ca = lab.scratch.file("callers.pem", callers.pem())?;
-    Ok(lab.setup("a")?.args(&[
+fn setup(cluster_env: &ClusterEnv, kubelet: &FakeKubelet, callers: &TestCa) -> Result<ServerSetup> {
+    let ca = cluster_env.scratch.file("callers.pem", callers.pem())?;
+    Ok(cluster_env.setup("a")?.args(&[
         "--client-ca",
         &ca.to_string_lossy(),
         "--target-cert-signer",
@@ -31,54 +31,56 @@ fn setup(lab: &Lab, kubelet: &StandInKubelet, callers: &TestCa) -> Result<Server
 }
 
 /// The pending request of the server.
-async fn asked(lab: &Lab) -> Result<Value> {
-    let list = lab.cluster.admin().list(REQUESTS).await?;
+async fn asked(cluster_env: &ClusterEnv) -> Result<Value> {
+    let list = cluster_env.cluster.admin().list(REQUESTS).await?;
     ensure!(list.len() == 1, "{} requests", list.len());
     list.into_iter().next().context("no request")
 }
 
 /// As `kubectl certificate approve` and `deny` do it.
-async fn decide(lab: &Lab, mut object: Value, decision: &str) -> Result<()> {
+async fn decide(cluster_env: &ClusterEnv, mut object: Value, decision: &str) -> Result<()> {
     let name = object["metadata"]["name"].as_str().context("no name")?;
     let path = format!("{REQUESTS}/{name}/approval");
     let reason = format!("Kubectl{decision}");
     object["status"] =
         json!({ "conditions": [{ "type": decision, "status": "True", "reason": reason }] });
-    lab.cluster.admin().replace(&path, &object).await?;
+    cluster_env.cluster.admin().replace(&path, &object).await?;
     Ok(())
 }
 
-async fn page(server: &Server, kubelet: &StandInKubelet, caller: &Issued) -> Result<(u16, String)> {
+async fn page(server: &Server, kubelet: &FakeKubelet, caller: &Issued) -> Result<(u16, String)> {
     let tls = ClientTls::insecure("worker-1", Some(caller.presented()?))?;
-    let door = Door::tls(server.address(Listener::Https), tls);
+    let endpoint = Endpoint::tls(server.address(Listener::Https), tls);
     let host = format!("worker-1:{}", kubelet.addr().port());
-    let reply = request(door, &RawRequest::get(&host, "/client-certificate")).await?;
+    let reply = request(endpoint, &RawRequest::get(&host, "/client-certificate")).await?;
     Ok((reply.status, reply.text().trim().to_owned()))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.objects().add(&edge("worker-1")).await?;
-    let stand_in = lab.cluster.stand_in()?;
-    let access = Access::new(&stand_in.client_ca(), &["culvert-tunnel-server"])?;
+async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() -> Result<()> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.objects().add(&edge("worker-1")).await?;
+    let fake_api = cluster_env.cluster.fake_api()?;
+    let access = Access::new(&fake_api.client_ca(), &["culvert-tunnel-server"])?;
     let tls = TargetTls::self_signed(&["worker-1"])?;
-    let kubelet = StandInKubelet::guarded("worker-1", tls, access).await?;
+    let kubelet = FakeKubelet::guarded("worker-1", tls, access).await?;
     let callers = TestCa::new("callers")?;
     let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
-    let server = setup(&lab, &kubelet, &callers)?.start().await?;
+    let server = setup(&cluster_env, &kubelet, &callers)?.start().await?;
     let token = server.token("worker-1", None).await?;
-    let folder = lab.scratch.path().join("agent");
+    let folder = cluster_env.scratch.path().join("agent");
     let agents = server.address(Listener::Agents);
     let _agent = AgentSetup::on_loopback("worker-1", agents, &folder)
         .args(&["--token", &token])
         .start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let object = eventually("a request", FIRST, async || asked(&lab).await).await;
+    let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     let name = object["metadata"]["name"].as_str().context("no name")?;
     // Until then the server is ready, says what to do, and lends nothing.
     eventually("the command is told", FIRST, async || {
-        let shown = told(&server, "/readyz?verbose").await?;
+        let shown = fetch_text(&server, "/readyz?verbose").await?;
         let command = format!("kubectl certificate approve {name}");
         ensure!(shown.contains(&command), "{shown}");
         Ok(())
@@ -88,23 +90,24 @@ async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Re
     let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
     assert_eq!(ready.status, 200);
     assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
-    decide(&lab, object.clone(), "Approved").await?;
-    let signed = stand_in.sign_request(name)?;
-    let lent = (200, sha256_hex(&signed));
+    decide(&cluster_env, object.clone(), "Approved").await?;
+    let signed = fake_api.sign_request(name)?;
+    let expected = (200, sha256_hex(&signed));
     eventually("the certificate is lent", LOOK, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;
-        ensure!(shown == lent, "{shown:?}");
+        ensure!(shown == expected, "{shown:?}");
         Ok(())
     })
     .await;
     eventually("the command is told no more", LOOK, async || {
-        let shown = told(&server, "/readyz?verbose").await?;
+        let shown = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(!shown.contains("certificate approve"), "{shown}");
         Ok(())
     })
     .await;
     // The next process has it from its disk: the request may be gone by then.
-    lab.cluster
+    cluster_env
+        .cluster
         .admin()
         .delete(&format!("{REQUESTS}/{name}"))
         .await?;
@@ -112,31 +115,33 @@ async fn certificate_is_asked_for_approved_and_lent_also_after_a_restart() -> Re
     server.into_process().stop(FIRST).await?;
     let server = again.start().await?;
     server.wait_until_connected(&["worker-1"]).await;
-    assert_eq!(page(&server, &kubelet, &apiserver).await?, lent);
-    ensure!(lab.cluster.admin().list(REQUESTS).await?.is_empty());
+    assert_eq!(page(&server, &kubelet, &apiserver).await?, expected);
+    ensure!(cluster_env.cluster.admin().list(REQUESTS).await?.is_empty());
     Ok(())
 }
 
 /// A Secret that is mounted as optional may be made after the server has started.
 #[tokio::test(flavor = "multi_thread")]
-async fn certificate_of_a_secret_that_comes_later_is_lent_without_a_restart() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    lab.objects().add(&edge("worker-1")).await?;
+async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart() -> Result<()> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    cluster_env.objects().add(&edge("worker-1")).await?;
     let clients = TestCa::new("clients of kubelets")?;
     let access = Access::new(clients.root(), &["culvert-tunnel-server"])?;
     let tls = TargetTls::self_signed(&["worker-1"])?;
-    let kubelet = StandInKubelet::guarded("worker-1", tls, access).await?;
+    let kubelet = FakeKubelet::guarded("worker-1", tls, access).await?;
     let callers = TestCa::new("callers")?;
     let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
-    let ca = lab.scratch.file("callers.pem", callers.pem())?;
-    let mounted = lab.scratch.path().join("mounted");
+    let ca = cluster_env.scratch.file("callers.pem", callers.pem())?;
+    let mounted = cluster_env.scratch.path().join("mounted");
     std::fs::create_dir(&mounted)?;
     let file = |end| mounted.join(format!("tls.{end}"));
-    let settings = lab
+    let settings = cluster_env
         .scratch
         .file("limits.yaml", "limits: { reloadEvery: 50ms }\n")?;
     let port = kubelet.addr().port().to_string();
-    let server = lab
+    let server = cluster_env
         .setup("a")?
         .args(&["--config", &settings.to_string_lossy()])
         .args(&["--client-ca", &ca.to_string_lossy()])
@@ -146,14 +151,18 @@ async fn certificate_of_a_secret_that_comes_later_is_lent_without_a_restart() ->
     let server = server.start().await?;
     let token = server.token("worker-1", None).await?;
     let agents = server.address(Listener::Agents);
-    let _agent = AgentSetup::on_loopback("worker-1", agents, &lab.scratch.path().join("agent"))
-        .args(&["--token", &token])
-        .start()?;
+    let _agent = AgentSetup::on_loopback(
+        "worker-1",
+        agents,
+        &cluster_env.scratch.path().join("agent"),
+    )
+    .args(&["--token", &token])
+    .start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let told_it = "[!] kubelet certificate: no client certificate to lend";
-    let shown = told(&server, "/readyz?verbose").await?;
+    let condition = "[!] kubelet certificate: no client certificate to lend";
+    let shown = fetch_text(&server, "/readyz?verbose").await?;
     ensure!(
-        shown.contains(told_it) && shown.contains("tls.crt"),
+        shown.contains(condition) && shown.contains("tls.crt"),
         "{shown}"
     );
     let meta = server.address(Listener::Meta);
@@ -162,12 +171,12 @@ async fn certificate_of_a_secret_that_comes_later_is_lent_without_a_restart() ->
     assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
     let own = clients.issue(&Leaf::caller("culvert-tunnel-server"))?;
     own.write(&mounted, "tls")?;
-    let lent = (200, sha256_hex(&own.own.cert[0]));
+    let expected = (200, sha256_hex(&own.own.cert[0]));
     eventually("the certificate is lent", FIRST, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;
-        ensure!(shown == lent, "{shown:?}");
-        let shown = told(&server, "/readyz?verbose").await?;
-        ensure!(!shown.contains(told_it), "{shown}");
+        ensure!(shown == expected, "{shown:?}");
+        let shown = fetch_text(&server, "/readyz?verbose").await?;
+        ensure!(!shown.contains(condition), "{shown}");
         Ok(())
     })
     .await;
@@ -176,27 +185,29 @@ async fn certificate_of_a_secret_that_comes_later_is_lent_without_a_restart() ->
     let failed =
         "tunnel_server_credential_reloads_total{files=\"target_certificate\",result=\"failed\"} 1";
     eventually("the failure is counted", FIRST, async || {
-        let shown = told(&server, "/metrics").await?;
+        let shown = fetch_text(&server, "/metrics").await?;
         ensure!(shown.contains(failed), "{shown}");
         Ok(())
     })
     .await;
-    assert_eq!(page(&server, &kubelet, &apiserver).await?, lent);
+    assert_eq!(page(&server, &kubelet, &apiserver).await?, expected);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn denied_request_is_told_and_the_server_stays_ready() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+async fn denied_request_is_reported_and_the_server_stays_ready() -> Result<()> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
     let tls = TargetTls::self_signed(&["worker-1"])?;
-    let kubelet = StandInKubelet::start_on("127.0.0.1:0".parse()?, "worker-1", Some(tls)).await?;
-    let server = setup(&lab, &kubelet, &TestCa::new("callers")?)?
+    let kubelet = FakeKubelet::start_on("127.0.0.1:0".parse()?, "worker-1", Some(tls)).await?;
+    let server = setup(&cluster_env, &kubelet, &TestCa::new("callers")?)?
         .start()
         .await?;
-    let object = eventually("a request", FIRST, async || asked(&lab).await).await;
-    decide(&lab, object.clone(), "Denied").await?;
+    let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
+    decide(&cluster_env, object.clone(), "Denied").await?;
     eventually("the denial is told", LOOK, async || {
-        let shown = told(&server, "/readyz?verbose").await?;
+        let shown = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(shown.contains("was denied: KubectlDenied"), "{shown}");
         Ok(())
     })
@@ -205,7 +216,7 @@ async fn denied_request_is_told_and_the_server_stays_ready() -> Result<()> {
     let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
     assert_eq!(ready.status, 200);
     assert_eq!(
-        asked(&lab).await?["metadata"]["uid"],
+        asked(&cluster_env).await?["metadata"]["uid"],
         object["metadata"]["uid"]
     );
     Ok(())

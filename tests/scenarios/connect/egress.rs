@@ -7,15 +7,15 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
-use tunnel_tests::client::{ClientTls, Door, EgressDialer, Tunnel, ask_through, over_tls};
+use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, Tunnel, ask_through, over_tls};
 use tunnel_tests::cluster::{Cluster, Real};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{EchoTarget, Exporter, StandInKubelet, TargetTls, sha256_hex};
+use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, TargetTls, sha256_hex};
 use tunnel_tests::tools::or_skip;
-use tunnel_tests::world::PATIENCE;
 
-use super::{DOOR, Lab, NODE, Pki, get, kubelet};
+use super::{ConnectFixture, DOOR, NODE, Pki, get, kubelet};
 
 /// One upgraded stream as exec, attach and port-forward are: it echoes.
 async fn exec(dialer: &EgressDialer, target: &str, tls: &ClientTls, path: &str) -> Result<()> {
@@ -51,44 +51,44 @@ async fn logs(dialer: &EgressDialer, target: &str, tls: &ClientTls) -> Result<St
 /// the order with Hostname first works.
 #[tokio::test(flavor = "multi_thread")]
 async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not() -> Result<()> {
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let pki = Pki::new()?;
     let kubelet = kubelet(&pki).await?;
     let port = kubelet.addr().port();
     let caller = pki.client()?;
     let tls = pki.tls(NODE, Some(&caller))?;
     let address: IpAddr = Ipv4Addr::new(192, 168, 33, 221).into();
-    lab.world.nodes().record(&NODE.parse()?, &[address]);
+    fixture.env.nodes().record(&NODE.parse()?, &[address]);
     let by_address = format!("{address}:{port}");
     let path = "/exec/default/web/app?command=sh";
     eventually("the address", PATIENCE, async || {
-        exec(&lab.dialer(), &by_address, &tls, path).await
+        exec(&fixture.dialer(), &by_address, &tls, path).await
     })
     .await;
-    lab.world.nodes().record(&"worker-2".parse()?, &[address]);
+    fixture.env.nodes().record(&"worker-2".parse()?, &[address]);
     let refusal = eventually("the twin", PATIENCE, async || {
-        let refused = lab.dialer().dial(&by_address).await.err();
+        let refused = fixture.dialer().dial(&by_address).await.err();
         refused.context("still unique")
     })
     .await;
-    let told = refusal.to_string();
-    ensure!(told.contains("code 400"), "{told}");
-    ensure!(told.contains("worker-1, worker-2"), "{told}");
-    exec(&lab.dialer(), &format!("{NODE}:{port}"), &tls, path).await
+    let error_text = refusal.to_string();
+    ensure!(error_text.contains("code 400"), "{error_text}");
+    ensure!(error_text.contains("worker-1, worker-2"), "{error_text}");
+    exec(&fixture.dialer(), &format!("{NODE}:{port}"), &tls, path).await
 }
 
 /// P4a over a Unix socket: kubelets through their agents, and what else the API server calls.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> {
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let pki = Pki::new()?;
     let kubelet = kubelet(&pki).await?;
     let caller = pki.client()?;
     let tls = pki.tls(NODE, Some(&caller))?;
     let target = format!("{NODE}:{}", kubelet.addr().port());
-    let dialer = lab.dialer();
+    let dialer = fixture.dialer();
     let answer = logs(&dialer, &target, &tls).await?;
     ensure!(answer.contains("worker-1: log of web/app"), "{answer}");
     for path in [
@@ -99,7 +99,7 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
         exec(&dialer, &target, &tls, path).await.context(path)?;
     }
     // A webhook behind a Service, and an aggregated API: the server dials them itself, by address and by name.
-    let webhook = StandInKubelet::start_on(
+    let webhook = FakeKubelet::start_on(
         ([127, 0, 0, 1], 0).into(),
         "webhook",
         Some(pki.serving("hook.default.svc")?),
@@ -120,8 +120,11 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
         ("worker-1:22", "code 403"),
         ("127.0.0.1:1", "code 502"),
     ] {
-        let told = dialer.dial(target).await.err().context("was dialled")?;
-        ensure!(told.to_string().contains(code), "{target}: {told}");
+        let error_text = dialer.dial(target).await.err().context("was dialled")?;
+        ensure!(
+            error_text.to_string().contains(code),
+            "{target}: {error_text}"
+        );
     }
     ensure!(
         began.elapsed() < scaled(Duration::from_secs(1)),
@@ -137,8 +140,8 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
     if or_skip(Real::binaries()).is_none() {
         return Ok(());
     }
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let pki = Pki::new()?;
     let kubelet = kubelet(&pki).await?;
     let scratch = ScratchDir::new()?;
@@ -147,7 +150,7 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
         "kind": "EgressSelectorConfiguration",
         "egressSelections": [{ "name": "cluster", "connection": {
             "proxyProtocol": "HTTPConnect",
-            "transport": { "uds": { "udsName": lab.socket } },
+            "transport": { "uds": { "udsName": fixture.socket } },
         } }],
     });
     let selector = scratch.file("egress.yaml", selector.to_string())?;
@@ -185,26 +188,29 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
 /// P4a: while the server is away callers hear so at once, and nothing has to be restarted when it is back.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
-    let mut lab = Lab::start().await?;
+    let mut fixture = ConnectFixture::start().await?;
     let echo = EchoTarget::start().await?;
-    let dialer = lab.dialer();
+    let dialer = fixture.dialer();
     let target = echo.addr().to_string();
     talk(dialer.dial(&target).await?).await?;
-    let agents = lab.world.bound().agents;
-    lab.world.stop_server().await?;
+    let agents = fixture.env.bound().agents;
+    fixture.env.stop_server().await?;
     let began = Instant::now();
-    let told = dialer.dial(&target).await.err().context("answered")?;
-    ensure!(began.elapsed() < scaled(Duration::from_secs(1)), "{told}");
-    lab.world.start_server_at(agents).await?;
+    let error_text = dialer.dial(&target).await.err().context("answered")?;
+    ensure!(
+        began.elapsed() < scaled(Duration::from_secs(1)),
+        "{error_text}"
+    );
+    fixture.env.start_server_at(agents).await?;
     talk(dialer.dial(&target).await?).await
 }
 
 /// Fails unless what is sent comes back, and then the end.
 pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
     tunnel.write_all(b"hello").await?;
-    let mut heard = [0; 5];
-    tunnel.read_exact(&mut heard).await?;
-    ensure!(&heard == b"hello");
+    let mut received = [0; 5];
+    tunnel.read_exact(&mut received).await?;
+    ensure!(&received == b"hello");
     tunnel.shutdown().await?;
     let mut rest = Vec::new();
     tunnel.read_to_end(&mut rest).await?;
@@ -216,29 +222,32 @@ pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
 /// the wiser.
 #[tokio::test(flavor = "multi_thread")]
 async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<()> {
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let (pki, foreign) = (Pki::new()?, Pki::new()?);
     let caller = pki.client()?;
     let tls = pki.tls(NODE, Some(&caller))?;
     let good = kubelet(&pki).await?;
     let target = format!("{NODE}:{}", good.addr().port());
     ensure!(
-        logs(&lab.dialer(), &target, &tls)
+        logs(&fixture.dialer(), &target, &tls)
             .await?
             .contains("log of web")
     );
     let swapped = kubelet(&foreign).await?;
-    let unsigned = StandInKubelet::start_on(
+    let unsigned = FakeKubelet::start_on(
         ([127, 0, 0, 1], 0).into(),
         NODE,
         Some(TargetTls::self_signed(&[NODE])?),
     );
     let unsigned = unsigned.await?;
     for port in [swapped.addr().port(), unsigned.addr().port()] {
-        let tunnel = lab.dialer().dial(&format!("{NODE}:{port}")).await?;
-        let told = over_tls(tunnel, &tls).await.err().context("was accepted")?;
-        ensure!(told.to_string().contains("certificate"), "{told}");
+        let tunnel = fixture.dialer().dial(&format!("{NODE}:{port}")).await?;
+        let error_text = over_tls(tunnel, &tls).await.err().context("was accepted")?;
+        ensure!(
+            error_text.to_string().contains("certificate"),
+            "{error_text}"
+        );
     }
     Ok(())
 }
@@ -246,8 +255,8 @@ async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<
 /// P9: the kubelet sees the caller's own certificate, or none; the tunnel has none to lend.
 #[tokio::test(flavor = "multi_thread")]
 async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let pki = Pki::new()?;
     let kubelet = kubelet(&pki).await?;
     let target = format!("{NODE}:{}", kubelet.addr().port());
@@ -256,7 +265,7 @@ async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
     let own = sha256_hex(leaf);
     for (certificate, expected) in [(Some(&caller), own.as_str()), (None, "none")] {
         let tls = pki.tls(NODE, certificate)?;
-        let stream = over_tls(lab.dialer().dial(&target).await?, &tls).await?;
+        let stream = over_tls(fixture.dialer().dial(&target).await?, &tls).await?;
         let answer = ask_through(stream, &get(&target, "/client-certificate")).await?;
         ensure!(answer.trim_end().ends_with(expected), "{answer}");
     }
@@ -265,17 +274,17 @@ async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
 
 /// P4a over TCP with mutual TLS: no ALPN is needed, nobody comes in without a certificate, and no session is resumed.
 #[tokio::test(flavor = "multi_thread")]
-async fn p04a_mutual_tls_door_takes_certificates_of_its_ca_alone() -> Result<()> {
+async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Result<()> {
     let (pki, foreign) = (Pki::new()?, Pki::new()?);
     let scratch = ScratchDir::new()?;
     let ca = scratch.file("ca.crt", pki.ca.pem())?;
-    let lab = Lab::mutual(&pki, &scratch, &ca).await?;
+    let fixture = ConnectFixture::mutual(&pki, &scratch, &ca).await?;
     let exporter = Exporter::start("cloud").await?;
     let target = exporter.addr().to_string();
-    let address = lab.world.bound().connect.context("a door")?;
+    let address = fixture.env.bound().connect.context("a door")?;
     let (good, bad) = (pki.client()?, foreign.client()?);
     let tls = pki.tls(DOOR, Some(&good))?;
-    let dialer = EgressDialer::tcp(Door::tls(address, tls.clone()));
+    let dialer = EgressDialer::tcp(Endpoint::tls(address, tls.clone()));
     for _ in 0..2 {
         let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
         ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -292,7 +301,7 @@ async fn p04a_mutual_tls_door_takes_certificates_of_its_ca_alone() -> Result<()>
     drop(tcp);
     for certificate in [None, Some(&bad)] {
         let tls = pki.tls(DOOR, certificate)?;
-        let dialer = EgressDialer::tcp(Door::tls(address, tls));
+        let dialer = EgressDialer::tcp(Endpoint::tls(address, tls));
         ensure!(dialer.dial(&target).await.is_err(), "a stranger came in");
     }
     let plain = EgressDialer::tcp(address);

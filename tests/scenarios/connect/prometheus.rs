@@ -48,7 +48,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     let secure = exporter(9101)?.arg(format!("--web.config.file={}", web.display()));
     let _secure = secure.start()?;
     let passwords = scratch.file("passwords", "prometheus:right-0123456789\n")?;
-    let (door, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
+    let (endpoint, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
     let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
     let setup = setup.args(&[
         "--http-proxy-ports",
@@ -56,7 +56,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         "--proxy-port-listen",
         "off",
     ]);
-    let setup = setup.args(&["--connect-listen", &door, "--connect-auth", &passwords]);
+    let setup = setup.args(&["--connect-listen", &endpoint, "--connect-auth", &passwords]);
     let server = setup.start().await?;
     let token = server.token(NODE, Some(EDGE_ADDRESS.into())).await?;
     let agents = SocketAddr::new(

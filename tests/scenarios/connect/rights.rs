@@ -5,11 +5,11 @@ use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_tests::ca::{Issued, Leaf, Subject, TestCa};
-use tunnel_tests::client::{ClientTls, Door, EgressDialer, RawRequest, over_tls};
+use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, RawRequest, over_tls};
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{Access, Exporter, StandInKubelet};
+use tunnel_tests::targets::{Access, Exporter, FakeKubelet};
 
-use super::{Lab, NODE};
+use super::{ConnectFixture, NODE};
 
 /// Whom kubelets know the API server as, and the server of the tunnel.
 const APISERVER: &str = "kube-apiserver-kubelet-client";
@@ -17,13 +17,13 @@ const OWN: &str = "culvert-tunnel-server";
 const SCRAPER: &str = "token-of-prometheus-37c1";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn p09_kubelets_give_each_caller_of_the_connect_doors_its_own_rights() -> Result<()> {
+async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let (clients, kubelets) = (TestCa::new("clients")?, TestCa::new("kubelets")?);
     let callers = scratch.file("callers.crt", clients.pem())?;
-    let lent = clients.issue(&Leaf::caller(OWN))?;
-    let (own, key) = lent.write(scratch.path(), "own")?;
-    let lab = Lab::start_with(|settings| {
+    let client_cert = clients.issue(&Leaf::caller(OWN))?;
+    let (own, key) = client_cert.write(scratch.path(), "own")?;
+    let fixture = ConnectFixture::start_with(|settings| {
         let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
         settings.connect_listen = Some("127.0.0.1:0".to_owned());
         settings.client_ca = text(&callers);
@@ -32,24 +32,27 @@ async fn p09_kubelets_give_each_caller_of_the_connect_doors_its_own_rights() -> 
         settings.https_proxy_ports = Some("1024-65535".into());
         settings.http_proxy_ports = None;
     });
-    let lab = lab.await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = fixture.await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let access = Access::new(clients.root(), &[APISERVER, OWN])?
         .with_scraper(SCRAPER, "system:serviceaccount:monitoring:prometheus-k8s");
     let serving = kubelets.issue(&Leaf::target(NODE))?.serving()?;
-    let kubelet = StandInKubelet::guarded(NODE, serving, access).await?;
+    let kubelet = FakeKubelet::guarded(NODE, serving, access).await?;
     let target = format!("{NODE}:{}", kubelet.addr().port());
 
     let apiserver = clients.issue(&Leaf::caller(APISERVER))?;
     let other = clients.issue(&Leaf::caller("prometheus"))?;
     let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
     // The door over TCP knows its caller as the API server, which gives what is inside of the tunnel no right.
-    let address = lab.world.bound().connect.context("a door")?;
-    let roots = RootCertStore::clone(&*lab.world.roots()?);
-    let at_the_door = ClientTls::verifying(NODE, roots, Some(apiserver.presented()?))?;
-    for (door, dialer) in [
-        ("uds", lab.dialer()),
-        ("tcp", EgressDialer::tcp(Door::tls(address, at_the_door))),
+    let address = fixture.env.bound().connect.context("a door")?;
+    let roots = RootCertStore::clone(&*fixture.env.roots()?);
+    let listener_tls = ClientTls::verifying(NODE, roots, Some(apiserver.presented()?))?;
+    for (endpoint, dialer) in [
+        ("uds", fixture.dialer()),
+        (
+            "tcp",
+            EgressDialer::tcp(Endpoint::tls(address, listener_tls)),
+        ),
     ] {
         for (who, certificate, token, expected) in [
             ("a pod without credentials", None, None, [401, 401, 401]),
@@ -64,8 +67,8 @@ async fn p09_kubelets_give_each_caller_of_the_connect_doors_its_own_rights() -> 
             let presented = certificate.map(Issued::presented).transpose()?;
             let tls = ClientTls::verifying(NODE, roots, presented)?;
             let got = tried(&dialer, &target, (&tls, token)).await;
-            let got = got.with_context(|| format!("{who} over {door}"))?;
-            ensure!(got == expected, "{who} over {door}: {got:?}");
+            let got = got.with_context(|| format!("{who} over {endpoint}"))?;
+            ensure!(got == expected, "{who} over {endpoint}: {got:?}");
         }
     }
     Ok(())
@@ -81,14 +84,14 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
     let scratch = ScratchDir::new()?;
     let clients = TestCa::new("cluster")?;
     let callers = scratch.file("callers.crt", clients.pem())?;
-    let lab = Lab::start_with(|settings| {
+    let fixture = ConnectFixture::start_with(|settings| {
         settings.connect_listen = Some("127.0.0.1:0".to_owned());
         settings.client_ca = Some(callers.to_string_lossy().into_owned());
     });
-    let lab = lab.await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = fixture.await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let bound = lab.world.bound();
+    let bound = fixture.env.bound();
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     // Nothing listens at the kubelet's port: who is let in meets that.
     let host = format!("{NODE}:10250");
@@ -120,9 +123,10 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
     ] {
         let certificate = clients.issue(&Leaf::subject(subject))?;
         for (listener, address, request) in &asked {
-            let roots = RootCertStore::clone(&*lab.world.roots()?);
+            let roots = RootCertStore::clone(&*fixture.env.roots()?);
             let tls = ClientTls::verifying(NODE, roots, Some(certificate.presented()?))?;
-            let reply = tunnel_tests::client::request(Door::tls(*address, tls), request).await?;
+            let reply =
+                tunnel_tests::client::request(Endpoint::tls(*address, tls), request).await?;
             let is_refused = reply.text().contains("the client certificate");
             ensure!(
                 is_refused != is_caller,

@@ -6,26 +6,26 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use tunnel_tests::client::Tunnel;
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{EchoTarget, HalfCloseTarget};
-use tunnel_tests::world::PATIENCE;
 
-use super::{Lab, NODE};
+use super::{ConnectFixture, NODE};
 
 /// More than any window on the way.
 const ENDLESS: u64 = 1 << 30;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stalled_readers_1_8_and_64_do_not_harm_others() -> Result<()> {
-    let lab = Lab::start().await?;
-    let _agent = lab.world.agent(NODE).await?;
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
     let flood = HalfCloseTarget::start(ENDLESS).await?;
     let echo = EchoTarget::start().await?;
     let (flood, echo) = (
         format!("{NODE}:{}", flood.addr().port()),
         format!("{NODE}:{}", echo.addr().port()),
     );
-    let dialer = lab.dialer();
+    let dialer = fixture.dialer();
     let mut before = dialer.dial(&echo).await?;
     let quiet = round_trip(&mut before).await?;
     let mut stalled = Vec::new();
@@ -58,8 +58,8 @@ async fn stalled_readers_1_8_and_64_do_not_harm_others() -> Result<()> {
 async fn round_trip(tunnel: &mut Tunnel) -> Result<Duration> {
     let began = Instant::now();
     tunnel.write_all(b"ping").await?;
-    let mut heard = [0; 4];
-    timeout(scaled(PATIENCE), tunnel.read_exact(&mut heard)).await??;
-    ensure!(&heard == b"ping");
+    let mut received = [0; 4];
+    timeout(scaled(PATIENCE), tunnel.read_exact(&mut received)).await??;
+    ensure!(&received == b"ping");
     Ok(began.elapsed())
 }

@@ -16,13 +16,13 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{PATIENCE, World};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
-use super::given::Files;
+use super::credential_files::Files;
 use super::{metric, metric_reaches};
 
 /// Every certificate that must open no door, and why.
@@ -75,29 +75,29 @@ fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     let files = Files::new()?;
-    let world = files.world().await?;
+    let env = files.env().await?;
     let trust = || Ok::<_, anyhow::Error>(Trust::Roots(tls::roots([files.ca.root().clone()])?));
     let good = files.ca.issue(&Leaf::agent("worker-1"))?.own;
-    over_tcp(&world, Some(good), trust()?)
+    over_tcp(&env, Some(good), trust()?)
         .await
         .context("the good one over TCP")?;
     let mut count = 0.0;
     for (what, key) in intruders(&files)? {
-        let error = over_tcp(&world, Some(key.clone()), trust()?).await;
+        let error = over_tcp(&env, Some(key.clone()), trust()?).await;
         ensure!(error.is_err(), "{what} was let in over TCP");
-        let error = over_quic(&world, key, trust()?).await;
+        let error = over_quic(&env, key, trust()?).await;
         ensure!(error.is_err(), "{what} was let in over QUIC");
         count += 2.0;
     }
     ensure!(
-        over_tcp(&world, None, trust()?).await.is_err(),
+        over_tcp(&env, None, trust()?).await.is_err(),
         "let in without a certificate"
     );
     count += 1.0;
     let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
-    metric_reaches(&world, failed, count, PATIENCE).await;
+    metric_reaches(&env, failed, count, PATIENCE).await;
     // Not one of them came as far as a Hello.
-    let shown = request(world.bound().meta, &RawRequest::get("meta", "/metrics"))
+    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics"))
         .await?
         .text();
     for line in shown
@@ -108,28 +108,28 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
         let good = "tunnel_server_handshakes_total{result=\"protocol\"} 1";
         ensure!(line.contains("handshake_failed") || line == good, "{line}");
     }
-    ensure!(world.registry().all().is_empty());
+    ensure!(env.registry().all().is_empty());
     Ok(())
 }
 
 /// R14: the door for callers, when it requires their certificates.
 #[tokio::test(flavor = "multi_thread")]
-async fn r14_door_that_requires_certificates_lets_no_other_request_through() -> Result<()> {
+async fn r14_listener_that_requires_certificates_lets_no_other_request_through() -> Result<()> {
     let files = Files::new()?;
     let callers = TestCa::new("callers")?;
     let ca_file = files.path("callers.pem");
     std::fs::write(&ca_file, callers.pem())?;
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.client_ca = Some(ca_file.to_string_lossy().into_owned());
         settings.https_client_auth = Some("require".into());
     })
     .await?;
-    let kubelet = tunnel_tests::targets::StandInKubelet::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let kubelet = tunnel_tests::targets::FakeKubelet::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
-    let address = world.bound().https.unwrap();
+    let address = env.bound().https.unwrap();
     let ask = async |key: Option<Arc<CertifiedKey>>| -> Result<u16> {
-        let roots = rustls::RootCertStore::clone(&*world.roots()?);
+        let roots = rustls::RootCertStore::clone(&*env.roots()?);
         #[expect(clippy::disallowed_methods, reason = "a caller of the door")]
         let config = rustls::ClientConfig::builder_with_provider(tls::provider())
             .with_safe_default_protocol_versions()?
@@ -139,20 +139,20 @@ async fn r14_door_that_requires_certificates_lets_no_other_request_through() -> 
                 .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key))),
             None => config.with_no_client_auth(),
         };
-        let door = Door::tls(
+        let endpoint = Endpoint::tls(
             address,
             ClientTls::from_config("worker-1", Arc::new(config))?,
         );
-        Ok(request(door, &RawRequest::get(&host, "/metrics"))
+        Ok(request(endpoint, &RawRequest::get(&host, "/metrics"))
             .await?
             .status)
     };
-    let before = kubelet_requests(&world).await?;
+    let before = kubelet_requests(&env).await?;
     ensure!(ask(None).await.is_err(), "let in without a certificate");
     for (what, key) in intruders(&files)? {
         ensure!(ask(Some(key)).await.is_err(), "{what} was let in");
     }
-    ensure!(kubelet_requests(&world).await? == before);
+    ensure!(kubelet_requests(&env).await? == before);
     let caller = callers.issue(&Leaf {
         uri: None,
         ..Leaf::agent("caller")
@@ -161,13 +161,13 @@ async fn r14_door_that_requires_certificates_lets_no_other_request_through() -> 
     Ok(())
 }
 
-async fn kubelet_requests(world: &World) -> Result<f64> {
-    metric(world, "tunnel_server_streams_total{result=\"ok\"}").await
+async fn kubelet_requests(env: &TestEnv) -> Result<f64> {
+    metric(env, "tunnel_server_streams_total{result=\"ok\"}").await
 }
 
 /// A session's TLS over TCP as far as the server's first byte, which comes after its verdict.
 pub(crate) async fn over_tcp(
-    world: &World,
+    env: &TestEnv,
     key: Option<Arc<CertifiedKey>>,
     trust: Trust,
 ) -> Result<()> {
@@ -179,11 +179,11 @@ pub(crate) async fn over_tcp(
             Arc::new(config)
         }
     };
-    connect(world, config).await
+    connect(env, config).await
 }
 
-async fn connect(world: &World, config: Arc<rustls::ClientConfig>) -> Result<()> {
-    let tcp = TcpStream::connect(world.bound().agents).await?;
+async fn connect(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<()> {
+    let tcp = TcpStream::connect(env.bound().agents).await?;
     let name = "tunnel-server.culvert".try_into()?;
     let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
     timeout(scaled(PATIENCE), stream.read_u8()).await??;
@@ -191,12 +191,12 @@ async fn connect(world: &World, config: Arc<rustls::ClientConfig>) -> Result<()>
 }
 
 /// A session over QUIC as far as its first stream.
-pub(crate) async fn over_quic(world: &World, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
+pub(crate) async fn over_quic(env: &TestEnv, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
     use tunnel_proto::transport::Dialer as _;
     let settings = super::super::scripted::settings();
     let tls = tls::session_client(key, trust, ALPN_SESSION)?;
     let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
-    let remote = super::super::scripted::remote(world.bound().agents);
+    let remote = super::super::scripted::remote(env.bound().agents);
     let session = dialer.dial(&remote).await?;
     session.accept().await?;
     Ok(())
@@ -205,22 +205,22 @@ pub(crate) async fn over_quic(world: &World, key: Arc<CertifiedKey>, trust: Trus
 /// R01: the certificate's name counts, whatever Hello says, and the real node notices nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let rogue = agent_key(&world, "worker-2")?;
+    let impostor = agent_key(&env, "worker-2")?;
     for _ in 0..20 {
-        let said = ScriptedAgent::greet(&world, rogue.clone(), "worker-1", [9; 16]).await?;
+        let said = ScriptedAgent::handshake(&env, impostor.clone(), "worker-1", [9; 16]).await?;
         let Admission::Refused(code, _) = said else {
             anyhow::bail!("admitted under another's name");
         };
         ensure!(code == CloseCode::NameNotInCredential);
-        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200 && reply.text().contains("worker-1"));
     }
     metric_reaches(
-        &world,
+        &env,
         "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}",
         20.0,
         PATIENCE,
@@ -232,12 +232,12 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
 /// R09: a session that ends late takes only itself away.
 #[tokio::test(flavor = "multi_thread")]
 async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result<()> {
-    let world = World::start_with(many_admissions).await?;
-    let key = agent_key(&world, "worker-1")?;
+    let env = TestEnv::start_with(many_admissions).await?;
+    let key = agent_key(&env, "worker-1")?;
     let node = "worker-1".parse()?;
     let mut old: Option<ScriptedAgent> = None;
     for _ in 0..200 {
-        let said = ScriptedAgent::greet(&world, key.clone(), "worker-1", [1; 16]).await?;
+        let said = ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?;
         let Admission::Admitted(new) = said else {
             anyhow::bail!("not admitted");
         };
@@ -245,36 +245,35 @@ async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result
             old.close().await;
         }
         ensure!(
-            world
-                .registry()
+            env.registry()
                 .of_node(&node)
                 .iter()
                 .any(|session| session.is_routable())
         );
     }
     eventually("only the last is left", PATIENCE, async || {
-        (world.registry().of_node(&node).len() == 1).then_some(())
+        (env.registry().of_node(&node).len() == 1).then_some(())
     })
     .await;
     Ok(())
 }
 
 fn many_admissions(settings: &mut tunnel_server::config::RawConfig) {
-    settings.limits = World::limits("admissionsPerNode: 1000");
+    settings.limits = TestEnv::limits("admissionsPerNode: 1000");
 }
 
 /// T01: processes that fight for one name; at no moment do two of them get requests.
 #[tokio::test(flavor = "multi_thread")]
 async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
-    let world = Arc::new(World::start_with(many_admissions).await?);
-    let key = agent_key(&world, "worker-1")?;
+    let env = Arc::new(TestEnv::start_with(many_admissions).await?);
+    let key = agent_key(&env, "worker-1")?;
     let node: tunnel_proto::wire::name::NodeName = "worker-1".parse()?;
     let rounds = Arc::new(AtomicUsize::new(0));
     let watched = {
-        let (world, node) = (world.clone(), node.clone());
+        let (env, node) = (env.clone(), node.clone());
         async move {
             loop {
-                let sessions = world.registry().of_node(&node);
+                let sessions = env.registry().of_node(&node);
                 let mut owners: Vec<_> = sessions
                     .iter()
                     .filter(|session| !session.is_withdrawn())
@@ -292,11 +291,11 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
         for seed in 0..100u8 {
             let mut contenders = JoinSet::new();
             for which in 0..3u8 {
-                let (world, key) = (world.clone(), key.clone());
+                let (env, key) = (env.clone(), key.clone());
                 contenders.spawn(async move {
                     // The first leaves in the middle of the others' admission.
                     let instance = [seed.wrapping_mul(3).wrapping_add(which); 16];
-                    let said = ScriptedAgent::greet(&world, key, "worker-1", instance).await?;
+                    let said = ScriptedAgent::handshake(&env, key, "worker-1", instance).await?;
                     if let Admission::Admitted(agent) = said {
                         if (seed + which) % 2 == 0 {
                             tokio::time::sleep(Duration::from_millis(u64::from(seed) / 8)).await;
@@ -327,16 +326,16 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
 /// S25, T16: early data is not offered, since no ticket was given; a captured flight opens nothing when it is sent again.
 #[tokio::test(flavor = "multi_thread")]
 async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> {
-    let world = World::start().await?;
-    let key = agent_key(&world, "worker-1")?;
+    let env = TestEnv::start().await?;
+    let key = agent_key(&env, "worker-1")?;
     // Early data over TCP: the client would, and has nothing to do it with.
-    let config = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION_TCP)?;
+    let config = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
     let mut config = rustls::ClientConfig::clone(&config);
     config.resumption = Resumption::in_memory_sessions(8);
     config.enable_early_data = true;
     let config = Arc::new(config);
     for _ in 0..3 {
-        let tcp = TcpStream::connect(world.bound().agents).await?;
+        let tcp = TcpStream::connect(env.bound().agents).await?;
         let name = "tunnel-server.culvert".try_into()?;
         let connector = TlsConnector::from(config.clone());
         let mut stream = connector.connect(name, tcp).await?;
@@ -346,14 +345,14 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
     }
     // A whole session's datagrams through a tap, then all of them again.
     let tap = UdpSocket::bind("127.0.0.1:0").await?;
-    let server = world.bound().agents;
+    let server = env.bound().agents;
     let tapped = tap.local_addr()?;
     let upstream = UdpSocket::bind("127.0.0.1:0").await?;
     upstream.connect(server).await?;
     let mut flight: Vec<Vec<u8>> = Vec::new();
     let talk = async {
         use tunnel_proto::transport::Dialer as _;
-        let tls = tls::session_client(key.clone(), Trust::Roots(world.roots()?), ALPN_SESSION)?;
+        let tls = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION)?;
         let settings = super::super::scripted::settings();
         let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
         let session = dialer.dial(&super::super::scripted::remote(tapped)).await?;
@@ -389,7 +388,7 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
     }
     ensure!(flight.len() > 3, "{} datagrams", flight.len());
     let admitted = "tunnel_server_handshakes_total{result=\"ok\"}";
-    let before = metric(&world, admitted).await?;
+    let before = metric(&env, admitted).await?;
     for _ in 0..1000 {
         for datagram in &flight {
             upstream.send(datagram).await?;
@@ -397,20 +396,20 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
         tokio::task::yield_now().await;
     }
     // An honest agent gets in beside that, and nobody else does.
-    let _agent = ScriptedAgent::connect(&world, "worker-2").await?;
-    ensure!(metric(&world, admitted).await? == before + 1.0);
-    ensure!(world.registry().of_node(&"worker-1".parse()?).is_empty());
+    let _agent = ScriptedAgent::connect(&env, "worker-2").await?;
+    ensure!(metric(&env, admitted).await? == before + 1.0);
+    ensure!(env.registry().of_node(&"worker-1".parse()?).is_empty());
     Ok(())
 }
 
 /// T17: an older TLS, another protocol or somebody in the middle get no connection.
 #[tokio::test(flavor = "multi_thread")]
 async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
-    let world = World::start().await?;
-    let key = agent_key(&world, "worker-1")?;
-    let trust = || Ok::<_, anyhow::Error>(Trust::Roots(world.roots()?));
+    let env = TestEnv::start().await?;
+    let key = agent_key(&env, "worker-1")?;
+    let trust = || Ok::<_, anyhow::Error>(Trust::Roots(env.roots()?));
     let good = tls::session_client(key.clone(), trust()?, ALPN_SESSION_TCP)?;
-    connect(&world, good.clone()).await?;
+    connect(&env, good.clone()).await?;
     for protocols in [
         &[&b"http/1.1"[..]][..],
         &[ALPN_SESSION],
@@ -420,7 +419,7 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
         let mut config = rustls::ClientConfig::clone(&good);
         config.alpn_protocols = protocols.iter().map(|id| id.to_vec()).collect();
         ensure!(
-            connect(&world, Arc::new(config)).await.is_err(),
+            connect(&env, Arc::new(config)).await.is_err(),
             "{protocols:?}"
         );
     }
@@ -428,13 +427,13 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
     #[expect(clippy::disallowed_methods, reason = "an older client")]
     let older = rustls::ClientConfig::builder_with_provider(tls::provider())
         .with_protocol_versions(&[&rustls::version::TLS12])?
-        .with_root_certificates(rustls::RootCertStore::clone(&*world.roots()?))
+        .with_root_certificates(rustls::RootCertStore::clone(&*env.roots()?))
         .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key.clone())));
     let mut older = older;
     older.alpn_protocols = vec![ALPN_SESSION_TCP.to_vec()];
-    ensure!(connect(&world, Arc::new(older)).await.is_err(), "TLS 1.2");
+    ensure!(connect(&env, Arc::new(older)).await.is_err(), "TLS 1.2");
     // Somebody in the middle with a CA of their own, of the same name.
-    let middle = World::start().await?;
+    let middle = TestEnv::start().await?;
     if let Ok((session, _dialer)) = dial(&middle, key).await {
         ensure!(
             session.accept().await.is_err(),
@@ -442,7 +441,7 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
         );
     }
     ensure!(middle.registry().all().is_empty());
-    let fooled = tls::session_client(agent_key(&world, "worker-3")?, trust()?, ALPN_SESSION_TCP)?;
+    let fooled = tls::session_client(agent_key(&env, "worker-3")?, trust()?, ALPN_SESSION_TCP)?;
     ensure!(
         connect(&middle, fooled).await.is_err(),
         "the agent took another CA"

@@ -6,11 +6,11 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Result, ensure};
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Skip, or_skip};
-use tunnel_tests::world::{Agent, World};
 
 use super::{ends, metric, metric_reaches};
 
@@ -53,21 +53,21 @@ fn mount(arguments: &[&str], at: &Path) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f24_full_and_read_only_disks_are_survived_and_told() -> Result<()> {
-    let limits = World::limits("certificateLife: 6s");
-    let world = World::start_with(|settings| settings.limits = limits).await?;
+async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> {
+    let limits = TestEnv::limits("certificateLife: 6s");
+    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     let exporter = Exporter::start("worker-1").await?;
-    let dir = world.path().join("agent-worker-1");
+    let dir = env.path().join("agent-worker-1");
     let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
     let Some(disk) = or_skip(disk) else {
         return Ok(());
     };
-    let mut config = world.agent_config_with("worker-1", |settings| {
+    let mut config = env.agent_config_with("worker-1", |settings| {
         settings.meta_listen = Some("127.0.0.1:0".into());
     })?;
     config.data_dir = dir.clone();
     let agent = Agent::start(config.clone()).await?;
-    world.connected("worker-1").await;
+    env.connected("worker-1").await;
     let host = format!("worker-1:{}", exporter.addr().port());
     let meta = agent.meta().unwrap();
     let shows = async |line: &str| {
@@ -96,7 +96,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_told() -> Result<()> {
             async || (SystemTime::now() > before + Duration::from_secs(1)).then_some(()),
         )
         .await;
-        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
         ensure!(
             ends(&dir.join("agent.crt"))? == before,
@@ -133,62 +133,62 @@ async fn f24_full_and_read_only_disks_are_survived_and_told() -> Result<()> {
 
 /// F24 at the server: its keys are in memory; what it cannot keep it does not promise.
 #[tokio::test(flavor = "multi_thread")]
-async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enrol() -> Result<()> {
+async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enroll() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let dir = scratch.path().join("server");
     let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
     let Some(disk) = or_skip(disk) else {
         return Ok(());
     };
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.data_dir = Some(dir.to_string_lossy().into_owned());
-        settings.limits = World::limits("certificateLife: 6s");
+        settings.limits = TestEnv::limits("certificateLife: 6s");
     })
     .await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let late = world.agent_config("worker-2")?;
+    let _agent = env.agent("worker-1").await?;
+    let late = env.agent_config("worker-2")?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let filler = disk.fill();
     let renewed = "tunnel_server_renewals_total{result=\"issued\"}";
-    let before = metric(&world, renewed).await?;
-    metric_reaches(&world, renewed, before + 1.0, Duration::from_secs(15)).await;
-    let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    let before = metric(&env, renewed).await?;
+    metric_reaches(&env, renewed, before + 1.0, Duration::from_secs(15)).await;
+    let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     ensure!(reply.status == 200, "{}", reply.text());
     // A token whose use cannot be kept could be used twice.
-    let stranger = Agent::start(late.clone()).await?;
+    let other_agent = Agent::start(late.clone()).await?;
     let refused = "tunnel_server_enrollments_total{result=\"unavailable\"}";
-    metric_reaches(&world, refused, 1.0, Duration::from_secs(10)).await;
-    drop(stranger);
+    metric_reaches(&env, refused, 1.0, Duration::from_secs(10)).await;
+    drop(other_agent);
     std::fs::remove_file(filler)?;
     let _late = Agent::start(late).await?;
-    world.connected("worker-2").await;
+    env.connected("worker-2").await;
     Ok(())
 }
 
 /// T21: nothing that is shown or logged holds a key or a token.
 #[tokio::test(flavor = "multi_thread")]
 async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
-    let world = World::start().await?;
-    let token = world.token("worker-1", &[])?;
-    let mut config = world.agent_config_with("worker-1", |settings| {
+    let env = TestEnv::start().await?;
+    let token = env.token("worker-1", &[])?;
+    let mut config = env.agent_config_with("worker-1", |settings| {
         settings.meta_listen = Some("127.0.0.1:0".into());
     })?;
-    config.token = Some(tunnel_agent::config::TokenSource::Given(token.clone()));
+    config.token = Some(tunnel_agent::config::TokenSource::Inline(token.clone()));
     let debug = format!("{config:?}");
     let agent = Agent::start(config).await?;
-    world.connected("worker-1").await;
-    let key = std::fs::read_to_string(world.path().join("agent-worker-1").join("agent.key"))?;
-    let ca_key = std::fs::read_to_string(world.path().join("server").join("ca.key"))?;
+    env.connected("worker-1").await;
+    let key = std::fs::read_to_string(env.path().join("agent-worker-1").join("agent.key"))?;
+    let ca_key = std::fs::read_to_string(env.path().join("server").join("ca.key"))?;
     let mut shown = vec![
         debug,
         format!("{agent:?}"),
-        format!("{world:?}"),
-        format!("{:?}", world.ca()),
+        format!("{env:?}"),
+        format!("{:?}", env.ca()),
     ];
     for path in ["/metrics", "/nodes", "/readyz?verbose"] {
         shown.push(
-            request(world.bound().meta, &RawRequest::get("meta", path))
+            request(env.bound().meta, &RawRequest::get("meta", path))
                 .await?
                 .text(),
         );
@@ -210,7 +210,7 @@ async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
             ensure!(!text.contains(secret), "{}", &text[..200.min(text.len())]);
         }
     }
-    let tokens = std::fs::read_to_string(world.path().join("server").join("tokens.json"))?;
+    let tokens = std::fs::read_to_string(env.path().join("server").join("tokens.json"))?;
     ensure!(!tokens.contains(&secret), "only its hash is kept");
     Ok(())
 }

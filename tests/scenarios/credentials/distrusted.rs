@@ -6,31 +6,31 @@ use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{Exchange, RawRequest, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
-use super::given::Files;
+use super::credential_files::Files;
 
-async fn agent(files: &Files, world: &World, node: &str, transport: &str) -> Result<Agent> {
+async fn agent(files: &Files, env: &TestEnv, node: &str, transport: &str) -> Result<Agent> {
     let issued = files.ca.issue(&Leaf::agent(node))?;
     issued.write(files.path("").as_path(), node)?;
-    let config = world.agent_config_with(node, |settings| {
+    let config = env.agent_config_with(node, |settings| {
         settings.cert_file = Some(files.path(&format!("{node}.crt")));
         settings.key_file = Some(files.path(&format!("{node}.key")));
         settings.ca_file = Some(files.path("agent-ca.pem"));
         settings.transport = Some(transport.into());
-        settings.limits = World::agent_limits("reloadEvery: 50ms");
+        settings.limits = TestEnv::agent_limits("reloadEvery: 50ms");
     })?;
     let agent = Agent::start(config).await?;
-    world.connected(node).await;
+    env.connected(node).await;
     Ok(agent)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()> {
     let files = Files::new()?;
-    let world = files.world().await?;
+    let env = files.env().await?;
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
     let mut agents = Vec::new();
@@ -40,9 +40,9 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
         ("worker-2", "h2"),
         ("worker-3", "quic"),
     ] {
-        agents.push(agent(&files, &world, node, transport).await?);
+        agents.push(agent(&files, &env, node, transport).await?);
         let follow = RawRequest::get(&format!("{node}:{port}"), "/follow?interval_ms=20");
-        let mut follow = Exchange::start(world.http(), &follow).await?;
+        let mut follow = Exchange::start(env.http(), &follow).await?;
         ensure!(follow.line().await.is_some(), "{node} does not follow");
         follows.push(follow);
     }
@@ -50,11 +50,11 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     let both = format!("{}{}", files.ca.pem(), next.pem());
     replace(&files.path("server-ca.pem"), both.as_bytes())?;
     // The process of worker-3 proves itself by the new CA; its first session stays, with its stream.
-    let first = world.registry().of_node(&"worker-3".parse()?);
+    let first = env.registry().of_node(&"worker-3".parse()?);
     next.issue(&Leaf::agent("worker-3"))?
         .write(files.path("").as_path(), "worker-3")?;
     eventually("worker-3 has another session", PATIENCE, async || {
-        let sessions = world.registry().of_node(&"worker-3".parse()?);
+        let sessions = env.registry().of_node(&"worker-3".parse()?);
         ensure!(
             sessions.len() == 2 && first.len() == 1,
             "{}",
@@ -64,11 +64,11 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     })
     .await;
     replace(&files.path("server-ca.pem"), next.pem().as_bytes())?;
-    world.reload();
+    env.reload();
     let began = Instant::now();
     for node in ["worker-1", "worker-2"] {
         eventually(&format!("{node} is out"), PATIENCE, async || {
-            let sessions = world.registry().of_node(&node.parse()?);
+            let sessions = env.registry().of_node(&node.parse()?);
             ensure!(sessions.is_empty(), "{} left", sessions.len());
             anyhow::Ok(())
         })
@@ -84,7 +84,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
         ensure!(stays.line().await.is_some(), "{:?}", stays.ended());
     }
     let reply = request(
-        world.http(),
+        env.http(),
         &RawRequest::get(&format!("worker-1:{port}"), "/metrics"),
     )
     .await?;

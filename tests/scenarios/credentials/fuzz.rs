@@ -13,7 +13,7 @@ use tunnel_proto::wire::enroll::{
 };
 use tunnel_proto::wire::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX};
 use tunnel_proto::wire::name::{InstanceId, SessionId};
-use tunnel_server::ca::AgentRequest;
+use tunnel_server::ca::AgentCsr;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 
@@ -49,7 +49,7 @@ fn controls() -> Vec<ControlMessage> {
         ControlMessage::Drain(std::time::Duration::from_secs(30)),
         ControlMessage::Withdraw,
         ControlMessage::Bye("stopping".into()),
-        ControlMessage::Doubt(true),
+        ControlMessage::Suspect(true),
         ControlMessage::Renew(vec![0x30; 64]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
         ControlMessage::Renewed(EnrollReply::Issued {
@@ -84,7 +84,7 @@ fn fuzz_frames() {
                         taken += frame.len();
                     }
                     Ok(None) => {
-                        let missing = frame::missing(&buffer, ENROLL_MESSAGE_MAX).unwrap();
+                        let missing = frame::bytes_needed(&buffer, ENROLL_MESSAGE_MAX).unwrap();
                         assert!((1..=ENROLL_MESSAGE_MAX + 5).contains(&missing));
                         break;
                     }
@@ -124,7 +124,7 @@ fn fuzz_control_messages() {
 }
 
 #[test]
-fn fuzz_enrolment_messages() {
+fn fuzz_enrollment_messages() {
     let request = |proof| EnrollRequest {
         token: "abcdef012345.a5.11".to_owned().into(),
         csr: vec![0x30; 120],
@@ -241,6 +241,6 @@ fn fuzz_certificates_and_requests() {
             }
         }
         let _any = public_key(&der);
-        let _any = AgentRequest::parse(input);
+        let _any = AgentCsr::parse(input);
     });
 }

@@ -6,50 +6,49 @@ use anyhow::{Result, ensure};
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::World;
 
 use super::super::scripted::ScriptedAgent;
 use super::{ends, metric, metric_reaches};
 
 /// Three lives of a certificate under load: every request answered, no stream cut, no session lost.
 async fn three_lives(life: Duration) -> Result<()> {
-    let limits = World::limits(&format!("certificateLife: {}s", life.as_secs()));
-    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let limits = TestEnv::limits(&format!("certificateLife: {}s", life.as_secs()));
+    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     let exporter = Exporter::start("worker-1").await?;
     let agents = [
-        world.agent_with("worker-1", |_| {}).await?,
-        world
-            .agent_with("worker-2", |config| {
-                config.transport = tunnel_agent::config::TransportChoice::H2;
-            })
-            .await?,
+        env.agent_with("worker-1", |_| {}).await?,
+        env.agent_with("worker-2", |config| {
+            config.transport = tunnel_agent::config::TransportChoice::H2;
+        })
+        .await?,
     ];
     let port = exporter.addr().port();
     let hosts = ["worker-1", "worker-2"].map(|node| format!("{node}:{port}"));
     let began = Instant::now();
-    let file = world.path().join("agent-worker-1").join("agent.crt");
-    let (first, first_listed) = (ends(&file)?, listed_end(&world).await?);
-    let load = Load::start(world.http(), &hosts, 2).await?;
+    let file = env.path().join("agent-worker-1").join("agent.crt");
+    let (first, first_listed) = (ends(&file)?, listed_end(&env).await?);
+    let load = Load::start(env.http(), &hosts, 2).await?;
     sleep(life * 3 + life / 4).await;
     let outcome = load.end().await?;
     outcome.check()?;
-    let renewed = metric(&world, "tunnel_server_renewals_total{result=\"issued\"}").await?;
-    let lost = metric(&world, "tunnel_server_session_ends_total").await?;
+    let renewed = metric(&env, "tunnel_server_renewals_total{result=\"issued\"}").await?;
+    let lost = metric(&env, "tunnel_server_session_ends_total").await?;
     let _shown = writeln_figure(&format!(
         "certificates of {life:?}: {:?} under load, {} requests answered, {} failed, {} streams held, {renewed} renewals",
         began.elapsed(),
         outcome.answered,
         outcome.failures.len(),
-        outcome.held,
+        outcome.open_streams,
     ));
     // At 40 to 60 % of each life, on two agents.
     ensure!(renewed >= 8.0, "{renewed} renewals");
     ensure!(lost == 0.0, "{lost} sessions ended");
     ensure!(ends(&file)? > first + life * 2, "the file was not replaced");
-    let last_listed = listed_end(&world).await?;
+    let last_listed = listed_end(&env).await?;
     ensure!(
         last_listed > first_listed,
         "{last_listed} is listed, as {first_listed} was"
@@ -61,8 +60,8 @@ async fn three_lives(life: Duration) -> Result<()> {
 }
 
 /// The end of the first node's certificate in the list, as text that sorts by time.
-async fn listed_end(world: &World) -> Result<String> {
-    let shown = request(world.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
+async fn listed_end(env: &TestEnv) -> Result<String> {
+    let shown = request(env.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
     let listed: Vec<serde_json::Value> = serde_json::from_str(&shown.text())?;
     Ok(listed[0]["certificateNotAfter"].to_string())
 }
@@ -86,10 +85,10 @@ async fn f18_three_lives_of_a_minute_under_load_cut_nothing() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
-    let limits = World::limits("certificateLife: 3s");
-    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let limits = TestEnv::limits("certificateLife: 3s");
+    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     // This one never asks for another certificate, as an agent of an older version.
-    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let began = Instant::now();
     let reason = timeout(scaled(Duration::from_secs(20)), agent.closed()).await?;
     ensure!(reason.code == CloseCode::CredentialExpired, "{reason:?}");
@@ -100,12 +99,12 @@ async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()> {
-    let limits = World::limits("certificateLife: 2s");
-    let world = World::start_with(|settings| settings.limits = limits).await?;
+    let limits = TestEnv::limits("certificateLife: 2s");
+    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     let exporter = Exporter::start("worker-1").await?;
-    let agent = world.agent("worker-1").await?;
+    let agent = env.agent("worker-1").await?;
     agent.stop().await?;
-    let file = world.path().join("agent-worker-1").join("agent.crt");
+    let file = env.path().join("agent-worker-1").join("agent.crt");
     let ended = ends(&file)?;
     eventually(
         "the certificate ends",
@@ -115,16 +114,16 @@ async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()
     .await;
     // No token: the key alone renews what has ended.
     let began = Instant::now();
-    let _agent = world
+    let _agent = env
         .agent_with("worker-1", |config| config.token = None)
         .await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+    let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     ensure!(reply.status == 200, "{}", reply.text());
     ensure!(began.elapsed() < scaled(Duration::from_secs(30)));
     ensure!(ends(&file)? > ended);
     metric_reaches(
-        &world,
+        &env,
         "tunnel_server_enrollments_total{result=\"issued\"}",
         2.0,
         Duration::from_secs(5),
@@ -135,13 +134,13 @@ async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate() -> Result<()> {
-    let limits = World::limits("certificateLife: 3s");
-    let mut world = World::start_with(|settings| settings.limits = limits).await?;
+    let limits = TestEnv::limits("certificateLife: 3s");
+    let mut env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world.agent("worker-1").await?;
-    let file = world.path().join("agent-worker-1").join("agent.crt");
-    let bound = world.bound().clone();
-    world.stop_server().await?;
+    let _agent = env.agent("worker-1").await?;
+    let file = env.path().join("agent-worker-1").join("agent.crt");
+    let bound = env.bound().clone();
+    env.stop_server().await?;
     let ended = ends(&file)?;
     eventually(
         "the certificate ends",
@@ -149,11 +148,11 @@ async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate
         async || (std::time::SystemTime::now() > ended + Duration::from_secs(1)).then_some(()),
     )
     .await;
-    world.start_server_at(bound.agents).await?;
+    env.start_server_at(bound.agents).await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let back = Duration::from_secs(30);
     eventually("requests are answered again", back, async || {
-        let reply = request(world.http(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
         Ok(())
     })

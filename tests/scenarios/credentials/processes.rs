@@ -128,7 +128,7 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
         ])
         .start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let door = server.address(Listener::Http);
+    let endpoint = server.address(Listener::Http);
     let host = format!("worker-1:{port}");
     for round in 1..=3u32 {
         let issued = ca.issue(&Leaf::server())?;
@@ -154,7 +154,7 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
             Ok(())
         })
         .await;
-        let reply = request(door, &RawRequest::get(&host, "/metrics")).await?;
+        let reply = request(endpoint, &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
     }
     agent.signal(Signal::Term)?;
@@ -204,14 +204,14 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
                 .iter()
                 .map(|file| file.to_string_lossy().into_owned())
                 .collect();
-            let given = match *flag {
+            let flag_value = match *flag {
                 "--cert-file" | "--ca-file" => {
                     vec!["--cert-file", &paths[0], "--ca-file", &paths[1]]
                 }
                 "--token-file" => vec!["--token-file", &paths[2]],
                 _ => vec!["--config", &paths[3], "--token-file", &paths[2]],
             };
-            words.extend(given);
+            words.extend(flag_value);
             let data = data.to_string_lossy().into_owned();
             words.extend(["--data-dir", &data]);
             let mut process = Program::ours("tunnel-agent")?.args(words).start()?;
@@ -299,7 +299,7 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
 
 /// The verb as an operator types it: without a server, and with one that runs.
 #[tokio::test(flavor = "multi_thread")]
-async fn t03_revoke_verb_ends_the_session_and_the_agent_says_why() -> Result<()> {
+async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<()> {
     let data = ScratchDir::new()?;
     let mut server = ServerSetup::on_loopback(&data.path().join("server"))
         .start()
@@ -317,7 +317,8 @@ async fn t03_revoke_verb_ends_the_session_and_the_agent_says_why() -> Result<()>
     ensure!(printed.contains("node worker-1 revoked"), "{printed}");
     server.wait_until_connected(&[]).await;
     let told = agent.wait_for_line("the reason", START, |line| {
-        (line.contains("credential_revoked") && line.contains("somebody has to act")).then_some(())
+        (line.contains("credential_revoked") && line.contains("fix the reported cause"))
+            .then_some(())
     });
     told.await?;
     // Also by a verb while no server runs.
@@ -328,10 +329,10 @@ async fn t03_revoke_verb_ends_the_session_and_the_agent_says_why() -> Result<()>
     ensure!(verb.err.contains("no node of this name"), "{verb}");
     verb.ok()?;
     let server = setup.start().await?;
-    let kept = std::fs::read_to_string(data.path().join("server").join("revoked.json"))?;
+    let persisted = std::fs::read_to_string(data.path().join("server").join("revoked.json"))?;
     ensure!(
-        kept.contains("worker-1") && kept.contains("worker-2"),
-        "{kept}"
+        persisted.contains("worker-1") && persisted.contains("worker-2"),
+        "{persisted}"
     );
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");
@@ -352,7 +353,7 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
     };
     let agent = || Leaf::agent("worker-1");
     let by_host = "is the clock of this host wrong?";
-    let by_server = "by the server's clock this node's certificate has ended or has not begun";
+    let by_server = "this node's certificate is expired or not yet valid by the server's clock";
     for (what, server, agent, words) in [
         (
             "host an hour behind",

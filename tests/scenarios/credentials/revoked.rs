@@ -14,71 +14,65 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_server::admin::revoke_node;
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 
 const SECONDS_10: Duration = Duration::from_secs(10);
 
-fn revoke(world: &World, node: &str) -> Result<usize> {
+fn revoke(env: &TestEnv, node: &str) -> Result<usize> {
     Ok(revoke_node(
-        world.revocations(),
-        world.tokens(),
+        env.revocations(),
+        env.tokens(),
         &node.parse()?,
     )?)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_revoked_node_is_out_within_10_s_and_after_a_restart() -> Result<()> {
-    let mut world = World::start().await?;
-    let (stolen, good) = (
-        agent_key(&world, "worker-1")?,
-        agent_key(&world, "worker-2")?,
-    );
+    let mut env = TestEnv::start().await?;
+    let (stolen, good) = (agent_key(&env, "worker-1")?, agent_key(&env, "worker-2")?);
     let Admission::Admitted(live) =
-        ScriptedAgent::greet(&world, stolen.clone(), "worker-1", [1; 16]).await?
+        ScriptedAgent::handshake(&env, stolen.clone(), "worker-1", [1; 16]).await?
     else {
         anyhow::bail!("not admitted");
     };
-    let other = ScriptedAgent::connect(&world, "worker-2").await?;
+    let other = ScriptedAgent::connect(&env, "worker-2").await?;
     let began = Instant::now();
-    revoke(&world, "worker-1")?;
+    revoke(&env, "worker-1")?;
     let reason = timeout(scaled(SECONDS_10), live.closed()).await?;
     ensure!(reason.code == CloseCode::CredentialRevoked, "{reason:?}");
     ensure!(began.elapsed() < SECONDS_10, "{:?}", began.elapsed());
     for restarted in [false, true] {
         if restarted {
-            world.restart_server().await?;
+            env.restart_server().await?;
         }
-        ensure!(refused(&world, stolen.clone()).await?, "let in again");
-        dial(&world, good.clone()).await?.0.accept().await?;
+        ensure!(refused(&env, stolen.clone()).await?, "let in again");
+        dial(&env, good.clone()).await?.0.accept().await?;
     }
     drop(other);
     Ok(())
 }
 
 /// Whether the handshake is refused as revoked, on both transports.
-async fn refused(world: &World, key: Arc<rustls::sign::CertifiedKey>) -> Result<bool> {
-    let over_quic = match dial(world, key.clone()).await {
+async fn refused(env: &TestEnv, key: Arc<rustls::sign::CertifiedKey>) -> Result<bool> {
+    let over_quic = match dial(env, key.clone()).await {
         Ok((session, _dialer)) => match session.accept().await {
             Ok(_) => return Ok(false),
             Err(_) => session.closed().await.code,
         },
         Err(error) => anyhow::bail!("{error:#}"),
     };
-    let config = tls::session_client(key, Trust::Roots(world.roots()?), ALPN_SESSION_TCP)?;
-    let error = knock(world, config)
-        .await
-        .err()
-        .context("let in over TCP")?;
+    let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
+    let error = knock(env, config).await.err().context("let in over TCP")?;
     let words = error.to_string();
     Ok(over_quic == CloseCode::CredentialRevoked && words.contains("Revoked"))
 }
 
 /// Connects over TCP and waits for the server's first byte, which comes after its verdict.
-async fn knock(world: &World, config: Arc<rustls::ClientConfig>) -> Result<rustls::HandshakeKind> {
-    let tcp = TcpStream::connect(world.bound().agents).await?;
+async fn knock(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<rustls::HandshakeKind> {
+    let tcp = TcpStream::connect(env.bound().agents).await?;
     let mut stream = TlsConnector::from(config)
         .connect("tunnel-server.culvert".try_into()?, tcp)
         .await?;
@@ -89,49 +83,46 @@ async fn knock(world: &World, config: Arc<rustls::ClientConfig>) -> Result<rustl
 
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> {
-    let world = World::start().await?;
-    let key = agent_key(&world, "worker-1")?;
-    let config = tls::session_client(key, Trust::Roots(world.roots()?), ALPN_SESSION_TCP)?;
+    let env = TestEnv::start().await?;
+    let key = agent_key(&env, "worker-1")?;
+    let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
     let mut config = rustls::ClientConfig::clone(&config);
     config.resumption = Resumption::in_memory_sessions(64);
     config.enable_early_data = true;
     let config = Arc::new(config);
     for _ in 0..3 {
         // Never resumed, although this client would.
-        let kind = knock(&world, config.clone()).await?;
+        let kind = knock(&env, config.clone()).await?;
         ensure!(kind == rustls::HandshakeKind::Full, "{kind:?}");
     }
-    revoke(&world, "worker-1")?;
+    revoke(&env, "worker-1")?;
     for _ in 0..3 {
-        let error = knock(&world, config.clone())
-            .await
-            .err()
-            .context("let in")?;
+        let error = knock(&env, config.clone()).await.err().context("let in")?;
         ensure!(error.to_string().contains("Revoked"), "{error:#}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t03_revoked_agent_cannot_buy_itself_in_again_but_its_operator_can() -> Result<()> {
-    let world = World::start().await?;
-    let token = world.token("worker-1", &[])?;
-    let mut config = world.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Given(token.clone()));
+async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let token = env.token("worker-1", &[])?;
+    let mut config = env.agent_config("worker-1")?;
+    config.token = Some(TokenSource::Inline(token.clone()));
     let agent = Agent::start(config).await?;
-    world.connected("worker-1").await;
-    let taken = revoke(&world, "worker-1")?;
+    env.connected("worker-1").await;
+    let taken = revoke(&env, "worker-1")?;
     ensure!(taken == 2, "{taken} tokens taken back");
     let gone = async || {
-        let sessions = world.registry().of_node(&"worker-1".parse().ok()?);
+        let sessions = env.registry().of_node(&"worker-1".parse().ok()?);
         sessions.is_empty().then_some(())
     };
     eventually("the session ends", SECONDS_10, gone).await;
     // The same key with the token that it is bound to.
-    std::fs::remove_file(world.path().join("agent-worker-1").join("agent.crt"))?;
+    std::fs::remove_file(env.path().join("agent-worker-1").join("agent.crt"))?;
     agent.stop().await?;
-    let mut config = world.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Given(token));
+    let mut config = env.agent_config("worker-1")?;
+    config.token = Some(TokenSource::Inline(token));
     let ended = async { Agent::start(config).await?.ended().await };
     let error = timeout(scaled(PATIENCE), ended)
         .await?
@@ -140,27 +131,26 @@ async fn t03_revoked_agent_cannot_buy_itself_in_again_but_its_operator_can() -> 
     let error = format!("{error:#}");
     ensure!(error.contains("revoked"), "{error}");
     // A new token from the operator, at once.
-    let _back = world.agent("worker-1").await?;
+    let _back = env.agent("worker-1").await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn messages_of_token_misuse_are_distinct() -> Result<()> {
-    let world = World::start().await?;
+    let env = TestEnv::start().await?;
     let node = "worker-1".parse()?;
     let now = SystemTime::now();
     let key = |byte| [byte; 32];
     let redeem = |token: &tunnel_proto::wire::enroll::JoinToken, name: &str, byte, at| {
         let name = name.parse().unwrap();
-        let answer = world.tokens().redeem(&token.reveal(), &name, key(byte), at);
+        let answer = env.tokens().redeem(&token.reveal(), &name, key(byte), at);
         answer.map(drop).unwrap_err()
     };
-    let [used, other, ended, revoked] = [(); 4].map(|()| world.token("worker-1", &[]).unwrap());
-    world
-        .tokens()
+    let [used, other, ended, revoked] = [(); 4].map(|()| env.token("worker-1", &[]).unwrap());
+    env.tokens()
         .redeem(&used.reveal(), &node, key(1), now)
         .unwrap();
-    world.tokens().revoke(revoked.id(), now)?;
+    env.tokens().revoke(revoked.id(), now)?;
     let answers = [
         redeem(&used, "worker-1", 2, now),
         redeem(&other, "worker-2", 1, now),

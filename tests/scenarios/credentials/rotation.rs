@@ -5,12 +5,12 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
-use super::given::Files;
+use super::credential_files::Files;
 
 const NODES: [&str; 2] = ["worker-1", "worker-2"];
 const ORDERS: [[usize; 3]; 6] = [
@@ -33,17 +33,17 @@ struct Party<'a> {
 #[tokio::test(flavor = "multi_thread")]
 async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Result<()> {
     let mut files = Files::new()?;
-    let world = files.world().await?;
+    let env = files.env().await?;
     let exporter = Exporter::start("worker-1").await?;
     let mut agents: Vec<Agent> = Vec::new();
     for node in NODES {
-        agents.push(files.agent(&world, node).await?);
+        agents.push(files.agent(&env, node).await?);
     }
     let hosts = NODES.map(|node| format!("{node}:{}", exporter.addr().port()));
-    let load = Load::start(world.http(), &hosts, 1).await?;
+    let load = Load::start(env.http(), &hosts, 1).await?;
     for order in ORDERS {
         let next = TestCa::new("next")?;
-        let parties = parties(&files, &world, &agents);
+        let parties = parties(&files, &env, &agents);
         let both = format!("{}{}", files.ca.pem(), next.pem());
         for party in order.map(|index| &parties[index]) {
             replace(&party.bundle, both.as_bytes())?;
@@ -61,7 +61,7 @@ async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Resu
         }
         // Who trusts the new CA alone must not meet an old leaf.
         for node in NODES {
-            moved(&world, node, leaves_since).await;
+            moved(&env, node, leaves_since).await;
         }
         for party in order.map(|index| &parties[index]) {
             replace(&party.bundle, next.pem().as_bytes())?;
@@ -72,16 +72,16 @@ async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Resu
     }
     load.end().await?.check()?;
     // What is left works for an agent that comes anew.
-    let _late = files.agent(&world, "worker-3").await?;
+    let _late = files.agent(&env, "worker-3").await?;
     Ok(())
 }
 
-fn parties<'a>(files: &Files, world: &'a World, agents: &'a [Agent]) -> Vec<Party<'a>> {
+fn parties<'a>(files: &Files, env: &'a TestEnv, agents: &'a [Agent]) -> Vec<Party<'a>> {
     let server = Party {
         bundle: files.path("server-ca.pem"),
         leaf: "server",
         is_server: true,
-        reload: Box::new(|| world.reload()),
+        reload: Box::new(|| env.reload()),
     };
     let agent = |index: usize| Party {
         bundle: files.path(&format!("{}-ca.pem", NODES[index])),
@@ -104,13 +104,13 @@ async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
 }
 
 /// Waits until a node's newest session is younger than a CA, and so was opened with a leaf of it or of a later one.
-async fn moved(world: &World, node: &str, leaves_since: SystemTime) {
+async fn moved(env: &TestEnv, node: &str, leaves_since: SystemTime) {
     let patience = Duration::from_secs(20);
     eventually(
         &format!("{node} moves to its new certificate"),
         patience,
         async || {
-            let sessions = world.registry().of_node(&node.parse()?);
+            let sessions = env.registry().of_node(&node.parse()?);
             let newest = sessions.iter().find(|session| !session.is_withdrawn());
             let newest = newest.ok_or_else(|| anyhow::anyhow!("no session"))?;
             ensure!(newest.since >= leaves_since, "still the old one");

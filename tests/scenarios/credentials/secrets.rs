@@ -6,9 +6,9 @@ use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tunnel_proto::tls::files::chain;
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, RawRequest, request};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::process::{AgentSetup, Listener, ScratchDir, ServerSetup};
-use tunnel_tests::targets::StandInKubelet;
+use tunnel_tests::targets::FakeKubelet;
 
 const BEARER: &str = "bearer-of-a-caller-90c41d";
 const COOKIE: &str = "session-of-a-caller-77a2";
@@ -27,7 +27,7 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
     let callers_file = scratch.file("callers.pem", callers.pem())?;
     let own = TestCa::new("clients")?.issue(&Leaf::caller("culvert"))?;
     let (own_file, own_key) = own.write(scratch.path(), "own")?;
-    let kubelet = StandInKubelet::start("worker-1").await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
     let port = kubelet.addr().port().to_string();
     let data = scratch.path().join("server");
     let server = ServerSetup::on_loopback(&data).args(&[
@@ -69,12 +69,12 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         roots.add(root)?;
     }
     let tls = ClientTls::verifying("worker-1", roots, Some(caller.presented()?))?;
-    let door = Door::tls(server.address(Listener::Https), tls);
+    let endpoint = Endpoint::tls(server.address(Listener::Https), tls);
     for host in ["worker-1", "nobody"] {
         let head = RawRequest::get(&format!("{host}:{port}"), "/client-certificate")
             .header("Authorization", &format!("Bearer {BEARER}"))
             .header("Cookie", &format!("id={COOKIE}"));
-        let reply = request(door.clone(), &head).await?;
+        let reply = request(endpoint.clone(), &head).await?;
         ensure!(
             // The name in TLS chooses the node, and only its own Host a port of it: the kubelet's is closed here.
             reply.status == if host == "nobody" { 502 } else { 200 },
@@ -83,11 +83,11 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         );
     }
     // Of one that is not let in there is a line at debug.
-    let stranger = TestCa::new("another")?.issue(&Leaf::caller("stranger"))?;
-    let tls = ClientTls::insecure("worker-1", Some(stranger.presented()?))?;
-    let door = Door::tls(server.address(Listener::Https), tls);
+    let other_cert = TestCa::new("another")?.issue(&Leaf::caller("stranger"))?;
+    let tls = ClientTls::insecure("worker-1", Some(other_cert.presented()?))?;
+    let endpoint = Endpoint::tls(server.address(Listener::Https), tls);
     let head = RawRequest::get("worker-1", "/").header("Authorization", BEARER);
-    ensure!(request(door, &head).await.is_err());
+    ensure!(request(endpoint, &head).await.is_err());
     let mut told = Vec::new();
     for path in ["/metrics", "/nodes", "/readyz?verbose"] {
         let meta = server.address(Listener::Meta);

@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use tunnel_tests::dns::{RecordType, ResponseCode, addresses, query};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::figures::{millis, percentile};
-use tunnel_tests::world::PATIENCE;
+use tunnel_tests::stats::{millis, percentile};
 
-use super::{TUNNEL, client, client_that_knows, nobody, tell, with_dns, world};
-use tunnel_tests::dns::{Behaviour, StandInResolver};
-use tunnel_tests::world::World;
+use super::{TUNNEL, client, client_that_knows, env, nobody, report_figure, with_dns};
+use tunnel_tests::dns::{Behavior, FakeResolver};
+use tunnel_tests::env::TestEnv;
 
 /// One row of the table: what is asked, and what the hosts plugin does with the guide's block
 /// `hosts { 10.106.217.16 worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
@@ -83,14 +83,14 @@ const DIFFERENTIAL: &[Row] = &[
 
 #[tokio::test]
 async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()> {
-    let next = StandInResolver::start(Behaviour::Answers(1)).await?;
-    let world = World::start_with(|settings| {
+    let next = FakeResolver::start(Behavior::Answers(1)).await?;
+    let env = TestEnv::start_with(|settings| {
         with_dns(settings, &[next.address().to_string()]);
         let records = "[{ name: master-1, addresses: [192.168.33.220] }, { name: six, addresses: ['fd00::6'] }]";
         settings.dns_records = serde_saphyr::from_str(records).unwrap_or_default();
     })
     .await?;
-    let client = client_that_knows(&world, "worker-1").await?;
+    let client = client_that_knows(&env, "worker-1").await?;
     for Row {
         name,
         kind,
@@ -127,8 +127,8 @@ async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()
 
 #[tokio::test]
 async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second() -> Result<()> {
-    let world = world(&nobody()).await?;
-    let client = client(&world)?;
+    let env = env(&nobody()).await?;
+    let client = client(&env)?;
     let mut delays = Vec::new();
     for number in 0..200 {
         let name = format!("late-{number}");
@@ -137,7 +137,7 @@ async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second()
             "{name} is known already"
         );
         let began = Instant::now();
-        world.nodes().record(&name.parse()?, &[]);
+        env.nodes().record(&name.parse()?, &[]);
         while client.addresses(&name).await?.is_empty() {
             ensure!(began.elapsed() < scaled(PATIENCE), "{name} does not appear");
         }
@@ -145,7 +145,7 @@ async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second()
     }
     delays.sort_unstable();
     let p99 = percentile(&delays, 0.99);
-    tell(&format!(
+    report_figure(&format!(
         "P12: p50 {} ms, p99 {} ms of 200",
         millis(percentile(&delays, 0.5)),
         millis(p99)
@@ -156,8 +156,8 @@ async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second()
 
 #[tokio::test]
 async fn tcp_answers_several_queries_of_one_connection() -> Result<()> {
-    let world = world(&nobody()).await?;
-    let client = client_that_knows(&world, "worker-1").await?;
+    let env = env(&nobody()).await?;
+    let client = client_that_knows(&env, "worker-1").await?;
     let queries = [
         query("worker-1", RecordType::A)?,
         query("worker-9", RecordType::A)?,

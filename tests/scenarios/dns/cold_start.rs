@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::dns::{Addresses, Node, Place, RecordSet, Records};
+use tunnel_server::dns::{Addresses, Node, NodeLocation, RecordSet, Records};
 use tunnel_server::store::data_dir::DataDir;
-use tunnel_tests::dns::{Behaviour, DnsClient, StandInResolver};
+use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, ScratchDir, ServerSetup, own_loopback};
-use tunnel_tests::world::PATIENCE;
 
-use super::{BareDns, TUNNEL, tell};
+use super::{BareDns, TUNNEL, report_figure};
 
 /// A DNS server as a cluster's server starts it: nobody has filled the records yet.
 async fn unfed(
@@ -23,7 +23,7 @@ async fn unfed(
     let bare = BareDns::on_loopback().await?;
     let client = DnsClient::new(bare.address()?);
     let (dns, records) = bare.start(data, resolver, shutdown)?;
-    dns.refuse_loops(shutdown).await?;
+    dns.start_loop_detection(shutdown).await?;
     Ok((client, records))
 }
 
@@ -32,13 +32,13 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
     let scratch = ScratchDir::new()?;
     let data = DataDir::open(&scratch.path().join("data"))?;
     // Everything else is as dead as the API server.
-    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
+    let black_hole = FakeResolver::start(Behavior::Silent).await?;
     let tunnel = Addresses::first_of([TUNNEL.parse()?]);
     let edge = |name: &str| -> Result<Node> {
         Ok(Node {
             name: name.parse()?,
             hostname: None,
-            place: Place::Edge,
+            location: NodeLocation::Edge,
         })
     };
 
@@ -65,7 +65,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
     let asked = Instant::now();
     ensure!(client.addresses("worker-1").await? == [TUNNEL.parse::<IpAddr>()?]);
     let answered = asked.elapsed();
-    tell(&format!(
+    report_figure(&format!(
         "P4b: answered {answered:?} after asking; loops were looked for during {loops_looked_for:?}"
     ));
     ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
@@ -82,7 +82,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
 #[tokio::test]
 async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Result<()> {
     let scratch = ScratchDir::new()?;
-    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
+    let black_hole = FakeResolver::start(Behavior::Silent).await?;
     let upstream = black_hole.address().to_string();
     let flags = ["--dns-answer", TUNNEL, "--dns-upstream", &upstream];
     // While the server is away, nobody else's connection may come from its port.
@@ -124,7 +124,7 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
             }
         }
     };
-    tell(&format!(
+    report_figure(&format!(
         "P4b: answered {answered:?} after the start of the process"
     ));
     ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");

@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::store::data_dir::DataDir;
-use tunnel_tests::dns::{Behaviour, RecordType, ResponseCode, StandInResolver, addresses, query};
+use tunnel_tests::dns::{Behavior, FakeResolver, RecordType, ResponseCode, addresses, query};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::world::{PATIENCE, World};
 
-use super::{BareDns, client, client_that_knows, nobody, tell, with_dns, world};
+use super::{BareDns, client, client_that_knows, env, nobody, report_figure, with_dns};
 
 #[tokio::test]
 async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay() -> Result<()> {
-    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
-    let world = world(&[black_hole.address().to_string()]).await?;
-    let client = client_that_knows(&world, "worker-1").await?;
+    let black_hole = FakeResolver::start(Behavior::Silent).await?;
+    let env = env(&[black_hole.address().to_string()]).await?;
+    let client = client_that_knows(&env, "worker-1").await?;
 
     let began = Instant::now();
     ensure!(!client.addresses("worker-1").await?.is_empty());
@@ -65,7 +65,7 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
         given_up < scaled(Duration::from_millis(800)),
         "{given_up:?}"
     );
-    tell(&format!(
+    report_figure(&format!(
         "P13: ndots 0 {bare:?}, ndots 5 {searched:?}, SERVFAIL after {given_up:?}"
     ));
 
@@ -98,8 +98,8 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
 
 #[tokio::test]
 async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()> {
-    let next = StandInResolver::start(Behaviour::Answers(2)).await?;
-    let forwarding = world(&[next.address().to_string()]).await?;
+    let next = FakeResolver::start(Behavior::Answers(2)).await?;
+    let forwarding = env(&[next.address().to_string()]).await?;
     for name in ["example.com", "worker-9"] {
         let answer = client(&forwarding)?.ask(name, RecordType::A).await?;
         ensure!(answer.metadata.recursion_available, "{answer}");
@@ -113,7 +113,7 @@ async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()
         "the client's spelling"
     );
 
-    let alone = world(&nobody()).await?;
+    let alone = env(&nobody()).await?;
     for (name, code) in [
         ("example.com", ResponseCode::Refused),
         ("worker-9", ResponseCode::NXDomain),
@@ -126,28 +126,29 @@ async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()
 }
 
 #[tokio::test]
-async fn the_next_resolver_is_asked_beside_a_slow_one_and_instead_of_a_failing_one() -> Result<()> {
-    let slow = StandInResolver::start(Behaviour::Silent).await?;
-    let good = StandInResolver::start(Behaviour::Answers(1)).await?;
-    let world = world(&[slow.address().to_string(), good.address().to_string()]).await?;
-    let client = client(&world)?;
-    for behaviour in [
-        Behaviour::Silent,
-        Behaviour::Says(ResponseCode::ServFail),
-        Behaviour::Says(ResponseCode::Refused),
+async fn the_next_resolver_is_asked_in_addition_to_a_slow_one_and_instead_of_a_failing_one()
+-> Result<()> {
+    let slow = FakeResolver::start(Behavior::Silent).await?;
+    let good = FakeResolver::start(Behavior::Answers(1)).await?;
+    let env = env(&[slow.address().to_string(), good.address().to_string()]).await?;
+    let client = client(&env)?;
+    for behavior in [
+        Behavior::Silent,
+        Behavior::Says(ResponseCode::ServFail),
+        Behavior::Says(ResponseCode::Refused),
     ] {
-        slow.behave(behaviour);
+        slow.behave(behavior);
         let answer = client.ask("example.com", RecordType::A).await?;
-        ensure!(addresses(&answer).len() == 1, "{behaviour:?}: {answer}");
+        ensure!(addresses(&answer).len() == 1, "{behavior:?}: {answer}");
     }
     // What is said for certain is not asked again.
-    slow.behave(Behaviour::Says(ResponseCode::NXDomain));
+    slow.behave(Behavior::Says(ResponseCode::NXDomain));
     let before = good.asked().len();
     let answer = client.ask("missing.example.com", RecordType::A).await?;
     ensure!(answer.metadata.response_code == ResponseCode::NXDomain);
     ensure!(good.asked().len() == before);
-    good.behave(Behaviour::Says(ResponseCode::Refused));
-    slow.behave(Behaviour::Says(ResponseCode::ServFail));
+    good.behave(Behavior::Says(ResponseCode::Refused));
+    slow.behave(Behavior::Says(ResponseCode::ServFail));
     let answer = client.ask("example.com", RecordType::A).await?;
     ensure!(
         answer.metadata.response_code == ResponseCode::ServFail
@@ -157,15 +158,15 @@ async fn the_next_resolver_is_asked_beside_a_slow_one_and_instead_of_a_failing_o
 }
 
 #[tokio::test]
-async fn the_cluster_resolver_alone_hears_the_clusters_names() -> Result<()> {
-    let host = StandInResolver::start(Behaviour::Answers(1)).await?;
-    let cluster = StandInResolver::start(Behaviour::Answers(2)).await?;
+async fn the_cluster_resolver_alone_receives_the_clusters_names() -> Result<()> {
+    let host = FakeResolver::start(Behavior::Answers(1)).await?;
+    let cluster = FakeResolver::start(Behavior::Answers(2)).await?;
     let upstreams = [
         host.address().to_string(),
         format!("cluster.local={}", cluster.address()),
     ];
-    let world = world(&upstreams).await?;
-    let client = client(&world)?;
+    let env = env(&upstreams).await?;
+    let client = client(&env)?;
     let service = "kubernetes.default.svc.cluster.local";
     let answer = client.ask(service, RecordType::A).await?;
     ensure!(addresses(&answer).len() == 2, "{answer}");
@@ -192,9 +193,9 @@ async fn the_cluster_resolver_alone_hears_the_clusters_names() -> Result<()> {
 
 #[tokio::test]
 async fn answers_that_do_not_fit_are_cut_over_udp_and_whole_over_tcp() -> Result<()> {
-    let next = StandInResolver::start(Behaviour::Answers(200)).await?;
-    let world = world(&[next.address().to_string()]).await?;
-    let client = client(&world)?;
+    let next = FakeResolver::start(Behavior::Answers(200)).await?;
+    let env = env(&[next.address().to_string()]).await?;
+    let client = client(&env)?;
     let answer = client.ask("example.com", RecordType::A).await?;
     ensure!(
         answer.metadata.truncation && answer.answers.is_empty(),
@@ -205,7 +206,7 @@ async fn answers_that_do_not_fit_are_cut_over_udp_and_whole_over_tcp() -> Result
         .await?;
     ensure!(addresses(&whole[0]).len() == 200);
     ensure!(!whole[0].metadata.truncation);
-    next.behave(Behaviour::Answers(40));
+    next.behave(Behavior::Answers(40));
     let answer = client.ask("example.com", RecordType::A).await?;
     ensure!(
         answer.metadata.truncation,
@@ -218,19 +219,19 @@ async fn answers_that_do_not_fit_are_cut_over_udp_and_whole_over_tcp() -> Result
 async fn a_resolver_that_sends_queries_back_stops_the_start() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let data = DataDir::open(&scratch.path().join("data"))?;
-    let between = StandInResolver::start(Behaviour::Silent).await?;
+    let between = FakeResolver::start(Behavior::Silent).await?;
     let sockets = BareDns::on_loopback().await?;
-    between.behave(Behaviour::Asks(sockets.address()?));
+    between.behave(Behavior::Asks(sockets.address()?));
     let shutdown = Shutdown::new();
     let (dns, _records) = sockets.start(&data, between.address(), &shutdown)?;
     let began = Instant::now();
     let error = dns
-        .refuse_loops(&shutdown)
+        .start_loop_detection(&shutdown)
         .await
         .err()
         .context("no loop was found")?;
     let error = error.to_string();
-    ensure!(error.contains("sends what it is asked back"), "{error}");
+    ensure!(error.contains("forwards queries back"), "{error}");
     ensure!(error.contains(&between.address().to_string()), "{error}");
     ensure!(error.contains("--dns-upstream"), "{error}");
     ensure!(began.elapsed() < scaled(Duration::from_secs(3)));
@@ -240,7 +241,7 @@ async fn a_resolver_that_sends_queries_back_stops_the_start() -> Result<()> {
 
 #[tokio::test]
 async fn a_server_named_as_its_own_resolver_is_refused_before_anything_is_bound() -> Result<()> {
-    let direct = World::start_with(|settings| {
+    let direct = TestEnv::start_with(|settings| {
         with_dns(settings, &["127.0.0.1:5399".into()]);
         settings.dns_listen = Some("127.0.0.1:5399".into());
     })
@@ -256,14 +257,14 @@ async fn a_server_named_as_its_own_resolver_is_refused_before_anything_is_bound(
 #[tokio::test]
 async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_still_asked()
 -> Result<()> {
-    let black_hole = StandInResolver::start(Behaviour::Silent).await?;
-    let world = World::start_with(|settings| {
+    let black_hole = FakeResolver::start(Behavior::Silent).await?;
+    let env = TestEnv::start_with(|settings| {
         with_dns(settings, &[black_hole.address().to_string()]);
-        settings.limits = World::limits("{ dnsForwards: 8, dnsForwardBudget: 5s }");
+        settings.limits = TestEnv::limits("{ dnsForwards: 8, dnsForwardBudget: 5s }");
     })
     .await?;
-    world.nodes().record(&"worker-1".parse()?, &[]);
-    let client = client(&world)?;
+    env.nodes().record(&"worker-1".parse()?, &[]);
+    let client = client(&env)?;
     let mut under_way = tokio::task::JoinSet::new();
     for number in 0..4 {
         under_way.spawn(async move {
@@ -307,7 +308,7 @@ async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_st
     })
     .await;
     let metrics = tunnel_tests::client::request(
-        tunnel_tests::client::Door::plain(world.bound().meta),
+        tunnel_tests::client::Endpoint::plain(env.bound().meta),
         &tunnel_tests::client::RawRequest::get("meta", "/metrics"),
     )
     .await?;

@@ -7,14 +7,14 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tunnel_tests::dns::{Message, RecordType, ResponseCode, corpus, keeps_the_rules, query};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::mutation::{EXECUTIONS, fuzz};
-use tunnel_tests::world::{PATIENCE, World};
 
 /// Beyond what a query may have.
 const LONGEST: usize = 1024;
 
-use super::{client, client_that_knows, listener, nobody, with_dns, world};
+use super::{client, client_that_knows, env, listener, nobody, with_dns};
 
 #[test]
 fn fuzz_messages_keep_the_rules() -> Result<()> {
@@ -28,8 +28,8 @@ fn fuzz_messages_keep_the_rules() -> Result<()> {
 
 #[tokio::test]
 async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> Result<()> {
-    let world = world(&nobody()).await?;
-    let client = client_that_knows(&world, "worker-1").await?;
+    let env = env(&nobody()).await?;
+    let client = client_that_knows(&env, "worker-1").await?;
     let plain = query("worker-1", RecordType::A)?.to_vec()?;
     let with = |at: usize, byte: u8| {
         let mut message = plain.clone();
@@ -75,7 +75,7 @@ async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> R
     // Answers to these would be what an attacker wants. Nothing is sent; a query behind them is answered first.
     let silent = [with(2, 0x81), plain[..8].to_vec(), Vec::new()];
     let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await?;
-    socket.connect(listener(&world)?).await?;
+    socket.connect(listener(&env)?).await?;
     for message in &silent {
         socket.send(message).await?;
     }
@@ -90,12 +90,12 @@ async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> R
 
 #[tokio::test]
 async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() -> Result<()> {
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         with_dns(settings, &nobody());
-        settings.limits = World::limits("{ dnsPerSource: 200 }");
+        settings.limits = TestEnv::limits("{ dnsPerSource: 200 }");
     })
     .await?;
-    let address = listener(&world)?;
+    let address = listener(&env)?;
     let flood = async |message: Vec<u8>| -> Result<usize> {
         let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await?;
         socket.connect(address).await?;
@@ -125,22 +125,22 @@ async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() 
 
 #[tokio::test]
 async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result<()> {
-    let world = world(&nobody()).await?;
-    let address = listener(&world)?;
+    let env = env(&nobody()).await?;
+    let address = listener(&env)?;
     // More than one source may have: those beyond are closed at once, others are not served less.
-    let mut held = Vec::new();
+    let mut open_conns = Vec::new();
     for _ in 0..40 {
-        held.push(TcpStream::connect(address).await?);
+        open_conns.push(TcpStream::connect(address).await?);
     }
     let mut closed = 0;
-    for stream in &mut held {
+    for stream in &mut open_conns {
         let read = timeout(Duration::from_millis(100), stream.read(&mut [0; 1])).await;
         closed += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
     }
     ensure!(closed == 8, "{closed} of 40 were closed at once");
-    drop(held);
+    drop(open_conns);
     eventually("a connection that is served", PATIENCE, async || {
-        let answers = client(&world)?
+        let answers = client(&env)?
             .over_tcp(&[query("worker-9", RecordType::A)?])
             .await?;
         ensure!(answers.len() == 1);

@@ -10,7 +10,7 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topolog
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
-use super::tell;
+use super::report_figure;
 use crate::prometheus::prometheus;
 
 /// The guide's search list with the host's domain first, as kubelet writes it for a pod with dnsPolicy None.
@@ -32,7 +32,7 @@ struct Clients {
     searching: Namespace,
 }
 
-async fn set_up(behaviour: &str) -> Result<Option<Site>> {
+async fn set_up(behavior: &str) -> Result<Option<Site>> {
     let tools = require(&[Tool::Dig, Tool::Curl, Tool::Prometheus]);
     let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
         return Ok(None);
@@ -53,7 +53,7 @@ async fn set_up(behaviour: &str) -> Result<Option<Site>> {
         let address = (EDGE_ADDRESS, 9100).into();
         exporters.push(site(edge.node_name(), Some(address), None, Some(edge.node())).await?);
     }
-    let upstream = resolver(Some(sites.cloud()), UPSTREAM.parse()?, behaviour).await?;
+    let upstream = resolver(Some(sites.cloud()), UPSTREAM.parse()?, behavior).await?;
     let (listen, answer) = (format!("{CLOUD_ADDRESS}:53"), CLOUD_ADDRESS.to_string());
     let dns = [
         "--dns-listen",
@@ -63,14 +63,14 @@ async fn set_up(behaviour: &str) -> Result<Option<Site>> {
         "--dns-upstream",
         UPSTREAM,
     ];
-    let doors = [
+    let listener_args = [
         "--http-proxy-ports",
         "9100",
         "--proxy-port-listen",
         "0.0.0.0",
         "--allow-unauthenticated",
     ];
-    let fleet = Fleet::start(&sites, &[&dns[..], &doors].concat()).await?;
+    let fleet = Fleet::start(&sites, &[&dns[..], &listener_args].concat()).await?;
     Ok(Some(Site {
         _exporters: exporters,
         fleet,
@@ -135,8 +135,8 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
         (&["AXFR", "cluster.local"], "Transfer failed"),
         (&["CH", "TXT", "version.bind"], "status: REFUSED"),
     ] {
-        let told = dig(plain, words).await?;
-        ensure!(told.contains(expected), "{words:?}: {told}");
+        let stdout = dig(plain, words).await?;
+        ensure!(stdout.contains(expected), "{words:?}: {stdout}");
     }
     ensure!(!dig(plain, &["-x", "10.77.0.1"]).await?.contains("worker-"));
 
@@ -196,12 +196,12 @@ async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() 
                 "%{time_namelookup}",
             ])
             .arg("http://worker-1:9100/metrics");
-        let told = curl.inside(Some(namespace)).run().await?.ok()?;
-        let lookup = Duration::from_secs_f64(told.trim().parse()?);
+        let stdout = curl.inside(Some(namespace)).run().await?.ok()?;
+        let lookup = Duration::from_secs_f64(stdout.trim().parse()?);
         ensure!(lookup < scaled(limit), "{}: {lookup:?}", namespace.name());
         times.push(lookup);
     }
-    tell(&format!(
+    report_figure(&format!(
         "P13: curl's lookup, ndots 0 {:?}, ndots 5 {:?}",
         times[0], times[1]
     ));

@@ -5,14 +5,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Exchange, KeepAliveClient, RawRequest, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Step, deterministic_bytes};
-use tunnel_tests::world::{Agent, PATIENCE, World};
+use tunnel_tests::targets::{
+    Exporter, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes,
+};
 
 use crate::scripted::ScriptedAgent;
 
 struct Site {
-    world: World,
+    env: TestEnv,
     exporter: Exporter,
     host: String,
     _agent: Agent,
@@ -24,13 +26,13 @@ impl Site {
     }
 
     async fn start_over(transport: TransportChoice) -> Result<Self> {
-        let world = World::start().await?;
+        let env = TestEnv::start().await?;
         let exporter = Exporter::start("worker-1").await?;
-        let agent = world.agent_with("worker-1", |config| config.transport = transport);
+        let agent = env.agent_with("worker-1", |config| config.transport = transport);
         Ok(Self {
             _agent: agent.await?,
             host: format!("worker-1:{}", exporter.addr().port()),
-            world,
+            env,
             exporter,
         })
     }
@@ -49,7 +51,7 @@ async fn read_until(stream: &mut ByteStream, end: &[u8]) -> Result<Vec<u8>> {
 async fn bodies_pass_both_ways_at_once() -> Result<()> {
     for transport in [TransportChoice::Quic, TransportChoice::H2] {
         let site = Site::start_over(transport).await?;
-        let mut stream = ByteStream::connect(site.world.http()).await?;
+        let mut stream = ByteStream::connect(site.env.http()).await?;
         let (host, fields) = (
             &site.host,
             "Transfer-Encoding: chunked\r\nConnection: close",
@@ -81,7 +83,7 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
     let upload = |host: &str| RawRequest::new("POST", "/upload", host).expecting_continue();
     let body = deterministic_bytes(1, 300_000);
     let reply = request(
-        site.world.http(),
+        site.env.http(),
         &upload(&site.host)
             .header("Connection", "close")
             .body(body.clone()),
@@ -102,7 +104,7 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
     let target = RecordingTarget::start("one").await?;
     let host = format!("worker-1:{}", target.addr().port());
     request(
-        site.world.http(),
+        site.env.http(),
         &upload(&host).header("Connection", "close").body("abc"),
     )
     .await?;
@@ -115,16 +117,16 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
     let nowhere = upload("nobody:9100")
         .header("Connection", "close")
         .body(body);
-    let reply = request(site.world.http(), &nowhere).await?;
+    let reply = request(site.env.http(), &nowhere).await?;
     assert_eq!((reply.status, reply.interim.len()), (400, 0));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn trailers_are_kept_for_callers_that_ask() -> Result<()> {
+async fn trailers_are_forwarded_to_callers_that_ask() -> Result<()> {
     let site = Site::start().await?;
     let get = RawRequest::new("GET", "/trailers", &site.host);
-    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for round in 0..10 {
         let asked = if round % 2 == 0 {
             get.clone()
@@ -157,7 +159,7 @@ async fn trailers_are_kept_for_callers_that_ask() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn answers_without_a_body_leave_the_connection_usable() -> Result<()> {
     let site = Site::start().await?;
-    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for _ in 0..5 {
         let head = caller
             .request(&RawRequest::new("HEAD", "/size/12345", &site.host))
@@ -199,14 +201,15 @@ async fn content_codings_pass_untouched() -> Result<()> {
     let body = deterministic_bytes(7, 100_000);
     let head = "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nVary: Accept-Encoding\r\nETag: \"1\"\r\nContent-Length: 100000\r\n\r\n";
     let answer = [head.as_bytes(), &body].concat();
-    let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer)]).await?;
+    let target =
+        HostileTarget::start(vec![HostileAction::ReadHead, HostileAction::Send(answer)]).await?;
     let host = format!("worker-1:{}", target.addr().port());
     for asks in [None, Some("gzip"), Some("identity")] {
         let get = RawRequest::get(&host, "/");
         let get = asks
             .iter()
             .fold(get, |get, coding| get.header("Accept-Encoding", coding));
-        let reply = request(site.world.http(), &get).await?;
+        let reply = request(site.env.http(), &get).await?;
         assert!(reply.body == body, "{asks:?}");
         for (name, value) in [
             ("content-encoding", "gzip"),
@@ -222,23 +225,23 @@ async fn content_codings_pass_untouched() -> Result<()> {
 /// In whichever framing: the next byte is only written after the one before has arrived at the caller.
 #[tokio::test(flavor = "multi_thread")]
 async fn each_write_of_a_target_arrives_before_the_next() -> Result<()> {
-    let world = World::start().await?;
-    let agent = ScriptedAgent::connect(&world, "worker-1").await?;
+    let env = TestEnv::start().await?;
+    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     for head in [
         "HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
         "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n",
         "HTTP/1.0 200 OK\r\n\r\n",
     ] {
-        let passed = timeout(scaled(PATIENCE), byte_by_byte(&world, &agent, head)).await;
+        let passed = timeout(scaled(PATIENCE), byte_by_byte(&env, &agent, head)).await;
         passed.with_context(|| format!("{head:?}: a byte is held up"))??;
     }
     Ok(())
 }
 
-async fn byte_by_byte(world: &World, agent: &ScriptedAgent, head: &str) -> Result<()> {
+async fn byte_by_byte(env: &TestEnv, agent: &ScriptedAgent, head: &str) -> Result<()> {
     let get = RawRequest::get("worker-1:9100", "/");
-    let (answer, stream) = tokio::join!(Exchange::start(world.http(), &get), async {
+    let (answer, stream) = tokio::join!(Exchange::start(env.http(), &get), async {
         let mut stream = agent.next_stream().await?;
         stream.accept("").await?;
         // An answer before the request is none: hyper would take the connection for broken.

@@ -6,9 +6,11 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{Exporter, HostileTarget, RecordingTarget, Seen, Step};
-use tunnel_tests::world::PATIENCE;
+use tunnel_tests::targets::{
+    Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget,
+};
 
 use super::table::TwoNodes;
 
@@ -22,7 +24,7 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
     let target = RecordingTarget::start("one").await?;
     let port = target.addr().port();
     for callers in 1..=3 {
-        let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+        let mut caller = KeepAliveClient::connect(site.env.http()).await?;
         for round in 0..50 {
             let path = format!("/{callers}/{round}");
             let reply = caller.request(&get("worker-1", port, &path)).await?;
@@ -40,9 +42,9 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
         .await;
     }
     // No connection carried the requests of two callers.
-    for seen in target.seen() {
-        let Seen::Request(connection, request) = seen else {
-            anyhow::bail!("{seen:?}");
+    for recorded in target.recorded() {
+        let RecordedInput::Request(connection, request) = recorded else {
+            anyhow::bail!("{recorded:?}");
         };
         assert!(
             request.target.starts_with(&format!("/{}/", connection + 1)),
@@ -56,7 +58,7 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
 async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
     let site = TwoNodes::start().await?;
     let target = RecordingTarget::start("one").await?;
-    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for round in 0..20 {
         let asked = get("worker-1", target.addr().port(), "/");
         let asked = match round % 3 {
@@ -66,8 +68,8 @@ async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
         assert_eq!(caller.request(&asked).await?.status, 200);
     }
     let mut used = BTreeSet::new();
-    for seen in target.seen() {
-        if let Seen::Request(connection, request) = seen {
+    for recorded in target.recorded() {
+        if let RecordedInput::Request(connection, request) = recorded {
             used.insert((
                 connection,
                 request.field("authorization").map(str::to_owned),
@@ -87,7 +89,7 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
         ("worker-2", RecordingTarget::start("b").await?, "b"),
         ("worker-1", RecordingTarget::start("c").await?, "c"),
     ];
-    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for round in 0..90 {
         // Runs of one target and changes between any two.
         let (node, target, name) = &targets[(round / 2 + round / 7) % 3];
@@ -127,14 +129,18 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
         ("an answer behind the answer", answer("").repeat(2), &[]),
     ] {
         // It answers once on each connection, and then says nothing more.
-        let steps = vec![Step::ReadHead, Step::Send(sent.into()), Step::Hold];
+        let steps = vec![
+            HostileAction::ReadHead,
+            HostileAction::Send(sent.into()),
+            HostileAction::Hold,
+        ];
         let target = HostileTarget::start(steps).await?;
         for round in 1..=3 {
             let asked = get("worker-1", target.addr().port(), "/");
             let asked = fields
                 .iter()
                 .fold(asked, |asked, (name, value)| asked.header(name, value));
-            let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+            let mut caller = KeepAliveClient::connect(site.env.http()).await?;
             for _ in 0..2 {
                 let answered = tokio::time::timeout(PATIENCE, caller.request(&asked)).await;
                 match answered.with_context(|| format!("{name}: the connection was used again"))? {
@@ -168,8 +174,12 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
 async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
     let site = TwoNodes::start().await?;
     let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
-    let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer.into())]).await?;
-    let mut caller = KeepAliveClient::connect(site.world.http()).await?;
+    let target = HostileTarget::start(vec![
+        HostileAction::ReadHead,
+        HostileAction::Send(answer.into()),
+    ])
+    .await?;
+    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for round in 0..100 {
         let reply = caller
             .request(&get("worker-1", target.addr().port(), "/"))
@@ -218,7 +228,7 @@ async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
         ));
         expected.push(format!("{method} /{round} by {name}"));
     }
-    let stream = ByteStream::connect(site.world.http()).await?;
+    let stream = ByteStream::connect(site.env.http()).await?;
     let (mut reader, mut writer) = tokio::io::split(stream);
     let mut answers = Vec::new();
     let (written, read) = tokio::join!(
@@ -260,7 +270,7 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
     ] {
         for by_reset in [false, true] {
             let served = exporter.traffic().requests();
-            let mut stream = ByteStream::connect(site.world.http()).await?;
+            let mut stream = ByteStream::connect(site.env.http()).await?;
             stream.send(sent.as_bytes()).await?;
             eventually("the target answers", PATIENCE, async || {
                 (exporter.waiting() + exporter.followers() == 1).then_some(())

@@ -8,16 +8,16 @@ use anyhow::{Context, Result, ensure};
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
-    BodyEnd, ByteStream, Door, HttpReply, KeepAliveClient, RawRequest, request,
+    BodyEnd, ByteStream, Endpoint, HttpReply, KeepAliveClient, RawRequest, request,
 };
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{HostileTarget, RecordingTarget};
-use tunnel_tests::world::{PATIENCE, World};
 
-use super::table::{TwoNodes, judge_all};
-use behaviour::{Answer, Behaviour};
+use super::table::{TwoNodes, run_cases};
+use behavior::{Answer, Behavior};
 
-mod behaviour;
+mod behavior;
 mod bodies;
 mod heads;
 
@@ -35,15 +35,15 @@ async fn all_behaviours(transport: TransportChoice) -> Result<()> {
     let site = Site::start(transport).await?;
     let behaviours = [heads::behaviours(), bodies::behaviours()].concat();
     assert!(behaviours.len() >= 60, "{} behaviours", behaviours.len());
-    judge_all(
+    run_cases(
         &behaviours,
-        |behaviour| &behaviour.name,
-        async |behaviour| site.judge(behaviour).await,
+        |behavior| &behavior.name,
+        async |behavior| site.run_case(behavior).await,
     )
     .await;
     let session = site
         .nodes
-        .world
+        .env
         .registry()
         .of_node(&"worker-1".parse()?)
         .remove(0);
@@ -63,7 +63,7 @@ struct Site {
 impl Site {
     async fn start(transport: TransportChoice) -> Result<Self> {
         let nodes = TwoNodes::start_with(transport, |settings| {
-            settings.limits = World::limits("{handshakeTimeout: 500ms, openTimeout: 2s}");
+            settings.limits = TestEnv::limits("{handshakeTimeout: 500ms, openTimeout: 2s}");
         });
         Ok(Self {
             nodes: nodes.await?,
@@ -73,18 +73,18 @@ impl Site {
 
     /// One hostile target: a caller that meets it and goes on with another node on the same connection, a caller beside it,
     /// and afterwards nothing left of the target's connections.
-    async fn judge(&self, behaviour: &Behaviour) -> Result<()> {
-        let target = behaviour.start().await?;
-        let door = if behaviour.tls {
-            self.nodes.world.https("worker-1")?
+    async fn run_case(&self, behavior: &Behavior) -> Result<()> {
+        let target = behavior.start().await?;
+        let endpoint = if behavior.tls {
+            self.nodes.env.https("worker-1")?
         } else {
-            self.nodes.world.http()
+            self.nodes.env.http()
         };
         let host = format!("worker-1:{}", target.addr().port());
         let (met, beside) = tokio::join!(
             timeout(
                 scaled(PATIENCE + Duration::from_secs(5)),
-                self.meet(behaviour, &target, door, &host)
+                self.meet(behavior, &target, endpoint, &host)
             ),
             self.healthy_answer(None)
         );
@@ -98,15 +98,15 @@ impl Site {
 
     async fn meet(
         &self,
-        behaviour: &Behaviour,
+        behavior: &Behavior,
         target: &HostileTarget,
-        door: Door,
+        endpoint: Endpoint,
         host: &str,
     ) -> Result<()> {
-        let asked = RawRequest::new(behaviour.method, "/", host);
-        if let Answer::None = behaviour.answer {
-            let mut stream = ByteStream::connect(door).await?;
-            let head = format!("{} / HTTP/1.1\r\nHost: {host}\r\n\r\n", behaviour.method);
+        let asked = RawRequest::new(behavior.method, "/", host);
+        if let Answer::None = behavior.answer {
+            let mut stream = ByteStream::connect(endpoint).await?;
+            let head = format!("{} / HTTP/1.1\r\nHost: {host}\r\n\r\n", behavior.method);
             stream.send(head.as_bytes()).await?;
             eventually("the target is reached", PATIENCE, async || {
                 (target.traffic().requests() == 1).then_some(())
@@ -116,19 +116,19 @@ impl Site {
             drop(stream);
             return Ok(());
         }
-        let mut caller = KeepAliveClient::connect(door.clone()).await?;
+        let mut caller = KeepAliveClient::connect(endpoint.clone()).await?;
         let reply = caller.request(&asked).await;
-        behaviour.answer.check(&reply)?;
+        behavior.answer.check(&reply)?;
         // What the target sent beyond its answer is nobody's: neither the next answer on this connection, nor another's.
-        if reply.is_ok_and(|reply| reply.header("connection") != Some("close")) && !behaviour.tls {
+        if reply.is_ok_and(|reply| reply.header("connection") != Some("close")) && !behavior.tls {
             match self.healthy_answer(Some(&mut caller)).await {
                 Ok(()) => {}
                 // Closing is fine, a wrong answer is not.
                 Err(error) => ensure!(is_end(&error), "the next answer: {error:#}"),
             }
         }
-        let again = request(door, &asked).await;
-        behaviour.answer.check(&again).context("asked again")
+        let again = request(endpoint, &asked).await;
+        behavior.answer.check(&again).context("asked again")
     }
 
     /// Asks the healthy target of the other node, on a connection of its own or on `caller`'s.
@@ -138,7 +138,7 @@ impl Site {
         let reply = match caller {
             Some(caller) => caller.request(&get).await?,
             None => {
-                let mut own = KeepAliveClient::connect(self.nodes.world.http()).await?;
+                let mut own = KeepAliveClient::connect(self.nodes.env.http()).await?;
                 own.request(&get).await?
             }
         };
@@ -152,12 +152,12 @@ impl Site {
     }
 }
 
-impl Behaviour {
+impl Behavior {
     async fn start(&self) -> Result<HostileTarget> {
         if self.tls && self.speaks_tls {
-            HostileTarget::start_tls(self.steps.clone()).await
+            HostileTarget::start_tls(self.actions.clone()).await
         } else {
-            HostileTarget::start(self.steps.clone()).await
+            HostileTarget::start(self.actions.clone()).await
         }
     }
 }
@@ -184,7 +184,7 @@ impl Answer {
         };
         match self {
             Self::None => Ok(()),
-            Self::Told(status, codes) => told(*status, codes),
+            Self::ServerError(status, codes) => told(*status, codes),
             Self::Passed(status, body) => {
                 let reply = reply
                     .as_ref()

@@ -5,14 +5,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
-    BodyEnd, ByteStream, Door, Exchange, RawRequest, UpgradeClient, Upgraded, request,
+    BodyEnd, ByteStream, Endpoint, Exchange, RawRequest, UpgradeClient, Upgraded, request,
 };
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::spdy::{Frame, Spdy};
-use tunnel_tests::strict::{Parsed, parse};
-use tunnel_tests::targets::{RecordingTarget, StandInKubelet, deterministic_bytes};
+use tunnel_tests::strict_http::{Parsed, parse};
+use tunnel_tests::targets::{FakeKubelet, RecordingTarget, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
 pub(crate) mod heads;
 
@@ -20,28 +20,28 @@ const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice
 
 /// A node with a kubelet, and how kube-apiserver reaches it.
 struct Site {
-    world: World,
-    kubelet: StandInKubelet,
+    env: TestEnv,
+    kubelet: FakeKubelet,
     host: String,
     _agent: Agent,
 }
 
 impl Site {
     async fn start(transport: TransportChoice) -> Result<Self> {
-        let world = World::start().await?;
-        let kubelet = StandInKubelet::start("worker-1").await?;
-        let agent = world.agent_with("worker-1", |config| config.transport = transport);
+        let env = TestEnv::start().await?;
+        let kubelet = FakeKubelet::start("worker-1").await?;
+        let agent = env.agent_with("worker-1", |config| config.transport = transport);
         Ok(Self {
             _agent: agent.await?,
             host: format!("worker-1:{}", kubelet.addr().port()),
-            world,
+            env,
             kubelet,
         })
     }
 
     fn caller(&self) -> Caller<'_> {
         Caller {
-            world: &self.world,
+            env: &self.env,
             kubelet: &self.kubelet,
             node: "worker-1",
             host: self.host.clone(),
@@ -52,26 +52,26 @@ impl Site {
 
 /// How kube-apiserver reaches a kubelet.
 pub(crate) struct Caller<'a> {
-    pub(crate) world: &'a World,
-    pub(crate) kubelet: &'a StandInKubelet,
+    pub(crate) env: &'a TestEnv,
+    pub(crate) kubelet: &'a FakeKubelet,
     /// The node that the certificate of the door is to be for.
     pub(crate) node: &'a str,
     pub(crate) host: String,
     /// How it connects, if not without a certificate and with the node's name in TLS.
-    pub(crate) listener: Option<Door>,
+    pub(crate) listener: Option<Endpoint>,
 }
 
 impl Caller<'_> {
-    fn door(&self) -> Result<Door> {
+    fn endpoint(&self) -> Result<Endpoint> {
         match &self.listener {
             Some(listener) => Ok(listener.clone()),
-            None => self.world.https(self.node),
+            None => self.env.https(self.node),
         }
     }
 
     async fn spdy(&self, head: RawRequest, protocol: &str) -> Result<Spdy<ByteStream>> {
         let asked = UpgradeClient::asking_for_spdy(head)
-            .connect(self.door()?)
+            .connect(self.endpoint()?)
             .await?;
         let Upgraded::Switched { headers, stream } = asked else {
             anyhow::bail!("{asked:?}");
@@ -105,15 +105,15 @@ const OF_THE_HOP: [&str; 2] = ["connection", "upgrade"];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let target = RecordingTarget::start("kubelet").await?;
     let host = format!("worker-1:{}", target.addr().port());
     for (name, head) in heads::all(&host) {
         let Ok(Parsed::Whole(written, _)) = parse(&head.bytes()) else {
             anyhow::bail!("{name} is no request");
         };
-        let reply = request(world.http(), &head).await?;
+        let reply = request(env.http(), &head).await?;
         let upgrade = written.field("upgrade").is_some();
         // The recorder answers 200, which is no answer to an upgrade.
         assert_eq!(reply.status, if upgrade { 502 } else { 200 }, "{name}");
@@ -179,7 +179,7 @@ pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
             format!("# /metrics/cadvisor\ncontainer_scrape_error{{node=\"{node}\"}} 0\n"),
         ),
     ] {
-        let reply = request(site.door()?, &head).await?;
+        let reply = request(site.endpoint()?, &head).await?;
         assert_eq!((reply.status, reply.text()), (200, expected), "{head:?}");
         assert_eq!(reply.ended, BodyEnd::CleanLength);
     }
@@ -198,7 +198,7 @@ pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
     let head = heads::logs(&site.host, "?follow=true&tailLines=1");
     let mut followed = Vec::new();
     for index in 1..=5 {
-        let mut follow = Exchange::start(site.door()?, &head).await?;
+        let mut follow = Exchange::start(site.endpoint()?, &head).await?;
         let first = format!("{}: log of web-0/app", site.node);
         assert_eq!(follow.line().await, Some(first));
         followed.push(follow);
@@ -376,7 +376,7 @@ pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> 
     let query = "command=sh&error=1&input=1&output=1&tty=1";
     let head = heads::command_over_websocket(&site.host, "exec", query);
     let stream = UpgradeClient::asking_for_websocket(head)
-        .connect(site.door()?)
+        .connect(site.endpoint()?)
         .await?
         .switched()?;
     let mut socket = WebSocket::client(stream);

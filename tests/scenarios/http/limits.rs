@@ -9,14 +9,14 @@ use rand::{RngExt, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tunnel_tests::client::{BodyEnd, ByteStream, ClientTls, RawRequest, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::targets::{RecordingTarget, Seen};
-use tunnel_tests::world::{PATIENCE, World};
+use tunnel_tests::targets::{RecordedInput, RecordingTarget};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let target = RecordingTarget::start("own").await?;
     let host = format!("worker-1:{}", target.addr().port());
     let sane = RawRequest::get(&host, "/");
@@ -26,7 +26,7 @@ async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
         let head = sane.clone().header("X", &"y".repeat(size - empty));
         assert_eq!(head.bytes().len(), size);
         assert_eq!(
-            request(world.http(), &head).await?.status,
+            request(env.http(), &head).await?.status,
             status,
             "head of {size} bytes"
         );
@@ -37,14 +37,14 @@ async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
             head.header(&format!("X-{index}"), "y")
         });
         assert_eq!(
-            request(world.http(), &head).await?.status,
+            request(env.http(), &head).await?.status,
             status,
             "{fields} fields"
         );
     }
     for (bytes, status) in [(8191, 200), (8192, 200), (8193, 414), (60_000, 414)] {
         let path = format!("/{}", "x".repeat(bytes - 1));
-        let reply = request(world.http(), &RawRequest::get(&host, &path)).await?;
+        let reply = request(env.http(), &RawRequest::get(&host, &path)).await?;
         assert_eq!(reply.status, status, "request target of {bytes} bytes");
     }
     assert_eq!(target.requests().len(), 6);
@@ -53,8 +53,8 @@ async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn s37_client_hello_may_be_split_at_every_byte() -> Result<()> {
-    let world = World::start().await?;
-    let address = world.bound().https.expect("TLS door");
+    let env = TestEnv::start().await?;
+    let address = env.bound().https.expect("TLS door");
     let tls = ClientTls::insecure("worker-1", None)?;
     let hello = tls.hello()?;
     assert!(hello.len() > 200, "{} bytes", hello.len());
@@ -85,10 +85,10 @@ async fn s37_client_hello_may_be_split_at_every_byte() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
     let limit = Duration::from_secs(1);
-    let world =
-        World::start_with(|settings| settings.limits = World::limits("handshakeTimeout: 1s"))
+    let env =
+        TestEnv::start_with(|settings| settings.limits = TestEnv::limits("handshakeTimeout: 1s"))
             .await?;
-    let address = world.bound().https.expect("TLS door");
+    let address = env.bound().https.expect("TLS door");
     let hello = ClientTls::insecure("worker-1", None)?.hello()?;
     for sent in [0, 1, 5, 6, hello.len() / 2, hello.len() - 1] {
         let began = tokio::time::Instant::now();
@@ -109,8 +109,8 @@ async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
 /// Whatever comes in, no head that goes out, to a target or to a caller, has a line that was not meant as one.
 #[tokio::test(flavor = "multi_thread")]
 async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let target = RecordingTarget::start("own").await?;
     let own = format!("worker-1:{}", target.addr().port());
     let seed = rand::random();
@@ -145,7 +145,7 @@ async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
             }
         }
         bytes.extend_from_slice(b"\r\nConnection: close\r\n\r\n");
-        let mut stream = ByteStream::connect(world.http()).await?;
+        let mut stream = ByteStream::connect(env.http()).await?;
         stream.send(&bytes).await?;
         let reading = stream.read_to_end().await;
         let shown = String::from_utf8_lossy(&bytes);
@@ -153,9 +153,9 @@ async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
             .map_err(|error| error.context(format!("seed {seed}: {shown:?}")))?;
         assert_eq!(reading.ended, BodyEnd::CleanClose, "seed {seed}: {shown:?}");
     }
-    for seen in target.seen() {
-        let Seen::Request(_, request) = seen else {
-            panic!("seed {seed}: {seen:?}");
+    for recorded in target.recorded() {
+        let RecordedInput::Request(_, request) = recorded else {
+            panic!("seed {seed}: {recorded:?}");
         };
         assert_eq!(request.field("Injected"), None, "seed {seed}: {request:?}");
     }

@@ -5,12 +5,12 @@ use std::net::{IpAddr, SocketAddr};
 use anyhow::Result;
 use tunnel_agent::config::Config;
 use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::targets::RecordingTarget;
-use tunnel_tests::world::{Agent, World};
 
 /// Two nodes, each with a target on the same two ports of its own address, and addresses that only operators told.
 struct Site {
-    world: World,
+    env: TestEnv,
     /// By node and port.
     targets: [[RecordingTarget; 2]; 2],
     ports: [u16; 2],
@@ -22,11 +22,11 @@ const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.12", "10.0.0.9"];
 
 impl Site {
     async fn start() -> Result<Self> {
-        let world = World::start().await?;
+        let env = TestEnv::start().await?;
         let agent = async |node: &str, address: &str| -> Result<Agent> {
             let address: IpAddr = address.parse()?;
             let own = |config: &mut Config| config.node_ip = Some(address);
-            world.agent_with(node, own).await
+            env.agent_with(node, own).await
         };
         let agents = [
             agent("worker-1", "127.0.0.2").await?,
@@ -34,13 +34,13 @@ impl Site {
         ];
         let shared: IpAddr = ADDRESSES[2].parse()?;
         for (node, address) in ["worker-1", "worker-2"].iter().zip(ADDRESSES) {
-            world.token(node, &[address.parse()?, shared])?;
+            env.token(node, &[address.parse()?, shared])?;
         }
         let [first, second] = [pair().await?, pair().await?];
         let ports = [first[0].addr().port(), second[0].addr().port()];
         let ([a, b], [c, d]) = (first, second);
         Ok(Self {
-            world,
+            env,
             targets: [[a, c], [b, d]],
             ports,
             _agents: agents,
@@ -62,7 +62,7 @@ async fn pair() -> Result<[RecordingTarget; 2]> {
 
 /// A host with a port as it may stand in Host and in X-Tunnel-Proxy-Dest: the node it names, if it does, and the port's index.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Selector {
     text: &'static str,
     is_name: bool,
     /// Node indexes that it may mean.
@@ -70,8 +70,8 @@ struct Place {
     port: usize,
 }
 
-const fn place(text: &'static str, is_name: bool, nodes: &'static [usize], port: usize) -> Place {
-    Place {
+const fn form(text: &'static str, is_name: bool, nodes: &'static [usize], port: usize) -> Selector {
+    Selector {
         text,
         is_name,
         nodes,
@@ -79,16 +79,16 @@ const fn place(text: &'static str, is_name: bool, nodes: &'static [usize], port:
     }
 }
 
-const PLACES: [Place; 9] = [
-    place("worker-1", true, &[0], 0),
-    place("worker-2", true, &[1], 0),
-    place("WORKER-1.", true, &[0], 1),
-    place("worker-2", true, &[1], 1),
-    place(ADDRESSES[0], false, &[0], 0),
-    place(ADDRESSES[1], false, &[1], 0),
-    place(ADDRESSES[2], false, &[0, 1], 1),
-    place(ADDRESSES[3], false, &[], 0),
-    place("nobody", true, &[], 0),
+const PLACES: [Selector; 9] = [
+    form("worker-1", true, &[0], 0),
+    form("worker-2", true, &[1], 0),
+    form("WORKER-1.", true, &[0], 1),
+    form("worker-2", true, &[1], 1),
+    form(ADDRESSES[0], false, &[0], 0),
+    form(ADDRESSES[1], false, &[1], 0),
+    form(ADDRESSES[2], false, &[0, 1], 1),
+    form(ADDRESSES[3], false, &[], 0),
+    form("nobody", true, &[], 0),
 ];
 
 const NODES: [(&str, &[usize]); 4] = [
@@ -100,9 +100,9 @@ const NODES: [(&str, &[usize]); 4] = [
 
 /// What the contract says of a request, written down anew: the node and the port's index, or a refusal.
 fn expected(
-    host: Place,
+    host: Selector,
     node: Option<(&str, &[usize])>,
-    dest: Option<Place>,
+    dest: Option<Selector>,
 ) -> Option<(usize, usize)> {
     let port = dest.map_or(host.port, |dest| dest.port);
     let only = |nodes: &[usize]| match nodes {
@@ -143,7 +143,7 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
     for host in PLACES {
         for node in &nodes {
             for dest in &dests {
-                let at = |place: Place| format!("{}:{}", place.text, site.ports[place.port]);
+                let at = |form: Selector| format!("{}:{}", form.text, site.ports[form.port]);
                 let mut get = RawRequest::new("GET", &format!("/{asked}"), &at(host))
                     .header("Connection", "close");
                 if let Some((name, _)) = node {
@@ -152,7 +152,7 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
                 if let Some(dest) = dest {
                     get = get.header("x-tunnel-proxy-dest", &at(*dest));
                 }
-                let reply = request(site.world.http(), &get).await?;
+                let reply = request(site.env.http(), &get).await?;
                 let reached: Vec<_> = (0..2)
                     .flat_map(|node| (0..2).map(move |port| (node, port)))
                     .filter(|(node, port)| {
@@ -181,8 +181,8 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
     );
     // Selectors are the server's: no target sees them.
     for target in site.targets.iter().flatten() {
-        for seen in target.requests() {
-            let selector = seen
+        for recorded in target.requests() {
+            let selector = recorded
                 .fields
                 .iter()
                 .find(|(name, _)| name.to_lowercase().starts_with("x-tunnel"));
@@ -252,7 +252,7 @@ async fn s06_r10_selectors_given_twice_or_malformed_are_400() -> Result<()> {
             let get = case
                 .iter()
                 .fold(get, |get, (name, value)| get.header(name, value));
-            let reply = request(site.world.http(), &get).await?;
+            let reply = request(site.env.http(), &get).await?;
             let code = reply.header("x-tunnel-error");
             assert_eq!(
                 (reply.status, code),
@@ -266,7 +266,7 @@ async fn s06_r10_selectors_given_twice_or_malformed_are_400() -> Result<()> {
         site.targets
             .iter()
             .flatten()
-            .all(|target| target.seen().is_empty())
+            .all(|target| target.recorded().is_empty())
     );
     Ok(())
 }

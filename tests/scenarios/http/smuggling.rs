@@ -9,11 +9,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::{RecordingTarget, Seen};
-use tunnel_tests::world::{PATIENCE, World};
+use tunnel_tests::targets::{RecordedInput, RecordingTarget};
 
-use super::table::{TwoNodes, judge_all};
+use super::table::{TwoNodes, run_cases};
 use case::{Case, Expect, Ports, Want};
 
 mod case;
@@ -33,10 +33,10 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
     ]
     .concat();
     assert!(cases.len() >= 150, "{} cases", cases.len());
-    judge_all(
+    run_cases(
         &cases,
         |case| &case.name,
-        async |case| site.judge(case).await,
+        async |case| site.run_case(case).await,
     )
     .await;
     // Nothing of all that has harmed anybody else.
@@ -45,7 +45,7 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
         "GET /sane HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
         Expect::Routed(vec![Want::own("GET", "/sane", "")]),
     );
-    site.judge(&sane).await
+    site.run_case(&sane).await
 }
 
 /// Two nodes: the one that requests are for, and another that must not be reached.
@@ -56,7 +56,7 @@ struct Site {
 impl Site {
     async fn start() -> Result<Self> {
         let nodes = TwoNodes::start_with(TransportChoice::Auto, |settings| {
-            settings.limits = World::limits("requestHeadTimeout: 1s");
+            settings.limits = TestEnv::limits("requestHeadTimeout: 1s");
         });
         Ok(Self {
             nodes: nodes.await?,
@@ -64,7 +64,7 @@ impl Site {
     }
 
     /// Sends a case on a connection of its own and compares answers and targets with what it expects.
-    async fn judge(&self, case: &Case) -> Result<()> {
+    async fn run_case(&self, case: &Case) -> Result<()> {
         let own = RecordingTarget::start("own").await?;
         let other = RecordingTarget::start("other").await?;
         let ports = Ports {
@@ -76,15 +76,23 @@ impl Site {
         match &case.expect {
             Expect::Refused(status) => {
                 ensure!(statuses == [*status], "answered {statuses:?}");
-                ensure!(own.seen().is_empty(), "own target got {:?}", own.seen());
+                ensure!(
+                    own.recorded().is_empty(),
+                    "own target got {:?}",
+                    own.recorded()
+                );
             }
             Expect::Bad(status) => {
                 ensure!(statuses == [*status], "answered {statuses:?}");
-                ensure!(own.seen().len() == 1, "own target got {:?}", own.seen());
+                ensure!(
+                    own.recorded().len() == 1,
+                    "own target got {:?}",
+                    own.recorded()
+                );
             }
             Expect::RoutedThenRefused(want) => {
                 ensure!(statuses == [200, 400], "answered {statuses:?}");
-                check("own", &own.seen(), [want.filled(ports)].iter())?;
+                check("own", &own.recorded(), [want.filled(ports)].iter())?;
             }
             Expect::Cut | Expect::Gone => {
                 ensure!(
@@ -103,19 +111,19 @@ impl Site {
                     statuses.len() == wants.len() && statuses.iter().all(|status| *status == 200),
                     "answered {statuses:?}"
                 );
-                check("own", &own.seen(), wants.iter().filter(|want| want.own))?;
+                check("own", &own.recorded(), wants.iter().filter(|want| want.own))?;
                 check(
                     "other",
-                    &other.seen(),
+                    &other.recorded(),
                     wants.iter().filter(|want| !want.own),
                 )?;
             }
         }
         if !matches!(case.expect, Expect::Routed(_)) {
             ensure!(
-                other.seen().is_empty(),
+                other.recorded().is_empty(),
                 "the other target got {:?}",
-                other.seen()
+                other.recorded()
             );
         }
         eventually("no connection to a target is left", PATIENCE, async || {
@@ -129,7 +137,7 @@ impl Site {
     /// The statuses of all answers up to the end of the connection, which the server has to bring about, unless the client
     /// leaves.
     async fn send(&self, bytes: &[u8], expect: &Expect) -> Result<Vec<u16>> {
-        let address = self.nodes.world.bound().http.context("plain door")?;
+        let address = self.nodes.env.bound().http.context("plain door")?;
         let mut stream = TcpStream::connect(address).await?;
         let (mut reader, mut writer) = stream.split();
         let mut answers = Vec::new();
@@ -156,15 +164,21 @@ impl Site {
     }
 }
 
-fn check<'a>(name: &str, seen: &[Seen], wants: impl Iterator<Item = &'a Want>) -> Result<()> {
-    let got = seen.iter().map(|seen| match seen {
-        Seen::Request(_, request) => Ok(Want {
+fn check<'a>(
+    name: &str,
+    recorded: &[RecordedInput],
+    wants: impl Iterator<Item = &'a Want>,
+) -> Result<()> {
+    let got = recorded.iter().map(|recorded| match recorded {
+        RecordedInput::Request(_, request) => Ok(Want {
             own: name == "own",
             method: request.method.clone(),
             target: request.target.clone(),
             body: request.text(),
         }),
-        Seen::Fault(_) | Seen::Unfinished(_) => anyhow::bail!("{name} target got {seen:?}"),
+        RecordedInput::Fault(_) | RecordedInput::Unfinished(_) => {
+            anyhow::bail!("{name} target got {recorded:?}")
+        }
     });
     let got: Vec<_> = got.collect::<Result<_>>()?;
     let wants: Vec<_> = wants.cloned().collect();

@@ -4,23 +4,23 @@ use anyhow::Result;
 use futures_util::future::join_all;
 use tunnel_agent::config::TransportChoice;
 use tunnel_server::config::RawConfig;
-use tunnel_tests::world::{Agent, World};
+use tunnel_tests::env::{Agent, TestEnv};
 
 /// Judges all rows, a batch at a time since most of them wait for the end of a connection, and tells which are wrong.
 ///
 /// # Panics
 /// When any is.
-pub(super) async fn judge_all<T>(
+pub(super) async fn run_cases<T>(
     rows: &[T],
     name: impl Fn(&T) -> &str,
-    judge: impl AsyncFn(&T) -> Result<()>,
+    run_case: impl AsyncFn(&T) -> Result<()>,
 ) {
     let mut wrong = Vec::new();
     for batch in rows.chunks(AT_ONCE) {
-        let judged = join_all(batch.iter().map(|row| judge(row))).await;
-        for (row, judged) in batch.iter().zip(judged) {
+        let results = join_all(batch.iter().map(|row| run_case(row))).await;
+        for (row, results) in batch.iter().zip(results) {
             wrong.extend(
-                judged
+                results
                     .err()
                     .map(|error| format!("{}: {error:#}", name(row))),
             );
@@ -39,7 +39,7 @@ const AT_ONCE: usize = 14;
 
 /// A world with the nodes worker-1 and worker-2.
 pub(super) struct TwoNodes {
-    pub(super) world: World,
+    pub(super) env: TestEnv,
     _agents: [Agent; 2],
 }
 
@@ -52,14 +52,14 @@ impl TwoNodes {
         transport: TransportChoice,
         change: impl FnOnce(&mut RawConfig),
     ) -> Result<Self> {
-        let world = World::start_with(change).await?;
+        let env = TestEnv::start_with(change).await?;
         let agent = async |node| {
-            let chosen = world.agent_with(node, |config| config.transport = transport);
+            let chosen = env.agent_with(node, |config| config.transport = transport);
             chosen.await
         };
         let agents = [agent("worker-1").await?, agent("worker-2").await?];
         Ok(Self {
-            world,
+            env,
             _agents: agents,
         })
     }

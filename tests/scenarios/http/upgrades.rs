@@ -5,12 +5,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use tunnel_agent::config::TransportChoice;
-use tunnel_tests::client::{BodyEnd, ByteStream, Door, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
-    HostileTarget, RecordingTarget, StandInKubelet, Step, deterministic_bytes, refusal, sha256_hex,
+    FakeKubelet, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes, refusal,
+    sha256_hex,
 };
-use tunnel_tests::world::{PATIENCE, World};
 
 const BULK: usize = 16 << 20;
 const ROUNDS: usize = 100;
@@ -44,19 +45,19 @@ async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_h2() -> Result<
 
 /// By turns over both doors and as SPDY and WebSocket.
 async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()> {
-    let world = World::start().await?;
-    let plain = StandInKubelet::plain("worker-1").await?;
-    let tls = StandInKubelet::start("worker-1").await?;
-    let _agent = world
+    let env = TestEnv::start().await?;
+    let plain = FakeKubelet::plain("worker-1").await?;
+    let tls = FakeKubelet::start("worker-1").await?;
+    let _agent = env
         .agent_with("worker-1", |config| config.transport = transport)
         .await?;
     let bulk = deterministic_bytes(0, BULK);
     let digest = sha256_hex(&bulk);
     for round in 0..ROUNDS {
-        let (door, kubelet) = if round % 2 == 0 {
-            (world.http(), &plain)
+        let (endpoint, kubelet) = if round % 2 == 0 {
+            (env.http(), &plain)
         } else {
-            (world.https("worker-1")?, &tls)
+            (env.https("worker-1")?, &tls)
         };
         let host = format!("worker-1:{}", kubelet.addr().port());
         let (script, bytes) = match first {
@@ -69,7 +70,7 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
         } else {
             UpgradeClient::websocket(&host, &path)
         };
-        let mut stream = client.connect(door).await?.switched()?;
+        let mut stream = client.connect(endpoint).await?.switched()?;
         match first {
             EndsFirst::Caller => {
                 let stdin = deterministic_bytes(3, 100_000);
@@ -99,14 +100,14 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
 /// As many at once as the limit of open files allows.
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
-    let world = World::start_with(|settings| {
-        settings.limits = World::limits(
+    let env = TestEnv::start_with(|settings| {
+        settings.limits = TestEnv::limits(
             "{streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}",
         );
     })
     .await?;
-    let kubelet = StandInKubelet::plain("worker-1").await?;
-    let _agent = world
+    let kubelet = FakeKubelet::plain("worker-1").await?;
+    let _agent = env
         .agent_with("worker-1", |config| {
             // What is full must not be the tunnel.
             config.limits.streams_per_agent = 12_000;
@@ -120,9 +121,9 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         let refused = batch.iter().map(|id| {
             let path = format!("/exec/a/b/c?refuse=403&id={id}");
             let client = UpgradeClient::spdy(&host, &path);
-            let door = world.http();
+            let endpoint = env.http();
             async move {
-                let reply = client.connect(door).await?.refused()?;
+                let reply = client.connect(endpoint).await?.refused()?;
                 ensure!(
                     reply.status == 403 && reply.ended.is_clean(),
                     "{id}: {} {}",
@@ -159,8 +160,8 @@ fn open_files() -> Result<usize> {
 /// The lesson of CVE-2018-1002105: a connection whose upgrade failed carries nothing more.
 #[tokio::test(flavor = "multi_thread")]
 async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let answer = |status: u16| format!("HTTP/1.1 {status} X\r\nContent-Length: 3\r\n\r\nabc");
     let wrong_protocol = "HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: other/1\r\n\r\n";
     for (sent, status) in [
@@ -174,9 +175,13 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
         (wrong_protocol.to_owned(), 502),
         ("HTTP/1.1 101 X\r\n\r\n".to_owned(), 502),
     ] {
-        let steps = vec![Step::ReadHead, Step::Send(sent.clone().into()), Step::Hold];
+        let steps = vec![
+            HostileAction::ReadHead,
+            HostileAction::Send(sent.clone().into()),
+            HostileAction::Hold,
+        ];
         let target = HostileTarget::start(steps).await?;
-        let mut stream = ByteStream::connect(world.http()).await?;
+        let mut stream = ByteStream::connect(env.http()).await?;
         stream.send(&upgrade_with_another_behind(&target)).await?;
         let reading = stream.read_to_end().await;
         let text = String::from_utf8_lossy(&reading.bytes);
@@ -188,8 +193,8 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
         is_closed_untouched(&target).await;
     }
     // No answer at all: the target's side closes with the caller's.
-    let target = HostileTarget::start(vec![Step::ReadHead, Step::Hold]).await?;
-    let mut stream = ByteStream::connect(world.http()).await?;
+    let target = HostileTarget::start(vec![HostileAction::ReadHead, HostileAction::Hold]).await?;
+    let mut stream = ByteStream::connect(env.http()).await?;
     stream.send(&upgrade_with_another_behind(&target)).await?;
     eventually("the target is reached", PATIENCE, async || {
         (target.traffic().requests() == 1).then_some(())
@@ -224,26 +229,30 @@ async fn is_closed_untouched(target: &HostileTarget) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn s41_redirects_are_passed_or_refused_and_never_followed() -> Result<()> {
-    let world = World::start().await?;
-    let _agent = world.agent("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
     let elsewhere = RecordingTarget::start("elsewhere").await?;
     let location = format!("http://127.0.0.1:{}/stolen", elsewhere.addr().port());
     for status in [300, 301, 302, 303, 307, 308] {
         let answer =
             format!("HTTP/1.1 {status} X\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n");
-        let target = HostileTarget::start(vec![Step::ReadHead, Step::Send(answer.into())]).await?;
+        let target = HostileTarget::start(vec![
+            HostileAction::ReadHead,
+            HostileAction::Send(answer.into()),
+        ])
+        .await?;
         let host = format!("worker-1:{}", target.addr().port());
         let with_token = |request: RawRequest| request.header("Authorization", "Bearer secret");
         for method in ["GET", "POST"] {
             let plain =
                 with_token(RawRequest::new(method, "/", &host)).header("Connection", "close");
-            let reply = request(Door::clone(&world.http()), &plain).await?;
+            let reply = request(Endpoint::clone(&env.http()), &plain).await?;
             assert_eq!(reply.status, status);
             assert_eq!(reply.header("location"), Some(location.as_str()));
         }
         let upgrade =
             UpgradeClient::spdy(&host, "/exec/a/b/c").header("Authorization", "Bearer secret");
-        let reply = upgrade.connect(world.http()).await?.refused()?;
+        let reply = upgrade.connect(env.http()).await?.refused()?;
         let code = reply.header("x-tunnel-error");
         assert_eq!((reply.status, code), (502, Some("target_bad_response")));
         assert_eq!(reply.header("location"), None);

@@ -21,14 +21,14 @@ use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 use crate::cluster::kubectls;
 
 /// A cluster of processes.
-struct Lab {
+struct ShipFixture {
     api: ApiServer,
     kubectl: std::path::PathBuf,
     sites: Topology,
     scratch: ScratchDir,
 }
 
-impl Lab {
+impl ShipFixture {
     async fn start() -> Result<Option<Self>> {
         let tools = require(&[Tool::Curl, Tool::Nft, Tool::Unshare]);
         let kubectls = tools.and_then(|()| kubectls());
@@ -201,7 +201,7 @@ fn kubeconfig(file: &Path) -> Result<Value> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
     let manifest = folder().join("install.yaml");
@@ -209,10 +209,11 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let here = format!("server: {CLOUD_ADDRESS}:31008");
     let text = text.replace("server: tunnel.example.com:31008", &here);
     ensure!(text.contains(&here), "the address of the server");
-    let manifest = lab.scratch.file("install.yaml", text)?;
-    lab.kubectl(&["apply", "-f", &manifest.to_string_lossy()])
+    let manifest = fixture.scratch.file("install.yaml", text)?;
+    fixture
+        .kubectl(&["apply", "-f", &manifest.to_string_lossy()])
         .await?;
-    lab.create_root_ca().await?;
+    fixture.create_root_ca().await?;
     for (name, edge, address) in [
         ("worker-1", "true", EDGE_ADDRESS),
         ("master-1", "false", CLOUD_ADDRESS),
@@ -222,33 +223,34 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
             "metadata": { "name": name, "labels": { "openyurt.io/is-edge-worker": edge } },
             "status": { "addresses": [{ "type": "InternalIP", "address": address.to_string() }] },
         });
-        lab.create(&node).await?;
+        fixture.create(&node).await?;
     }
-    lab.proxy().await?;
-    let lent = TestCa::new("kubernetes")?.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
+    fixture.proxy().await?;
+    let client_cert =
+        TestCa::new("kubernetes")?.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
     let secret = json!({
         "apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls",
         "metadata": { "name": "tunnel-kubelet-client", "namespace": "kube-system" },
-        "data": { "tls.crt": bytes(&lent.certificate), "tls.key": bytes(&lent.key) },
+        "data": { "tls.crt": bytes(&client_cert.certificate), "tls.key": bytes(&client_cert.key) },
     });
-    lab.create(&secret).await?;
+    fixture.create(&secret).await?;
 
-    let token = kubeconfig(&lab.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    let token = kubeconfig(&fixture.api.accounts[0])?["users"][0]["user"]["token"].clone();
     let token = token.as_str().context("a token")?;
     let cloud = Facts {
         node: "master-1".into(),
         address: CLOUD_ADDRESS.to_string(),
     };
     let server = ("Deployment", "tunnel-server");
-    let server = lab
-        .start_pod(server, lab.sites.cloud(), &cloud, token)
+    let server = fixture
+        .start_pod(server, fixture.sites.cloud(), &cloud, token)
         .await?;
     let Some(server) = or_skip(server) else {
         return Ok(());
     };
     // A verb without a running server would work on the files, as another user.
-    let socket = lab
+    let socket = fixture
         .scratch
         .path()
         .join("tunnel-server/var/lib/tunnel-server/admin.sock");
@@ -260,38 +262,40 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
 
     // The agent can start when the server has written its CA where the manifest mounts it.
     let ca = eventually("ConfigMap tunnel-ca", START, async || {
-        let objects = lab.objects().await?;
+        let objects = fixture.objects().await?;
         let map = find(&objects, "ConfigMap", "tunnel-ca").with_context(|| server.to_string())?;
         let ca = map["data"]["ca.crt"].as_str().map(str::to_owned);
         ca.context("no certificate")
     })
     .await;
-    let edge = &lab.sites.edges()[0];
+    let edge = &fixture.sites.edges()[0];
     let at = |port| Some(SocketAddr::new(EDGE_ADDRESS.into(), port));
     let _site = site("worker-1", at(9100), at(10250), Some(edge.node())).await?;
     let agent = ("DaemonSet", "tunnel-agent");
-    let token = lab.pod_token(agent, "worker-1").await?;
+    let token = fixture.pod_token(agent, "worker-1").await?;
     let facts = Facts {
         node: "worker-1".into(),
         address: EDGE_ADDRESS.to_string(),
     };
-    let agent = lab.start_pod(agent, edge.node(), &facts, &token).await?;
+    let agent = fixture
+        .start_pod(agent, edge.node(), &facts, &token)
+        .await?;
     let Some(agent) = or_skip(agent) else {
         return Ok(());
     };
 
-    let objects = lab.objects().await?;
+    let objects = fixture.objects().await?;
     let address = |name: &str| -> Result<String> {
         let address = find(&objects, "Service", name)?["spec"]["clusterIP"].as_str();
         Ok(address.context("clusterIP")?.to_owned())
     };
-    let (doors, dns) = (
+    let (internal_ip, dns) = (
         address("x-tunnel-server-internal-svc")?,
         address("tunnel-dns")?,
     );
-    let records = format!("{CLOUD_ADDRESS}\tmaster-1\n{doors}\tworker-1");
+    let records = format!("{CLOUD_ADDRESS}\tmaster-1\n{internal_ip}\tworker-1");
     eventually("record, port and agent", START, async || {
-        let objects = lab.objects().await?;
+        let objects = fixture.objects().await?;
         let found = find(&objects, "ConfigMap", "yurt-tunnel-nodes");
         let found = &found.with_context(|| server.to_string())?["data"]["tunnel-nodes"];
         let mut found: Vec<_> = found.as_str().unwrap_or_default().lines().collect();
@@ -302,13 +306,13 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         let service = find(&objects, "Service", "x-tunnel-server-internal-svc")?;
         let extra = items(&service["spec"]["ports"]).any(|port| port["name"] == "dnat-9100");
         ensure!(extra, "{service}");
-        let nodes: Value = serde_json::from_str(&lab.verb(&["nodes", "-o", "json"]).await?)?;
+        let nodes: Value = serde_json::from_str(&fixture.verb(&["nodes", "-o", "json"]).await?)?;
         let connected = items(&nodes).any(|node| node["connected"] == true);
         ensure!(connected, "{nodes}; {agent}; {server}");
         Ok(())
     })
     .await;
-    lab.proxy().await?;
+    fixture.proxy().await?;
 
     for (name, process) in [("server", &server), ("agent", &agent)] {
         let status =
@@ -324,16 +328,16 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     }
 
     let resolver = format!("nameserver {dns}\noptions ndots:0\n");
-    let caller = lab
+    let caller = fixture
         .sites
         .cloud()
-        .with_resolver("caller", lab.scratch.path(), &resolver);
+        .with_resolver("caller", fixture.scratch.path(), &resolver);
     let caller = caller.context("a caller's resolver")?;
     let curl = Program::tool(Tool::Curl)?.args(["-fsS", "--max-time", "10"]);
     let own = curl
         .clone()
         .arg(format!("http://{CLOUD_ADDRESS}:10265/metrics"))
-        .inside(Some(lab.sites.cloud()));
+        .inside(Some(fixture.sites.cloud()));
     let own = own.run().await?.ok()?;
     for count in [
         "tunnel_server_enrollments_total{result=\"issued\"} 1",
@@ -341,10 +345,12 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     ] {
         ensure!(own.contains(count), "no {count}: {own}");
     }
-    let tokens = lab.verb(&["token", "list", "-o", "json"]).await?;
+    let tokens = fixture.verb(&["token", "list", "-o", "json"]).await?;
     let tokens: Value = serde_json::from_str(&tokens)?;
     ensure!(items(&tokens).count() == 0, "join tokens: {tokens}");
-    let created = lab.ask(&["token", "create", "--node", "worker-2"]).await?;
+    let created = fixture
+        .ask(&["token", "create", "--node", "worker-2"])
+        .await?;
     let dialed = format!("--server {CLOUD_ADDRESS}:31008 ");
     ensure!(created.err.contains(&dialed), "{created}");
     let metrics = curl
@@ -353,9 +359,9 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let metrics = metrics.run().await?.ok()?;
     ensure!(metrics.contains("worker-1"), "{metrics}");
 
-    let ca = lab.scratch.file("ca.crt", ca)?;
+    let ca = fixture.scratch.file("ca.crt", ca)?;
     let exec = Program::ours("demo")?
-        .args(["exec", &format!("{doors}:10250"), "worker-1:10250"])
+        .args(["exec", &format!("{internal_ip}:10250"), "worker-1:10250"])
         .args(["/exec/default/pod/main?command=cat", "through the tunnel"])
         .arg("--ca")
         .arg(ca);
@@ -369,13 +375,14 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
 /// dialed by its address, for which the overlay has the right to read the ranges of Services.
 #[tokio::test(flavor = "multi_thread")]
 async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
     let overlay = overlay("egress-selector");
-    lab.kubectl(&["apply", "-k", &overlay.to_string_lossy()])
+    fixture
+        .kubectl(&["apply", "-k", &overlay.to_string_lossy()])
         .await?;
-    lab.create_root_ca().await?;
+    fixture.create_root_ca().await?;
     let webhook = json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": "webhook", "namespace": "kube-system" },
         "spec": { "ports": [{ "port": 8080, "targetPort": 10264 }] },
@@ -384,23 +391,23 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": { "name": "kubernetes" },
         "spec": { "cidrs": ["10.96.0.0/12"] },
     });
-    lab.create(&webhook).await?;
-    lab.create(&ranges).await?;
-    lab.proxy().await?;
-    let token = kubeconfig(&lab.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    fixture.create(&webhook).await?;
+    fixture.create(&ranges).await?;
+    fixture.proxy().await?;
+    let token = kubeconfig(&fixture.api.accounts[0])?["users"][0]["user"]["token"].clone();
     let token = token.as_str().context("a token")?;
     let facts = Facts {
         node: "master-1".into(),
         address: CLOUD_ADDRESS.to_string(),
     };
     let server = ("Deployment", "tunnel-server");
-    let server = lab
-        .start_pod(server, lab.sites.cloud(), &facts, token)
+    let server = fixture
+        .start_pod(server, fixture.sites.cloud(), &facts, token)
         .await?;
     let Some(server) = or_skip(server) else {
         return Ok(());
     };
-    let socket = lab
+    let socket = fixture
         .scratch
         .path()
         .join("tunnel-server/run/culvert/connect.sock");
@@ -413,7 +420,7 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
     let (owner, mode) = (metadata.uid(), metadata.mode() & 0o777);
     ensure!((owner, mode) == (0, 0o600), "{owner} {mode:o}");
 
-    let objects = lab.objects().await?;
+    let objects = fixture.objects().await?;
     let address = find(&objects, "Service", "webhook")?["spec"]["clusterIP"].as_str();
     let target = format!("{}:8080", address.context("clusterIP")?);
     let dialer = EgressDialer::uds(&socket);

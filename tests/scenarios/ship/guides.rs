@@ -14,7 +14,7 @@ use tunnel_tests::process::{Finished, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 use crate::cluster::kubectls;
-use crate::dns::tell;
+use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
 const GUIDES: [&str; 13] = [
@@ -79,13 +79,13 @@ fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Resul
         .take_while(|line| line.starts_with('|'))
         .skip(1);
     let old = rows.count();
-    tell(&format!(
+    report_figure(&format!(
         "P6: {} actions, {old} with yurt-tunnel",
         actions.len()
     ));
     for (index, action) in actions.iter().enumerate() {
         let first = action.lines().next().unwrap_or_default();
-        tell(&format!("  {}. {first}", index + 1));
+        report_figure(&format!("  {}. {first}", index + 1));
     }
     ensure!(
         headings.count() == actions.len(),
@@ -135,40 +135,43 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
-    lab.cluster.objects().add(&node).await?;
-    let finished = lab.run("docs/tutorial-cluster.md", "", &[]).await?;
+    fixture.cluster.objects().add(&node).await?;
+    let finished = fixture.run("docs/tutorial-cluster.md", "", &[]).await?;
     let told = finished.ok()?;
     let service = Objects::path("services", "tunnel-dns");
-    let service = lab.object(&service).await?;
+    let service = fixture.object(&service).await?;
     let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
     ensure!(told.contains(address), "{told}");
-    let node = lab.object("/api/v1/nodes/worker-1").await?;
+    let node = fixture.object("/api/v1/nodes/worker-1").await?;
     ensure!(
         node["metadata"]["labels"]["openyurt.io/is-edge-worker"] == "true",
         "{node}"
     );
-    let map = lab
+    let map = fixture
         .object(&Objects::path("configmaps", "tunnel-agent"))
         .await?;
     ensure!(map["data"]["server"] == "cloud.example.com:31008", "{map}");
     let secret = Objects::path("secrets", "tunnel-kubelet-client");
-    let secret = lab.object(&secret).await?;
+    let secret = fixture.object(&secret).await?;
     ensure!(secret["data"]["tls.crt"].is_string(), "no certificate");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    lab.run("docs/how-to/openyurt.md", "", &[]).await?.ok()?;
+    fixture
+        .run("docs/how-to/openyurt.md", "", &[])
+        .await?
+        .ok()?;
     let path = "/apis/apps/v1/namespaces/kube-system/deployments/tunnel-server";
-    let server = lab.object(path).await?;
+    let server = fixture.object(path).await?;
     let selector = &server["spec"]["template"]["spec"]["nodeSelector"];
     ensure!(
         selector["openyurt.io/is-edge-worker"] == "false",
@@ -177,26 +180,31 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
     if or_skip(require(&[Tool::Promtool])).is_none() {
         return Ok(());
     }
-    lab.run("docs/how-to/prometheus.md", "", &[]).await?.ok()?;
+    fixture
+        .run("docs/how-to/prometheus.md", "", &[])
+        .await?
+        .ok()?;
     let ports = Objects::path("configmaps", "yurt-tunnel-server-cfg");
-    let ports = lab.object(&ports).await?;
+    let ports = fixture.object(&ports).await?;
     ensure!(ports["data"]["http-proxy-ports"] == "9100, 9256", "{ports}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let finished = lab.run("docs/how-to/egress-selector.md", "", &[]).await?;
+    let finished = fixture
+        .run("docs/how-to/egress-selector.md", "", &[])
+        .await?;
     let printed = finished.ok()?;
     let service = Objects::path("services", "x-tunnel-server-internal-svc");
-    let service = lab.object(&service).await?;
+    let service = fixture.object(&service).await?;
     let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
     ensure!(printed.contains(address), "{printed}");
     let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/tunnel-server";
-    let rules = lab.object(role).await?["rules"].clone();
+    let rules = fixture.object(role).await?["rules"].clone();
     let has = |rule: &Value| rule["resources"][0] == "servicecidrs" && rule["verbs"][0] == "list";
     ensure!(rules.as_array().into_iter().flatten().any(has), "{rules}");
     Ok(())
@@ -204,24 +212,29 @@ async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Result<()> {
-    let Some(lab) = Lab::start().await? else {
+    let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let backup = lab.scratch.path().join("backup.yaml");
+    let backup = fixture.scratch.path().join("backup.yaml");
     let variables = [("BACKUP", backup.as_os_str().to_owned())];
-    let finished = lab.run("docs/how-to/migrate.md", OLD, &variables).await?;
+    let finished = fixture
+        .run("docs/how-to/migrate.md", OLD, &variables)
+        .await?;
     finished.ok()?;
     let kept = std::fs::read_to_string(backup)?;
     ensure!(kept.contains("x-tunnel-server-svc") && kept.contains("yurt-tunnel-nodes"));
     let service = Objects::path("services", "x-tunnel-server-internal-svc");
-    let service = lab.object(&service).await?;
+    let service = fixture.object(&service).await?;
     ensure!(service["spec"]["clusterIP"] == "10.106.217.16", "{service}");
     let selector = json!({
         "app.kubernetes.io/name": "tunnel-server", "app.kubernetes.io/component": "server",
     });
     ensure!(service["spec"]["selector"] == selector, "{service}");
     let old = "/apis/apps/v1/namespaces/kube-system/daemonsets/yurt-tunnel-agent";
-    ensure!(lab.cluster.admin().get(old).await?.is_none(), "still there");
+    ensure!(
+        fixture.cluster.admin().get(old).await?.is_none(),
+        "still there"
+    );
     Ok(())
 }
 
@@ -241,20 +254,20 @@ async fn systemd_guide_checks_its_configurations() -> Result<()> {
 }
 
 /// An API server, and a person with kubectl in a clone.
-struct Lab {
+struct ShipFixture {
     cluster: Cluster,
     kubectl: std::path::PathBuf,
     scratch: ScratchDir,
 }
 
-impl Lab {
+impl ShipFixture {
     async fn start() -> Result<Option<Self>> {
         let files = kubectls().and_then(|files| require(&[Tool::Bash]).map(|()| files));
         let Some(files) = or_skip(files) else {
             return Ok(None);
         };
         let kubectl = files.into_iter().next().context("one at least")?;
-        let Some(cluster) = Cluster::start(Kind::StandIn).await? else {
+        let Some(cluster) = Cluster::start(Kind::FakeApiServer).await? else {
             return Ok(None);
         };
         Ok(Some(Self {

@@ -20,7 +20,7 @@ fn binaries() -> Result<PathBuf, Skip> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn images_run_read_only_without_capabilities_enrol_and_pass_a_request() -> Result<()> {
+async fn images_run_read_only_without_capabilities_enroll_and_pass_a_request() -> Result<()> {
     let Some(binaries) = or_skip(binaries()) else {
         return Ok(());
     };

@@ -291,8 +291,8 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
             let target = (port["protocol"].to_string(), port["port"].as_u64());
             ensure!(ports.contains(&target), "{overlay}: {port}");
         }
-        for (door, port) in [("http", 10264), ("meta", 10265), ("dns", 10053)] {
-            let flag = format!("--{door}-listen=[::]:{port}");
+        for (endpoint, port) in [("http", 10264), ("meta", 10265), ("dns", 10053)] {
+            let flag = format!("--{endpoint}-listen=[::]:{port}");
             ensure!(server.args.contains(&flag), "{overlay}: no {flag}");
         }
         let selector = &daemons["spec"]["template"]["spec"]["nodeSelector"];

@@ -59,7 +59,7 @@ fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
 }
 
 #[test]
-fn answers_are_told_with_their_status() -> Result<()> {
+fn answers_are_listed_with_their_status() -> Result<()> {
     let page = page("docs/troubleshooting.md")?;
     for outcome in Outcome::ALL {
         let status = match outcome {

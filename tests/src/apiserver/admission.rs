@@ -138,7 +138,12 @@ pub(super) fn born(kind: &Kind, object: &mut Value) {
 }
 
 /// What only the API writes, for an object that changes.
-pub(super) fn kept(kind: &Kind, old: &Value, new: &mut Value, subresource: Option<&str>) {
+pub(super) fn preserve_server_fields(
+    kind: &Kind,
+    old: &Value,
+    new: &mut Value,
+    subresource: Option<&str>,
+) {
     if kind.has_status {
         if subresource == Some("status") {
             let status = new["status"].clone();

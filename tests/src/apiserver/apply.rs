@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::fields::{FieldSet, List, Path, is_item, item_word, list_kind, lookup, remove};
+use super::fields::{FieldSet, List, Path, is_item, item_key, list_kind, lookup, remove};
 use super::status::Status;
 
 /// Who writes, and how.
@@ -157,10 +157,10 @@ fn merge(live: &mut Value, wanted: &Value, path: &mut Path) {
             List::Atomic => live.clone_from(wanted),
             kind => {
                 for item in wanted {
-                    let word = item_word(&kind, item);
+                    let word = item_key(&kind, item);
                     match live
                         .iter_mut()
-                        .find(|existing| item_word(&kind, existing) == word)
+                        .find(|existing| item_key(&kind, existing) == word)
                     {
                         Some(existing) => {
                             path.push(word);

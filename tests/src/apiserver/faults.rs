@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use super::record::Seen;
+use super::record::RecordedRequest;
 use super::status::Status;
 
 /// Whether the API server can be reached.
@@ -102,10 +102,10 @@ impl Fault {
         self
     }
 
-    fn fits(&self, seen: &Seen) -> bool {
-        (self.verbs.is_empty() || self.verbs.contains(&seen.verb.as_str()))
-            && self.plural.is_none_or(|plural| plural == seen.resource)
-            && self.user.as_ref().is_none_or(|user| *user == seen.user)
+    fn fits(&self, recorded: &RecordedRequest) -> bool {
+        (self.verbs.is_empty() || self.verbs.contains(&recorded.verb.as_str()))
+            && self.plural.is_none_or(|plural| plural == recorded.resource)
+            && self.user.as_ref().is_none_or(|user| *user == recorded.user)
             && self.left != Some(0)
     }
 }
@@ -119,7 +119,7 @@ pub(super) struct Faults {
 }
 
 /// What a request has to suffer.
-pub(super) struct Suffering {
+pub(super) struct InjectedFault {
     pub(super) delay: Duration,
     pub(super) answer: Option<Status>,
 }
@@ -165,23 +165,23 @@ impl Faults {
     }
 
     /// Counts the request against the rules that it fits.
-    pub(super) fn suffer(&self, seen: &Seen) -> Suffering {
-        let mut suffering = Suffering {
+    pub(super) fn inject(&self, recorded: &RecordedRequest) -> InjectedFault {
+        let mut injected = InjectedFault {
             delay: Duration::ZERO,
             answer: None,
         };
-        for rule in self.rules().iter_mut().filter(|rule| rule.fits(seen)) {
+        for rule in self.rules().iter_mut().filter(|rule| rule.fits(recorded)) {
             if let Some(left) = &mut rule.left {
                 *left -= 1;
             }
             match &rule.effect {
-                Effect::Delay(time) => suffering.delay += *time,
+                Effect::Delay(time) => injected.delay += *time,
                 Effect::Answer(status) => {
-                    suffering.answer = Some(status.clone());
+                    injected.answer = Some(status.clone());
                     break;
                 }
             }
         }
-        suffering
+        injected
     }
 }

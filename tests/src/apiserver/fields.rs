@@ -127,7 +127,7 @@ fn collect(value: &Value, path: &mut Path, set: &mut BTreeSet<Path>) {
             }
             kind => {
                 for item in items {
-                    path.push(item_word(&kind, item));
+                    path.push(item_key(&kind, item));
                     set.insert(path.clone());
                     if item.is_object() {
                         collect(item, path, set);
@@ -174,7 +174,7 @@ pub(super) fn list_kind(path: &Path) -> List {
 }
 
 /// The word of an item in paths.
-pub(super) fn item_word(kind: &List, item: &Value) -> String {
+pub(super) fn item_key(kind: &List, item: &Value) -> String {
     match kind {
         List::Keyed(keys) => {
             let value = |key: &str, default: Option<&str>| match (&item[key], default) {
@@ -201,7 +201,7 @@ pub(super) fn lookup<'a>(object: &'a Value, path: &Path) -> Option<&'a Value> {
             None => {
                 let items = here.as_array()?;
                 let kind = list_kind(&walked);
-                items.iter().find(|item| item_word(&kind, item) == *word)?
+                items.iter().find(|item| item_key(&kind, item) == *word)?
             }
         };
         walked.push(word.clone());
@@ -221,9 +221,7 @@ pub(super) fn remove(object: &mut Value, path: &Path) {
             Some(key) => here.get_mut(key),
             None => here.as_array_mut().and_then(|items| {
                 let kind = list_kind(&walked);
-                items
-                    .iter_mut()
-                    .find(|item| item_word(&kind, item) == *word)
+                items.iter_mut().find(|item| item_key(&kind, item) == *word)
             }),
         };
         let Some(next) = next else { return };
@@ -236,7 +234,7 @@ pub(super) fn remove(object: &mut Value, path: &Path) {
         }
         (Value::Array(items), None) => {
             let kind = list_kind(&walked);
-            items.retain(|item| item_word(&kind, item) != *last);
+            items.retain(|item| item_key(&kind, item) != *last);
         }
         _ => {}
     }

@@ -19,8 +19,8 @@ use super::access::{self, User};
 use super::admission::key;
 use super::discovery;
 use super::faults::{Faults, Presence};
-use super::kinds::{Address, Kind, Place};
-use super::record::{Record, Seen};
+use super::kinds::{Address, ApiRoute, Kind};
+use super::record::{RecordedRequest, RequestLog};
 use super::request::{Answer, Query, Request};
 use super::status::Status;
 use super::store::Store;
@@ -33,7 +33,7 @@ use super::watching::{Signals, Watch};
 pub(super) struct Service {
     pub(super) store: Store,
     pub(super) faults: Faults,
-    pub(super) record: Record,
+    pub(super) record: RequestLog,
     pub(super) tokens: HashMap<String, User>,
     pub(super) signer: Signer,
     /// The first addresses of the ranges of Services, the main one first.
@@ -55,15 +55,15 @@ impl Service {
             .map_err(|_closed| io::Error::from(io::ErrorKind::ConnectionAborted))?;
         let (head, body) = request.into_parts();
         let user = certified.or_else(|| self.bearer(&head.headers));
-        let place = Place::of(head.uri.path());
+        let route = ApiRoute::of(head.uri.path());
         let query = Query::parse(head.uri.query().unwrap_or_default());
-        let verb = verb(&head.method, &place, &query);
-        let seen = seen(&head, &place, verb, user.as_ref());
-        let suffering = self.faults.suffer(&seen);
-        let number = self.record.note(seen);
-        tokio::time::sleep(suffering.delay).await;
+        let verb = verb(&head.method, &route, &query);
+        let recorded = recorded(&head, &route, verb, user.as_ref());
+        let injected = self.faults.inject(&recorded);
+        let number = self.record.push(recorded);
+        tokio::time::sleep(injected.delay).await;
         let body = Limited::new(body, LARGEST_BODY).collect().await;
-        let outcome = match (user, suffering.answer, body) {
+        let outcome = match (user, injected.answer, body) {
             (_, Some(status), _) => Err(status),
             (None, ..) => Err(Status::unauthorized()),
             (_, _, Err(_)) => Err(Status::new(
@@ -81,7 +81,7 @@ impl Service {
                     content_type: text(&head.headers, CONTENT_TYPE),
                     body: body.to_bytes().to_vec(),
                 };
-                self.reply(place, request, &head.headers)
+                self.reply(route, request, &head.headers)
             }
         };
         let response = outcome.unwrap_or_else(|status| failure(&status));
@@ -96,24 +96,24 @@ impl Service {
 
     fn reply(
         &self,
-        place: Place,
+        route: ApiRoute,
         request: impl FnOnce(Address) -> Request,
         headers: &HeaderMap,
     ) -> Result<Response<Body>, Status> {
         let accept = text(headers, ACCEPT);
-        match place {
-            Place::Versions => Ok(json_body(200, &discovery::versions())),
-            Place::Groups => Ok(json_body(200, &discovery::group_list())),
-            Place::Group(group) => Ok(json_body(200, &discovery::group(group))),
-            Place::Resources(group) => Ok(json_body(200, &discovery::resources(group))),
-            Place::Version => Ok(json_body(200, &discovery::version())),
-            Place::Health => Ok(respond(200, "text/plain", b"ok".to_vec())),
-            Place::OpenApi => {
+        match route {
+            ApiRoute::Versions => Ok(json_body(200, &discovery::versions())),
+            ApiRoute::Groups => Ok(json_body(200, &discovery::group_list())),
+            ApiRoute::Group(group) => Ok(json_body(200, &discovery::group(group))),
+            ApiRoute::Resources(group) => Ok(json_body(200, &discovery::resources(group))),
+            ApiRoute::Version => Ok(json_body(200, &discovery::version())),
+            ApiRoute::Health => Ok(respond(200, "text/plain", b"ok".to_vec())),
+            ApiRoute::OpenApi => {
                 let (kind, body) = discovery::openapi(accept.contains("proto-openapi"));
                 Ok(respond(200, kind, body))
             }
-            Place::Unknown => Err(Status::no_such_path()),
-            Place::Objects(address) => {
+            ApiRoute::Unknown => Err(Status::no_such_path()),
+            ApiRoute::Objects(address) => {
                 let request = request(address);
                 if request.verb == "watch" {
                     return self.watch(&request);
@@ -241,12 +241,12 @@ pub(super) fn shown(kind: &Kind, object: &Value) -> Value {
     object
 }
 
-fn verb(method: &Method, place: &Place, query: &Query) -> &'static str {
-    let named = matches!(place, Place::Objects(address) if address.name.is_some());
+fn verb(method: &Method, route: &ApiRoute, query: &Query) -> &'static str {
+    let named = matches!(route, ApiRoute::Objects(address) if address.name.is_some());
     match (method.as_str(), named) {
         ("GET", true) => "get",
         ("GET", false) if query.is_true("watch") => "watch",
-        ("GET", false) if matches!(place, Place::Objects(_)) => "list",
+        ("GET", false) if matches!(route, ApiRoute::Objects(_)) => "list",
         ("GET", false) => "get",
         ("POST", _) => "create",
         ("PUT", _) => "update",
@@ -257,13 +257,18 @@ fn verb(method: &Method, place: &Place, query: &Query) -> &'static str {
     }
 }
 
-fn seen(head: &http::request::Parts, place: &Place, verb: &str, user: Option<&User>) -> Seen {
-    let address = match place {
-        Place::Objects(address) => Some(address),
+fn recorded(
+    head: &http::request::Parts,
+    route: &ApiRoute,
+    verb: &str,
+    user: Option<&User>,
+) -> RecordedRequest {
+    let address = match route {
+        ApiRoute::Objects(address) => Some(address),
         _ => None,
     };
     let part = |part: Option<&String>| part.cloned().unwrap_or_default();
-    Seen {
+    RecordedRequest {
         at: Instant::now(),
         user: user.map(|user| user.name.clone()).unwrap_or_default(),
         verb: verb.to_owned(),

@@ -232,7 +232,7 @@ pub(super) fn groups() -> Vec<&'static str> {
 
 /// What a request's path means.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum ApiRoute {
     /// `/api`
     Versions,
     /// `/apis`
@@ -262,11 +262,14 @@ pub(super) struct Address {
     pub(super) subresource: Option<String>,
 }
 
-impl Place {
+impl ApiRoute {
     /// Reads a path without its query.
     pub(super) fn of(path: &str) -> Self {
-        let words: Vec<&str> = path.split('/').filter(|word| !word.is_empty()).collect();
-        match words.as_slice() {
+        let segments: Vec<&str> = path
+            .split('/')
+            .filter(|segment| !segment.is_empty())
+            .collect();
+        match segments.as_slice() {
             ["api"] => Self::Versions,
             ["apis"] => Self::Groups,
             ["version"] => Self::Version,
@@ -283,8 +286,8 @@ impl Place {
         }
     }
 
-    fn objects(group: &'static str, words: &[&str]) -> Self {
-        let (namespace, words) = match words {
+    fn objects(group: &'static str, segments: &[&str]) -> Self {
+        let (namespace, segments) = match segments {
             ["namespaces", namespace, plural, rest @ ..]
                 if Kind::find(group, plural).is_some_and(|kind| kind.namespaced) =>
             {
@@ -292,9 +295,9 @@ impl Place {
                 tail.extend(rest);
                 (Some((*namespace).to_owned()), tail)
             }
-            words => (None, words.to_vec()),
+            segments => (None, segments.to_vec()),
         };
-        let (plural, name, subresource) = match words.as_slice() {
+        let (plural, name, subresource) = match segments.as_slice() {
             [plural] => (plural, None, None),
             [plural, name] => (plural, Some(*name), None),
             [plural, name, sub] => (plural, Some(*name), Some(*sub)),
@@ -325,8 +328,8 @@ mod tests {
     use super::*;
 
     fn address(path: &str) -> Address {
-        match Place::of(path) {
-            Place::Objects(address) => address,
+        match ApiRoute::of(path) {
+            ApiRoute::Objects(address) => address,
             other => panic!("{path}: {other:?}"),
         }
     }
@@ -354,8 +357,11 @@ mod tests {
         );
         let everywhere = address("/api/v1/configmaps");
         assert_eq!((everywhere.namespace, everywhere.name), (None, None));
-        assert_eq!(Place::of("/api/v1/configmaps/x"), Place::Unknown);
-        assert_eq!(Place::of("/apis/example.org/v1/things"), Place::Unknown);
-        assert_eq!(Place::of("/apis/apps/v1"), Place::Resources("apps"));
+        assert_eq!(ApiRoute::of("/api/v1/configmaps/x"), ApiRoute::Unknown);
+        assert_eq!(
+            ApiRoute::of("/apis/example.org/v1/things"),
+            ApiRoute::Unknown
+        );
+        assert_eq!(ApiRoute::of("/apis/apps/v1"), ApiRoute::Resources("apps"));
     }
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct RecordedRequest {
     /// When its head had been read.
     pub at: Instant,
     /// Who sent it.
@@ -30,7 +30,7 @@ pub struct Seen {
     pub status: u16,
 }
 
-impl Seen {
+impl RecordedRequest {
     /// Whether it was to change an object.
     pub fn is_write(&self) -> bool {
         ["create", "update", "patch", "delete", "deletecollection"].contains(&self.verb.as_str())
@@ -39,27 +39,27 @@ impl Seen {
 
 /// All requests so far. Clones share them.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Record(Arc<Mutex<Vec<Seen>>>);
+pub(super) struct RequestLog(Arc<Mutex<Vec<RecordedRequest>>>);
 
-impl Record {
-    fn lock(&self) -> MutexGuard<'_, Vec<Seen>> {
+impl RequestLog {
+    fn lock(&self) -> MutexGuard<'_, Vec<RecordedRequest>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes a request and returns its number.
-    pub(super) fn note(&self, seen: Seen) -> usize {
+    pub(super) fn push(&self, recorded: RecordedRequest) -> usize {
         let mut all = self.lock();
-        all.push(seen);
+        all.push(recorded);
         all.len() - 1
     }
 
     pub(super) fn answered(&self, number: usize, status: u16) {
-        if let Some(seen) = self.lock().get_mut(number) {
-            seen.status = status;
+        if let Some(recorded) = self.lock().get_mut(number) {
+            recorded.status = status;
         }
     }
 
-    pub(super) fn all(&self) -> Vec<Seen> {
+    pub(super) fn all(&self) -> Vec<RecordedRequest> {
         self.lock().clone()
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::access::{self, Action, User};
-use super::admission::{born, check_frame, complete, kept, key, name_of, now};
+use super::admission::{born, check_frame, complete, key, name_of, now, preserve_server_fields};
 use super::apply::{Writer, apply, note};
 use super::kinds::Address;
 use super::patch;
@@ -434,7 +434,7 @@ impl Request {
                 return Err(Status::conflict(kind, self.name()));
             }
         }
-        kept(kind, old, &mut new, self.address.subresource.as_deref());
+        preserve_server_fields(kind, old, &mut new, self.address.subresource.as_deref());
         complete(kind, &mut new, Some(old), content, families)?;
         note(Some(old), &mut new, &self.writer(), applied, &now());
         if same(old, &new) {

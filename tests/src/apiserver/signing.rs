@@ -7,7 +7,7 @@ use k8s_openapi::ByteString;
 use rcgen::{CertificateSigningRequestParams, ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 
-use super::StandIn;
+use super::FakeApiServer;
 use super::admission::key;
 use super::kinds::Kind;
 
@@ -16,7 +16,7 @@ const SIGNER: &str = "kubernetes.io/kube-apiserver-client";
 /// How long its certificates last.
 const LIFE: Duration = Duration::from_secs(365 * 86400);
 
-impl StandIn {
+impl FakeApiServer {
     /// Signs an approved CertificateSigningRequest with the cluster's CA, and tells the certificate.
     ///
     /// # Errors

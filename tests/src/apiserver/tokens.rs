@@ -57,9 +57,9 @@ impl TokenClaims {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reviewing {
     /// As from 1.30 on: the Pod must be there, and its node is told.
-    TellingNodes,
+    WithNodes,
     /// As before: the Pod must be there.
-    TellingPods,
+    WithPods,
     /// As if the answer came from a cache: the Pod is not looked at.
     Cached,
     /// As before 1.12 or by an authenticator of its own: nobody looks at audiences, and none are returned.
@@ -78,7 +78,7 @@ impl Signer {
         let secret: [u8; 32] = rand::random();
         Self {
             key: hmac::Key::new(hmac::HMAC_SHA256, &secret),
-            reviewing: Mutex::new(Reviewing::TellingNodes),
+            reviewing: Mutex::new(Reviewing::WithNodes),
         }
     }
 
@@ -118,7 +118,7 @@ impl Signer {
 
     /// The status of a review of `token` for `asked` audiences.
     pub(super) fn review(&self, content: &Content, token: &str, asked: &[&str]) -> Value {
-        match self.judge(content, token, asked) {
+        match self.verify(content, token, asked) {
             Ok(status) => status,
             Err(error) => {
                 json!({ "user": {}, "error": format!("[invalid bearer token, {error}]") })
@@ -126,7 +126,7 @@ impl Signer {
         }
     }
 
-    fn judge(&self, content: &Content, token: &str, asked: &[&str]) -> Result<Value, String> {
+    fn verify(&self, content: &Content, token: &str, asked: &[&str]) -> Result<Value, String> {
         let (signed, signature) = token.rsplit_once('.').ok_or("not a JWS")?;
         let own = hmac::sign(&self.key, signed.as_bytes());
         if url(own.as_ref()) != signature {
@@ -176,7 +176,7 @@ impl Signer {
             extra.insert(format!("{EXTRA}pod-name"), json!([name]));
             extra.insert(format!("{EXTRA}pod-uid"), json!([uid]));
             let node = found.and_then(|found| found["spec"]["nodeName"].as_str());
-            if let (Some(node), Reviewing::TellingNodes) = (node, reviewing) {
+            if let (Some(node), Reviewing::WithNodes) = (node, reviewing) {
                 extra.insert(format!("{EXTRA}node-name"), json!([node]));
             }
         }

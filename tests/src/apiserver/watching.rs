@@ -25,7 +25,7 @@ pub(super) struct Watch {
     address: Address,
     selector: Selector,
     /// Changes up to this revision have been told.
-    told: u64,
+    sent_revision: u64,
     ready: VecDeque<Value>,
     bookmarks: bool,
     next_bookmark: Instant,
@@ -68,7 +68,7 @@ impl Watch {
             store: store.clone(),
             address: request.address.clone(),
             selector: request.selector()?,
-            told: asked.unwrap_or(0),
+            sent_revision: asked.unwrap_or(0),
             ready: VecDeque::new(),
             bookmarks,
             next_bookmark: now + BOOKMARK_INTERVAL,
@@ -82,7 +82,7 @@ impl Watch {
         watch.cuts.mark_unchanged();
         if initial || asked.is_none() {
             store.read(|content| {
-                watch.told = content.revision();
+                watch.sent_revision = content.revision();
                 let objects = content.collection(
                     watch.address.kind.storage(),
                     watch.address.namespace.as_deref(),
@@ -107,7 +107,7 @@ impl Watch {
 
     fn bookmark(&self, ends_initial: bool) -> Value {
         let kind = self.address.kind;
-        let mut object = json!({ "kind": kind.kind, "apiVersion": kind.api_version(), "metadata": { "resourceVersion": self.told.to_string(), "creationTimestamp": null } });
+        let mut object = json!({ "kind": kind.kind, "apiVersion": kind.api_version(), "metadata": { "resourceVersion": self.sent_revision.to_string(), "creationTimestamp": null } });
         if ends_initial {
             object["metadata"]["annotations"] = json!({ "k8s.io/initial-events-end": "true" });
         }
@@ -146,7 +146,7 @@ impl Watch {
                 () = sleep_until(self.end) => return None,
                 () = sleep_until(self.next_bookmark), if self.bookmarks => {
                     self.next_bookmark += BOOKMARK_INTERVAL;
-                    self.told = self.told.max(self.store.read(super::store::Content::revision));
+                    self.sent_revision = self.sent_revision.max(self.store.read(super::store::Content::revision));
                     let bookmark = self.bookmark(false);
                     self.ready.push_back(bookmark);
                 }
@@ -158,21 +158,23 @@ impl Watch {
     fn catch_up(&mut self) {
         let store = self.store.clone();
         store.read(|content| {
-            let Some(changes) = content.changes_after(self.told) else {
-                let status = Status::expired(self.told, content.compacted());
+            let Some(changes) = content.changes_after(self.sent_revision) else {
+                let status = Status::expired(self.sent_revision, content.compacted());
                 self.ready
                     .push_back(json!({ "type": "ERROR", "object": status.object() }));
                 self.over = true;
                 return;
             };
-            let events: Vec<_> = changes.filter_map(|change| self.told_as(change)).collect();
+            let events: Vec<_> = changes
+                .filter_map(|change| self.event_for(change))
+                .collect();
             self.ready.extend(events);
-            self.told = self.told.max(content.revision());
+            self.sent_revision = self.sent_revision.max(content.revision());
         });
     }
 
     /// How a change looks through the watch's selector.
-    fn told_as(&self, change: &Change) -> Option<Value> {
+    fn event_for(&self, change: &Change) -> Option<Value> {
         let inside = change.key.storage == self.address.kind.storage()
             && self
                 .address

@@ -51,7 +51,7 @@ async fn main() -> Result<()> {
 }
 
 /// One server after it has written the records of a cluster.
-struct Figures {
+struct ClusterSizeStats {
     after: Duration,
     writes: usize,
     bytes: usize,
@@ -61,14 +61,16 @@ struct Figures {
     peak: f64,
 }
 
-async fn measure(nodes: usize) -> Result<Figures> {
-    let cluster = Cluster::start(Kind::StandIn).await?.context("a stand-in")?;
+async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
+    let cluster = Cluster::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
     let scratch = ScratchDir::new()?;
     cluster.objects().create_service(|_| {}).await?;
     for number in 0..nodes {
         let node = edge(&format!("worker-{number:05}"));
         cluster
-            .stand_in()?
+            .fake_api()?
             .put("nodes", None, with_status(node.object()))?;
     }
     let started = Instant::now();
@@ -98,13 +100,13 @@ async fn measure(nodes: usize) -> Result<Figures> {
     })
     .await;
     let user = Cluster::server_user();
-    let requests = cluster.stand_in()?.requests();
+    let requests = cluster.fake_api()?.requests();
     let writes = requests
         .iter()
         .filter(|seen| seen.user == user && seen.is_write() && seen.resource == "configmaps")
         .count();
     let (memory, peak) = (memory(&mut server, "VmRSS")?, memory(&mut server, "VmHWM")?);
-    Ok(Figures {
+    Ok(ClusterSizeStats {
         after,
         writes,
         bytes: records.len(),

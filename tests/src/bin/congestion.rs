@@ -1,5 +1,5 @@
 //! Measures QUIC's congestion controls through the whole product over a long path: `cargo run --release -p tunnel-tests
-//! --bin congestion`. The figures decide the default of `--quic-congestion`.
+//! --bin congestion`. The stats decide the default of `--quic-congestion`.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use anyhow::{Context, Result};
 use tokio::time::timeout;
 use tunnel_proto::transport::CongestionControl;
 use tunnel_tests::client::{Exchange, KeepAliveClient, RawRequest};
-use tunnel_tests::figures::{millis, percentile};
-use tunnel_tests::link::{Impairment, Link, Way};
+use tunnel_tests::env::{TestEnv, server_address};
+use tunnel_tests::link::{Impairment, Link, TrafficClass};
+use tunnel_tests::stats::{millis, percentile};
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::world::{World, server_address};
 
 /// One way; 50 ms there and back.
 const DELAY: Duration = Duration::from_millis(25);
@@ -72,19 +72,19 @@ struct Run {
 
 /// One bulk answer from the edge for some seconds, with small requests beside it.
 async fn measure(control: CongestionControl, loss: f64, seed: u64) -> Result<Run> {
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.quic_congestion = Some(format!("{control:?}").to_lowercase());
     })
     .await?;
-    let link = Link::start(world.bound().agents, seed)?;
+    let link = Link::start(env.bound().agents, seed)?;
     // Before the session: BBR keeps the shortest round trip that it has seen for 10 s.
     let path = Impairment::delayed(DELAY)
         .with_loss(loss)
         .with_rate(RATE)
         .with_queue(QUEUE);
-    link.set(Way::UDP, path);
+    link.set(TrafficClass::UDP, path);
     let exporter = Exporter::start("worker-1").await?;
-    let _agent = world
+    let _agent = env
         .agent_with("worker-1", |config| {
             config.servers = vec![server_address(link.addr())];
             config.transport = tunnel_agent::config::TransportChoice::Quic;
@@ -92,10 +92,10 @@ async fn measure(control: CongestionControl, loss: f64, seed: u64) -> Result<Run
         })
         .await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let session = session(&world)?;
+    let session = session(&env)?;
     let get = RawRequest::get(&host, "/size/4294967296");
-    let mut bulk = Exchange::start(world.http(), &get).await?;
-    let mut small = KeepAliveClient::connect(world.http()).await?;
+    let mut bulk = Exchange::start(env.http(), &get).await?;
+    let mut small = KeepAliveClient::connect(env.http()).await?;
     let began = Instant::now();
     let reading = async {
         let mut bytes = 0_usize;
@@ -126,12 +126,12 @@ async fn measure(control: CongestionControl, loss: f64, seed: u64) -> Result<Run
     Ok(Run {
         megabits,
         waits,
-        sessions_lost: self::session(&world).ok() != Some(session),
+        sessions_lost: self::session(&env).ok() != Some(session),
     })
 }
 
-fn session(world: &World) -> Result<String> {
-    let sessions = world.registry().of_node(&"worker-1".parse()?);
+fn session(env: &TestEnv) -> Result<String> {
+    let sessions = env.registry().of_node(&"worker-1".parse()?);
     let session = sessions.first().context("no session")?;
     Ok(session.id.to_string())
 }

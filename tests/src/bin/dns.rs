@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tunnel_tests::dns::{Load, LoadedServer};
-use tunnel_tests::figures::percentile;
 use tunnel_tests::process::ScratchDir;
+use tunnel_tests::stats::percentile;
 
 const NAMES: u32 = 20_000;
 const PER_SECOND: u32 = 5000;

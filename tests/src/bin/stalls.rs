@@ -12,12 +12,12 @@ use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_tests::client::{
-    ByteStream, ClientTls, Door, KeepAliveClient, RawRequest, UpgradeClient, request,
+    ByteStream, ClientTls, Endpoint, KeepAliveClient, RawRequest, UpgradeClient, request,
 };
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::figures::{millis, percentile as at};
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
-use tunnel_tests::targets::StandInKubelet;
+use tunnel_tests::stats::{millis, percentile as at};
+use tunnel_tests::targets::FakeKubelet;
 
 const NODE: &str = "worker-1";
 const READERS: usize = 64;
@@ -42,7 +42,7 @@ async fn main() -> Result<ExitCode> {
     )?;
     let mut failed = 0;
     for transport in ["quic", "h2"] {
-        for through in [Through::Door, Through::Service] {
+        for through in [Through::Endpoint, Through::Service] {
             let mut stack = Stack::start(transport).await?;
             for round in 1..=ROUNDS {
                 let without = stack.work().await;
@@ -82,7 +82,7 @@ async fn main() -> Result<ExitCode> {
 
 #[derive(Debug, Clone, Copy)]
 enum Through {
-    Door,
+    Endpoint,
     Service,
 }
 
@@ -91,8 +91,8 @@ struct Stack {
     server: Server,
     _agent: Process,
     service: SocketAddr,
-    kubelet: StandInKubelet,
-    plain: StandInKubelet,
+    kubelet: FakeKubelet,
+    plain: FakeKubelet,
     _scratch: ScratchDir,
 }
 
@@ -106,8 +106,8 @@ struct Work {
 impl Stack {
     async fn start(transport: &str) -> Result<Self> {
         let scratch = ScratchDir::new()?;
-        let kubelet = StandInKubelet::start(NODE).await?;
-        let plain = StandInKubelet::start_on(([127, 0, 0, 1], 0).into(), NODE, None).await?;
+        let kubelet = FakeKubelet::start(NODE).await?;
+        let plain = FakeKubelet::start_on(([127, 0, 0, 1], 0).into(), NODE, None).await?;
         let target = plain.addr().port();
         let services = format!(
             "services:\n- name: kubelet\n  listen: 127.0.0.1:0\n  node: {NODE}\n  target: \"{target}\"\n"
@@ -142,9 +142,9 @@ impl Stack {
         })
     }
 
-    fn door(&self) -> Result<Door> {
+    fn endpoint(&self) -> Result<Endpoint> {
         let tls = ClientTls::insecure(NODE, None)?;
-        Ok(Door::tls(self.server.address(Listener::Https), tls))
+        Ok(Endpoint::tls(self.server.address(Listener::Https), tls))
     }
 
     fn host(&self) -> String {
@@ -155,17 +155,17 @@ impl Stack {
     async fn stall(&self, through: Through) -> Result<Vec<ByteStream>> {
         let mut readers = Vec::new();
         for _ in 0..READERS {
-            let (door, host) = match through {
-                Through::Door => (self.door()?, self.host()),
-                Through::Service => (Door::plain(self.service), NODE.to_owned()),
+            let (endpoint, host) = match through {
+                Through::Endpoint => (self.endpoint()?, self.host()),
+                Through::Service => (Endpoint::plain(self.service), NODE.to_owned()),
             };
-            let mut reader = ByteStream::connect(door).await?;
+            let mut reader = ByteStream::connect(endpoint).await?;
             let head = format!("GET /follow HTTP/1.1\r\nHost: {host}\r\n\r\n");
             reader.send(head.as_bytes()).await?;
             readers.push(reader);
         }
         let target = match through {
-            Through::Door => &self.kubelet,
+            Through::Endpoint => &self.kubelet,
             Through::Service => &self.plain,
         };
         eventually("all followers", PATIENCE, async || {
@@ -205,7 +205,7 @@ impl Stack {
                     Ok(took) => times.push(took),
                     Err(error) => {
                         work.failed += 1;
-                        let _nobody_to_tell = writeln!(std::io::stderr(), "{error:#}");
+                        let _no_receiver = writeln!(std::io::stderr(), "{error:#}");
                     }
                 }
             }
@@ -217,11 +217,11 @@ impl Stack {
     async fn scrape(&self) -> Vec<Result<Duration>> {
         let mut callers = JoinSet::new();
         for _ in 0..SCRAPERS {
-            let (door, host) = (self.door(), self.host());
+            let (endpoint, host) = (self.endpoint(), self.host());
             callers.spawn(async move {
                 let mut results = Vec::new();
                 let get = RawRequest::new("GET", &format!("/size/{PAGE}"), &host);
-                let client = async { KeepAliveClient::connect(door?).await };
+                let client = async { KeepAliveClient::connect(endpoint?).await };
                 let mut client = match client.await {
                     Ok(client) => client,
                     Err(error) => return vec![Err(error)],
@@ -229,7 +229,7 @@ impl Stack {
                 for _ in 0..SCRAPES / SCRAPERS {
                     let asked = Instant::now();
                     let reply = timeout(PATIENCE, client.request(&get)).await;
-                    results.push(judge(reply.context("no answer").flatten(), asked));
+                    results.push(check_reply(reply.context("no answer").flatten(), asked));
                 }
                 results
             });
@@ -243,7 +243,7 @@ impl Stack {
             let asked = Instant::now();
             let one = async {
                 let stream = UpgradeClient::spdy(&self.host(), "/exec/ns/pod/c?script=echo")
-                    .connect(self.door()?)
+                    .connect(self.endpoint()?)
                     .await?
                     .switched()?;
                 let reading = stream.talk(&[7; 4096]).await?;
@@ -269,8 +269,8 @@ impl Stack {
                 .next()
                 .flatten();
             ensure!(streams == Some(0), "{streams:?}");
-            let door = self.door()?;
-            let reply = request(door, &RawRequest::get(&self.host(), "/healthz")).await?;
+            let endpoint = self.endpoint()?;
+            let reply = request(endpoint, &RawRequest::get(&self.host(), "/healthz")).await?;
             ensure!(reply.status == 200, "{}", reply.text());
             Ok(())
         })
@@ -278,7 +278,7 @@ impl Stack {
     }
 }
 
-fn judge(reply: Result<tunnel_tests::client::HttpReply>, asked: Instant) -> Result<Duration> {
+fn check_reply(reply: Result<tunnel_tests::client::HttpReply>, asked: Instant) -> Result<Duration> {
     let reply = reply?;
     ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
     ensure!(reply.body.len() == PAGE, "{} bytes", reply.body.len());

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use rustls_pki_types::CertificateDer;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
-use super::{BodyEnd, Door};
+use super::{BodyEnd, Endpoint};
 use crate::targets::{Wire, sha256_hex};
 
 /// A connection whose bytes mean nothing to the client. Both directions end separately; a TLS end without close_notify
@@ -32,8 +32,8 @@ impl ByteStream {
     ///
     /// # Errors
     /// No connection or no TLS session.
-    pub async fn connect(door: impl Into<Door>) -> Result<Self> {
-        Ok(Self::new(door.into().connect().await?))
+    pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
+        Ok(Self::new(endpoint.into().connect().await?))
     }
 
     pub(crate) fn new(wire: Wire) -> Self {

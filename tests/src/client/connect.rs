@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio_rustls::client::TlsStream;
 
-use super::{ClientTls, Door};
+use super::{ClientTls, Endpoint};
 
 /// Bytes both ways.
 pub trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -28,14 +28,14 @@ pub struct EgressDialer(Transport);
 #[derive(Clone)]
 enum Transport {
     Unix(PathBuf),
-    Tcp(Door),
+    Tcp(Endpoint),
 }
 
 impl fmt::Debug for EgressDialer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             Transport::Unix(path) => write!(f, "EgressDialer({})", path.display()),
-            Transport::Tcp(door) => write!(f, "EgressDialer({door:?})"),
+            Transport::Tcp(endpoint) => write!(f, "EgressDialer({endpoint:?})"),
         }
     }
 }
@@ -48,8 +48,8 @@ impl EgressDialer {
     }
 
     /// `transport: { tcp: { url, tlsConfig } }`.
-    pub fn tcp(door: impl Into<Door>) -> Self {
-        Self(Transport::Tcp(door.into()))
+    pub fn tcp(endpoint: impl Into<Endpoint>) -> Self {
+        Self(Transport::Tcp(endpoint.into()))
     }
 
     /// Connects to `HOST:PORT`.
@@ -63,7 +63,7 @@ impl EgressDialer {
                     .await
                     .with_context(|| format!("failed to dial to {}", path.display()))?,
             ),
-            Transport::Tcp(door) => Box::new(door.connect().await?),
+            Transport::Tcp(endpoint) => Box::new(endpoint.connect().await?),
         };
         let request = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         tunnel.write_all(request.as_bytes()).await?;

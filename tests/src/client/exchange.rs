@@ -5,7 +5,7 @@ use std::io;
 use anyhow::{Context, Result};
 use bytes::{Bytes, BytesMut};
 
-use super::{BodyEnd, Door, RawRequest};
+use super::{BodyEnd, Endpoint, RawRequest};
 use crate::targets::{BodyReader, Framing, Head, Wire, first_value, sha256_hex};
 
 /// Sends `request` on a new connection and reads the answer to its end.
@@ -13,8 +13,8 @@ use crate::targets::{BodyReader, Framing, Head, Wire, first_value, sha256_hex};
 /// # Errors
 /// No connection, or no answer: then an [`io::Error`] is the cause, `UnexpectedEof` when the connection ended cleanly
 /// before a head. How a body ended is no error but [`HttpReply::ended`].
-pub async fn request(door: impl Into<Door>, request: &RawRequest) -> Result<HttpReply> {
-    Ok(Exchange::start(door, request).await?.into_reply().await)
+pub async fn request(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Result<HttpReply> {
+    Ok(Exchange::start(endpoint, request).await?.into_reply().await)
 }
 
 /// An answer that was read to its end.
@@ -68,8 +68,8 @@ impl Exchange {
     ///
     /// # Errors
     /// As [`request`].
-    pub async fn start(door: impl Into<Door>, request: &RawRequest) -> Result<Self> {
-        Self::on(door.into().connect().await?, request).await
+    pub async fn start(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Result<Self> {
+        Self::on(endpoint.into().connect().await?, request).await
     }
 
     pub(crate) async fn on(mut wire: Wire, request: &RawRequest) -> Result<Self> {
@@ -199,9 +199,9 @@ impl KeepAliveClient {
     ///
     /// # Errors
     /// No connection or no TLS session.
-    pub async fn connect(door: impl Into<Door>) -> Result<Self> {
+    pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         Ok(Self {
-            wire: Some(door.into().connect().await?),
+            wire: Some(endpoint.into().connect().await?),
         })
     }
 

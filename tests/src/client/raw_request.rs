@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn writes_what_it_is_told_and_nothing_else() {
+    fn writes_what_is_configured_and_nothing_else() {
         let request = RawRequest::new("POST", "http://a/b", "h")
             .header("Host", "again")
             .body("xyz");

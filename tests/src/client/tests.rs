@@ -13,7 +13,7 @@ use super::*;
 use crate::targets::{Exporter, TargetTls};
 
 #[tokio::test]
-async fn end_before_a_head_is_an_error_that_tells_how() {
+async fn end_before_a_head_is_an_error_that_names_the_end() {
     let (addr, _peer) = peer(|mut tcp| async move {
         read_head(&mut tcp).await;
     })
@@ -68,8 +68,8 @@ async fn tls_end_without_close_notify_is_no_clean_end() {
             }
         })
         .await;
-        let door = Door::tls(addr, ClientTls::insecure("a", None).unwrap());
-        let reply = request(door, &RawRequest::get("a", "/")).await.unwrap();
+        let endpoint = Endpoint::tls(addr, ClientTls::insecure("a", None).unwrap());
+        let reply = request(endpoint, &RawRequest::get("a", "/")).await.unwrap();
         assert_eq!((reply.text().as_str(), reply.ended), ("some", end));
     }
 }
@@ -118,7 +118,7 @@ async fn bytes_in_the_packet_of_the_101_belong_to_the_stream() {
 }
 
 #[tokio::test]
-async fn kept_connection_is_given_up_after_a_broken_answer() {
+async fn idle_connection_is_closed_after_a_broken_answer() {
     let exporter = Exporter::start("node-a").await.unwrap();
     let mut client = KeepAliveClient::connect(exporter.addr()).await.unwrap();
     let reply = client

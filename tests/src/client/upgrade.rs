@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{ByteStream, Door, Exchange, HttpReply, RawRequest};
+use super::{ByteStream, Endpoint, Exchange, HttpReply, RawRequest};
 use crate::targets::{first_value, websocket_accept};
 
 /// A request for an upgrade.
@@ -96,8 +96,8 @@ impl UpgradeClient {
     ///
     /// # Errors
     /// No connection, no answer, or a 101 that does not answer the question.
-    pub async fn connect(&self, door: impl Into<Door>) -> Result<Upgraded> {
-        let exchange = Exchange::start(door, &self.request).await?;
+    pub async fn connect(&self, endpoint: impl Into<Endpoint>) -> Result<Upgraded> {
+        let exchange = Exchange::start(endpoint, &self.request).await?;
         if exchange.status() != 101 {
             return Ok(Upgraded::Refused(exchange.into_reply().await));
         }

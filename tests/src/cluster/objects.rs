@@ -270,7 +270,7 @@ impl Objects<'_> {
             .admin()
             .get(&path)
             .await?
-            .context("no Service of the doors")
+            .context("no Service of the listeners")
     }
 
     /// Writes the ConfigMap of the ports; each key with its text.

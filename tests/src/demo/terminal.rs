@@ -26,7 +26,7 @@ impl Terminal {
     }
 
     pub(super) fn title(&self, text: &str) {
-        self.say(&format!(
+        self.message(&format!(
             "{}\n{}",
             self.paint(Style::Bold, text),
             "=".repeat(text.chars().count())
@@ -34,34 +34,34 @@ impl Terminal {
     }
 
     pub(super) fn heading(&self, text: &str) {
-        self.say(&format!("\n{}", self.paint(Style::Bold, text)));
+        self.message(&format!("\n{}", self.paint(Style::Bold, text)));
     }
 
     /// A command that the reader can copy.
     pub(super) fn command(&self, line: &str) {
-        self.say(&format!("  {} {line}", self.paint(Style::Dim, "$")));
+        self.message(&format!("  {} {line}", self.paint(Style::Dim, "$")));
     }
 
     /// What a command printed.
     pub(super) fn output(&self, text: &str) {
         let lines: Vec<&str> = text.lines().collect();
         for line in lines.iter().take(SHOWN_LINES) {
-            self.say(&self.paint(Style::Dim, &format!("    {line}")));
+            self.message(&self.paint(Style::Dim, &format!("    {line}")));
         }
         if lines.len() > SHOWN_LINES {
             let rest = format!("    … {} lines more", lines.len() - SHOWN_LINES);
-            self.say(&self.paint(Style::Dim, &rest));
+            self.message(&self.paint(Style::Dim, &rest));
         }
     }
 
     pub(super) fn verdict(&self, verdict: &Result<(), String>) {
         match verdict {
-            Ok(()) => self.say(&format!("  {}", self.paint(Style::Green, "PASS"))),
-            Err(why) => self.say(&format!("  {}: {why}", self.paint(Style::Red, "FAIL"))),
+            Ok(()) => self.message(&format!("  {}", self.paint(Style::Green, "PASS"))),
+            Err(why) => self.message(&format!("  {}: {why}", self.paint(Style::Red, "FAIL"))),
         }
     }
 
-    pub(super) fn say(&self, text: &str) {
+    pub(super) fn message(&self, text: &str) {
         let mut out = io::stdout().lock();
         // Whoever closed the other end does not want to read on.
         let _ = writeln!(out, "{text}").and_then(|()| out.flush());

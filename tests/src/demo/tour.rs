@@ -7,14 +7,14 @@ use anyhow::{Context, Result};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Stage, quote};
+use super::demo_env::{DemoEnv, quote};
 use super::terminal::Terminal;
 use crate::netns::{EDGE_ADDRESS, NODES};
 use crate::process::Listener;
 use crate::tools::Tool;
 
 /// One command, shown and run.
-struct Step {
+struct DemoCommand {
     /// What is shown with it; steps in a row with the same heading stand below one.
     heading: &'static str,
     /// The shell line, exactly as run.
@@ -26,79 +26,79 @@ struct Step {
 }
 
 /// Shows all steps and returns how many went wrong.
-pub(super) async fn show(terminal: &Terminal, stage: &Stage) -> Result<usize> {
+pub(super) async fn show(terminal: &Terminal, demo_env: &DemoEnv) -> Result<usize> {
     let mut heading = "";
     let (mut failures, mut shown) = (0, 0);
-    for step in steps(stage) {
-        if step.heading != heading {
-            heading = step.heading;
+    for demo_command in commands(demo_env) {
+        if demo_command.heading != heading {
+            heading = demo_command.heading;
             terminal.heading(heading);
         }
-        terminal.command(&step.line);
-        let output = run(&step.line).await?;
+        terminal.command(&demo_command.line);
+        let output = run(&demo_command.line).await?;
         terminal.output(&printed(&output));
-        let verdict = step.judge(&output);
+        let verdict = demo_command.check(&output);
         terminal.verdict(&verdict);
         failures += usize::from(verdict.is_err());
         shown += 1;
     }
-    terminal.say(&format!("\n{} of {shown} steps passed", shown - failures));
-    if !stage.has_equal_addresses() {
-        terminal.say("NOT shown by this run: two edges with the same address (see the note at the beginning)");
+    terminal.message(&format!("\n{} of {shown} steps passed", shown - failures));
+    if !demo_env.has_equal_addresses() {
+        terminal.message("NOT shown by this run: two edges with the same address (see the note at the beginning)");
     }
     Ok(failures)
 }
 
 impl Terminal {
     /// Tells what can be done while everything stays up.
-    pub(super) fn invite(&self, stage: &Stage) {
+    pub(super) fn invite(&self, demo_env: &DemoEnv) {
         self.heading("Everything stays up until Ctrl-C. In another terminal, from this folder, try for example");
-        let caller = Caller::new(stage);
+        let caller = Caller::new(demo_env);
         let [first, second] = NODES;
-        self.command(&caller.extra_port(first, "/metrics").line(stage));
+        self.command(&caller.extra_port(first, "/metrics").line(demo_env));
         let follow = caller
             .exporter(second, "/follow?interval_ms=500")
             .without_end();
-        self.command(&follow.line(stage));
-        self.command(&stage.server_verb(&["nodes", "-o", "json"]));
-        self.command(&stage.server_verb(&["token", "list"]));
+        self.command(&follow.line(demo_env));
+        self.command(&demo_env.server_verb(&["nodes", "-o", "json"]));
+        self.command(&demo_env.server_verb(&["token", "list"]));
     }
 }
 
-fn steps(stage: &Stage) -> Vec<Step> {
-    let caller = Caller::new(stage);
+fn commands(demo_env: &DemoEnv) -> Vec<DemoCommand> {
+    let caller = Caller::new(demo_env);
     let [first, second] = NODES;
     let names = |node: &str| format!("node=\"{node}\"");
-    let mut steps = Vec::new();
+    let mut commands = Vec::new();
     for node in NODES {
         let request = caller.exporter(node, "/metrics");
-        steps.push(request.step(
-            stage,
-            "Requests by name of the node, over the plain door",
+        commands.push(request.demo_command(
+            demo_env,
+            "Requests by node name, over the HTTP listener",
             &[&names(node)],
         ));
     }
-    let ca = format!("{} >{}", stage.server_verb(&["ca"]), quote(&caller.ca));
-    steps.push(Step::new(
-        "The same over the TLS door, with the server's CA",
+    let ca = format!("{} >{}", demo_env.server_verb(&["ca"]), quote(&caller.ca));
+    commands.push(DemoCommand::new(
+        "The same requests over the HTTPS listener, with the server's CA",
         ca,
         &[],
     ));
     for node in NODES {
         let request = caller.kubelet(node, "/metrics");
-        steps.push(request.step(
-            stage,
-            "The same over the TLS door, with the server's CA",
+        commands.push(request.demo_command(
+            demo_env,
+            "The same requests over the HTTPS listener, with the server's CA",
             &[&names(node)],
         ));
     }
     let request = caller.extra_port(second, "/metrics");
-    steps.push(request.step(
-        stage,
+    commands.push(request.demo_command(
+        demo_env,
         "Through an extra port: no header, no proxy setting",
         &[&names(second)],
     ));
-    steps.extend(by_name(stage, &caller));
+    commands.extend(by_name(demo_env, &caller));
     let request = caller
         .kubelet(first, "/containerLogs/default/pod/app?follow=true")
         .first_lines(4);
@@ -107,13 +107,13 @@ fn steps(stage: &Stage) -> Vec<Step> {
         format!("{first}: line "),
     ];
     let lines = lines.each_ref().map(String::as_str);
-    steps.push(request.step(
-        stage,
+    commands.push(request.demo_command(
+        demo_env,
         "A stream that is followed, as in `kubectl logs -f`",
         &lines,
     ));
-    let tls = stage.door(Listener::Https).to_string();
-    let host = format!("{first}:{}", stage.kubelet_port());
+    let tls = demo_env.listener_addr(Listener::Https).to_string();
+    let host = format!("{first}:{}", demo_env.kubelet_port());
     let exec = [
         "exec",
         &tls,
@@ -123,27 +123,27 @@ fn steps(stage: &Stage) -> Vec<Step> {
         "--ca",
         &caller.ca,
     ];
-    steps.push(Step::new(
+    commands.push(DemoCommand::new(
         "An upgraded connection, as in `kubectl exec`",
-        stage.in_cloud(&stage.errand(&exec)),
+        demo_env.in_cloud(&demo_env.net_probe(&exec)),
         &["101 Switching Protocols", "typed into the edge"],
     ));
     let address = EDGE_ADDRESS.to_string();
-    let nodes = stage.server_verb(&["nodes"]);
-    steps.push(Step::new(
+    let nodes = demo_env.server_verb(&["nodes"]);
+    commands.push(DemoCommand::new(
         "The nodes, and that they share an address",
         nodes,
         &[first, second, &address],
     ));
-    steps.extend(refusals(stage, &caller));
-    steps
+    commands.extend(refusals(demo_env, &caller));
+    commands
 }
 
 /// The server answers the nodes' names itself.
-fn by_name(stage: &Stage, caller: &Caller) -> Vec<Step> {
+fn by_name(demo_env: &DemoEnv, caller: &Caller) -> Vec<DemoCommand> {
     const HEADING: &str = "By the embedded DNS: no hosts file, no CoreDNS";
     let [first, second] = NODES;
-    let dns = stage.dns();
+    let dns = demo_env.dns();
     let answer = dns.ip().to_string();
     // One that was only unpacked needs more than its name to run.
     let has_dig = Tool::Dig
@@ -152,32 +152,40 @@ fn by_name(stage: &Stage, caller: &Caller) -> Vec<Step> {
     let ask = if has_dig {
         format!("dig +noall +answer -p {} @{} {first}", dns.port(), dns.ip())
     } else {
-        stage.errand(&["dns", &dns.to_string(), first])
+        demo_env.net_probe(&["dns", &dns.to_string(), first])
     };
-    let mut steps = vec![Step::new(HEADING, stage.in_cloud(&ask), &[first, &answer])];
+    let mut commands = vec![DemoCommand::new(
+        HEADING,
+        demo_env.in_cloud(&ask),
+        &[first, &answer],
+    )];
     if caller.curl {
-        let url = format!("http://{second}:{}/metrics", stage.exporter_port());
+        let url = format!("http://{second}:{}/metrics", demo_env.exporter_port());
         let names = format!("node=\"{second}\"");
         let lines = ["cat /etc/resolv.conf".to_owned(), format!("curl -sS {url}")];
         let expected = [format!("nameserver {answer}"), names];
         let shown = lines.iter().zip(&expected).filter_map(|(line, expected)| {
-            let line = stage.by_resolver(line)?;
-            Some(Step::new(HEADING, line, &[expected]))
+            let line = demo_env.by_resolver(line)?;
+            Some(DemoCommand::new(HEADING, line, &[expected]))
         });
-        steps.extend(shown);
+        commands.extend(shown);
     }
-    steps
+    commands
 }
 
-fn refusals(stage: &Stage, caller: &Caller) -> Vec<Step> {
-    let mut steps = Vec::new();
+fn refusals(demo_env: &DemoEnv, caller: &Caller) -> Vec<DemoCommand> {
+    let mut commands = Vec::new();
     let [first, second] = NODES;
     let ambiguous = ["400", "ambiguous_address", first, second];
     let address = EDGE_ADDRESS.to_string();
-    let tunnel_port = stage.door(Listener::Http).port();
+    let tunnel_port = demo_env.listener_addr(Listener::Http).port();
     for (host, port, expected) in [
-        (address.as_str(), stage.exporter_port(), &ambiguous[..]),
-        ("worker-9", stage.exporter_port(), &["400", "unknown_node"]),
+        (address.as_str(), demo_env.exporter_port(), &ambiguous[..]),
+        (
+            "worker-9",
+            demo_env.exporter_port(),
+            &["400", "unknown_node"],
+        ),
         (first, 22, &["403", "refused_by_policy"]),
         (
             first,
@@ -188,24 +196,27 @@ fn refusals(stage: &Stage, caller: &Caller) -> Vec<Step> {
         let request = caller
             .plain(&format!("{host}:{port}"), "/metrics")
             .with_head();
-        steps.push(request.step(stage, "What is refused: an address that two nodes share, an unknown node, a port that is not allowed", expected));
+        commands.push(request.demo_command(demo_env, "What is refused: an address that two nodes share, an unknown node, a port that is not allowed", expected));
     }
-    if stage.has_equal_addresses() {
-        let line = stage.errand(&["dial", &format!("{EDGE_ADDRESS}:{}", stage.exporter_port())]);
-        let step = Step::new(
+    if demo_env.has_equal_addresses() {
+        let line = demo_env.net_probe(&[
+            "dial",
+            &format!("{EDGE_ADDRESS}:{}", demo_env.exporter_port()),
+        ]);
+        let demo_command = DemoCommand::new(
             "Without the tunnel the cloud does not reach the edges",
-            stage.in_cloud(&line),
+            demo_env.in_cloud(&line),
             &[],
         );
-        steps.push(Step {
+        commands.push(DemoCommand {
             fails: true,
-            ..step
+            ..demo_command
         });
     }
-    steps
+    commands
 }
 
-impl Step {
+impl DemoCommand {
     fn new(heading: &'static str, line: String, expected: &[&str]) -> Self {
         let expected = expected.iter().map(|text| (*text).to_owned()).collect();
         Self {
@@ -216,7 +227,7 @@ impl Step {
         }
     }
 
-    fn judge(&self, output: &Output) -> Result<(), String> {
+    fn check(&self, output: &Output) -> Result<(), String> {
         let text = printed(output);
         if output.status.success() == self.fails {
             return Err(format!("ended with {}", output.status));
@@ -245,21 +256,21 @@ struct Caller {
 
 /// One request as a shell line.
 struct Request {
-    words: Vec<String>,
+    args: Vec<String>,
     curl: bool,
     lines: Option<usize>,
 }
 
 impl Caller {
-    fn new(stage: &Stage) -> Self {
+    fn new(demo_env: &DemoEnv) -> Self {
         Self {
             curl: Tool::Curl.find().is_some(),
-            ca: stage.file("ca.crt"),
-            http: stage.door(Listener::Http).to_string(),
-            https: stage.door(Listener::Https).to_string(),
-            loopback: (!stage.has_equal_addresses()).then(|| "127.0.0.1".to_owned()),
-            exporter_port: stage.exporter_port(),
-            kubelet_port: stage.kubelet_port(),
+            ca: demo_env.file("ca.crt"),
+            http: demo_env.listener_addr(Listener::Http).to_string(),
+            https: demo_env.listener_addr(Listener::Https).to_string(),
+            loopback: (!demo_env.has_equal_addresses()).then(|| "127.0.0.1".to_owned()),
+            exporter_port: demo_env.exporter_port(),
+            kubelet_port: demo_env.kubelet_port(),
         }
     }
 
@@ -275,18 +286,18 @@ impl Caller {
                 &format!("http://{}{path}", self.http),
             ])
         } else {
-            Request::errand(&[&self.http, host, path])
+            Request::net_probe(&[&self.http, host, path])
         }
     }
 
     fn kubelet(&self, node: &str, path: &str) -> Request {
         let host = format!("{node}:{}", self.kubelet_port);
         if self.curl {
-            let to_door = format!("::{}", self.https);
+            let to_listener = format!("::{}", self.https);
             let url = format!("https://{host}{path}");
-            Request::curl(&["--cacert", &self.ca, "--connect-to", &to_door, &url])
+            Request::curl(&["--cacert", &self.ca, "--connect-to", &to_listener, &url])
         } else {
-            Request::errand(&[&self.https, &host, path, "--ca", &self.ca])
+            Request::net_probe(&[&self.https, &host, path, "--ca", &self.ca])
         }
     }
 
@@ -299,36 +310,36 @@ impl Caller {
             (Some(ip), true) => Request::curl(&["--resolve", &format!("{node}:{port}:{ip}"), &url]),
             (ip, false) => {
                 let ip = ip.as_deref().unwrap_or("127.0.0.1");
-                Request::errand(&[&format!("{ip}:{port}"), &format!("{node}:{port}"), path])
+                Request::net_probe(&[&format!("{ip}:{port}"), &format!("{node}:{port}"), path])
             }
         }
     }
 }
 
 impl Request {
-    fn curl(words: &[&str]) -> Self {
-        Self::new(true, &["curl", "-sS"], words)
+    fn curl(args: &[&str]) -> Self {
+        Self::new(true, &["curl", "-sS"], args)
     }
 
-    fn errand(words: &[&str]) -> Self {
-        Self::new(false, &["get"], words)
+    fn net_probe(args: &[&str]) -> Self {
+        Self::new(false, &["get"], args)
     }
 
     fn new(curl: bool, first: &[&str], rest: &[&str]) -> Self {
-        let words = first
+        let args = first
             .iter()
             .chain(rest)
-            .map(|word| (*word).to_owned())
+            .map(|arg| (*arg).to_owned())
             .collect();
         Self {
-            words,
+            args,
             curl,
             lines: None,
         }
     }
 
     fn with_head(mut self) -> Self {
-        self.words
+        self.args
             .insert(1, if self.curl { "-i" } else { "--head" }.to_owned());
         self
     }
@@ -336,7 +347,7 @@ impl Request {
     /// Its answer does not end: it is printed as it comes, and closing the pipe is no mistake.
     fn without_end(mut self) -> Self {
         if self.curl
-            && let Some(flags) = self.words.get_mut(1)
+            && let Some(flags) = self.args.get_mut(1)
         {
             *flags = "-sN".to_owned();
         }
@@ -350,25 +361,30 @@ impl Request {
         }
     }
 
-    fn line(&self, stage: &Stage) -> String {
+    fn line(&self, demo_env: &DemoEnv) -> String {
         let line = if self.curl {
-            self.words
+            self.args
                 .iter()
-                .map(|word| quote(word))
+                .map(|arg| quote(arg))
                 .collect::<Vec<_>>()
                 .join(" ")
         } else {
-            stage.errand(&self.words.iter().map(String::as_str).collect::<Vec<_>>())
+            demo_env.net_probe(&self.args.iter().map(String::as_str).collect::<Vec<_>>())
         };
-        let line = stage.in_cloud(&line);
+        let line = demo_env.in_cloud(&line);
         match self.lines {
             Some(lines) => format!("{line} | head -n {lines}"),
             None => line,
         }
     }
 
-    fn step(&self, stage: &Stage, heading: &'static str, expected: &[&str]) -> Step {
-        Step::new(heading, self.line(stage), expected)
+    fn demo_command(
+        &self,
+        demo_env: &DemoEnv,
+        heading: &'static str,
+        expected: &[&str],
+    ) -> DemoCommand {
+        DemoCommand::new(heading, self.line(demo_env), expected)
     }
 }
 

@@ -76,7 +76,7 @@ pub struct Load {
 
 /// What came back.
 #[derive(Debug, Default)]
-pub struct LoadFound {
+pub struct LoadReport {
     /// Queries sent.
     pub asked: usize,
     /// Without an answer in a second.
@@ -92,12 +92,12 @@ impl Load {
     ///
     /// # Errors
     /// A socket fails.
-    pub async fn run(self) -> Result<LoadFound> {
+    pub async fn run(self) -> Result<LoadReport> {
         let mut clients = JoinSet::new();
         for client in 0..CLIENTS {
             clients.spawn(self.client(client));
         }
-        let mut all = LoadFound::default();
+        let mut all = LoadReport::default();
         while let Some(found) = clients.join_next().await {
             let found = found.context("a client panicked")??;
             all.asked += found.asked;
@@ -109,14 +109,14 @@ impl Load {
         Ok(all)
     }
 
-    async fn client(self, client: u32) -> Result<LoadFound> {
+    async fn client(self, client: u32) -> Result<LoadReport> {
         let socket = Arc::new(UdpSocket::bind("127.0.0.1:0").await?);
         socket.connect(self.server).await?;
         let per_tick = f64::from(self.per_second) * TICK.as_secs_f64() / f64::from(CLIENTS);
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
         let began = Instant::now();
-        let mut found = LoadFound::default();
+        let mut found = LoadReport::default();
         // By id; the rate is so low that an id comes back long after its answer.
         let mut under_way: Vec<Option<(Instant, u32)>> = vec![None; 1 << 16];
         let (mut owed, mut next) = (0.0, client);
@@ -154,7 +154,7 @@ impl Load {
     }
 }
 
-impl LoadFound {
+impl LoadReport {
     fn take(&mut self, bytes: &[u8], under_way: &mut [Option<(Instant, u32)>]) -> Result<()> {
         let answer = Message::from_vec(bytes)?;
         let slot = under_way.get_mut(usize::from(answer.metadata.id));

@@ -14,9 +14,9 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-/// What a [`StandInResolver`] does with queries.
+/// What a [`FakeResolver`] does with queries.
 #[derive(Debug, Clone, Copy)]
-pub enum Behaviour {
+pub enum Behavior {
     /// Answers every name with this many addresses, `10.1.0.0` and on.
     Answers(u8),
     /// Says this, without records.
@@ -29,21 +29,21 @@ pub enum Behaviour {
 
 /// A resolver on UDP and TCP; ends when it is dropped.
 #[derive(Debug)]
-pub struct StandInResolver {
+pub struct FakeResolver {
     address: SocketAddr,
-    behaviour: Arc<Mutex<Behaviour>>,
+    behavior: Arc<Mutex<Behavior>>,
     asked: Arc<Mutex<Vec<String>>>,
     _serving: AbortOnDropHandle<()>,
 }
 
-impl StandInResolver {
+impl FakeResolver {
     /// A resolver on a free loopback port.
     ///
     /// # Errors
     /// No port can be bound.
-    pub async fn start(behaviour: Behaviour) -> Result<Self> {
+    pub async fn start(behavior: Behavior) -> Result<Self> {
         for _ in 0..PORT_TRIES {
-            let started = Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), behaviour).await;
+            let started = Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), behavior).await;
             if started.is_ok() {
                 return started;
             }
@@ -55,14 +55,14 @@ impl StandInResolver {
     ///
     /// # Errors
     /// The address cannot be bound.
-    pub async fn start_on(bind: SocketAddr, behaviour: Behaviour) -> Result<Self> {
+    pub async fn start_on(bind: SocketAddr, behavior: Behavior) -> Result<Self> {
         let udp = UdpSocket::bind(bind).await.context("bind UDP")?;
         let address = udp.local_addr()?;
         let tcp = TcpListener::bind(address).await.context("bind TCP")?;
-        let behaviour = Arc::new(Mutex::new(behaviour));
+        let behavior = Arc::new(Mutex::new(behavior));
         let asked = Arc::new(Mutex::new(Vec::new()));
         let server = Serving {
-            behaviour: behaviour.clone(),
+            behavior: behavior.clone(),
             asked: asked.clone(),
         };
         #[expect(clippy::disallowed_methods, reason = "owned by the returned value")]
@@ -71,7 +71,7 @@ impl StandInResolver {
         });
         Ok(Self {
             address,
-            behaviour,
+            behavior,
             asked,
             _serving: AbortOnDropHandle::new(serving),
         })
@@ -84,11 +84,8 @@ impl StandInResolver {
     }
 
     /// What it does from here on.
-    pub fn behave(&self, behaviour: Behaviour) {
-        *self
-            .behaviour
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = behaviour;
+    pub fn behave(&self, behavior: Behavior) {
+        *self.behavior.lock().unwrap_or_else(PoisonError::into_inner) = behavior;
     }
 
     /// All names that it was asked for, in lower case without a trailing dot, in their order.
@@ -103,7 +100,7 @@ impl StandInResolver {
 
 #[derive(Clone)]
 struct Serving {
-    behaviour: Arc<Mutex<Behaviour>>,
+    behavior: Arc<Mutex<Behavior>>,
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -163,15 +160,12 @@ impl Serving {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(name);
-        let behaviour = *self
-            .behaviour
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let (count, code) = match behaviour {
-            Behaviour::Silent => return None,
-            Behaviour::Asks(other) => return relay(bytes, other).await,
-            Behaviour::Says(code) => (0, code),
-            Behaviour::Answers(count) => (count, ResponseCode::NoError),
+        let behavior = *self.behavior.lock().unwrap_or_else(PoisonError::into_inner);
+        let (count, code) = match behavior {
+            Behavior::Silent => return None,
+            Behavior::Asks(other) => return relay(bytes, other).await,
+            Behavior::Says(code) => (0, code),
+            Behavior::Answers(count) => (count, ResponseCode::NoError),
         };
         let mut answer = Message::error_msg(query.metadata.id, OpCode::Query, code);
         answer.metadata.recursion_available = true;

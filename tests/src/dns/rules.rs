@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use hickory_proto::op::{Edns, Message, MessageType, OpCode};
 use hickory_proto::rr::{DNSClass, RecordType};
 use tunnel_server::dns::{
-    Addresses, ClusterDomain, Names, RecordSet, Transport, Verdict, View, decide,
+    Addresses, AnswerContext, ClusterDomain, Decision, Names, RecordSet, Transport, decide,
 };
 
 use super::query;
@@ -20,23 +20,27 @@ use super::query;
 pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
     let (records, names) = &*WORLD;
     for transport in [Transport::Udp, Transport::Tcp] {
-        let view = View { records, names };
-        match decide(message, transport, &view) {
-            Verdict::Silence(_) => {}
-            Verdict::Reply(reply, _) => answer_is_sound(message, &reply, transport)?,
-            Verdict::Forward(asked, resolvers) => {
+        let context = AnswerContext { records, names };
+        match decide(message, transport, &context) {
+            Decision::Ignore(_) => {}
+            Decision::Reply(reply, _) => answer_is_sound(message, &reply, transport)?,
+            Decision::Forward(client_query, resolvers) => {
                 ensure!(!resolvers.is_empty(), "forwarded to nobody");
-                let labels = asked.query.name.iter().count();
-                ensure!(labels != 1, "a single label leaves: {}", asked.query.name);
-                let forwarded = asked.forwarded();
+                let labels = client_query.query.name.iter().count();
+                ensure!(
+                    labels != 1,
+                    "a single label leaves: {}",
+                    client_query.query.name
+                );
+                let forwarded = client_query.forwarded();
                 let read = Message::from_vec(&forwarded.to_vec()?)?;
                 ensure!(
-                    read.queries == [asked.query.clone()],
+                    read.queries == [client_query.query.clone()],
                     "another question is forwarded"
                 );
                 // The other resolver may be hostile, too.
                 if let Ok(answer) = Message::from_vec(message) {
-                    answer_is_sound(message, &asked.relayed(answer), transport)?;
+                    answer_is_sound(message, &client_query.relayed(answer), transport)?;
                 }
             }
         }
@@ -133,7 +137,7 @@ static WORLD: LazyLock<(RecordSet, Names)> = LazyLock::new(|| {
     let names = Names {
         zone: "nodes.tunnel.internal".parse().ok(),
         clusters: cluster.into_iter().collect(),
-        others: vec![SocketAddr::from(([192, 0, 2, 53], 53))],
+        default_resolvers: vec![SocketAddr::from(([192, 0, 2, 53], 53))],
     };
     (RecordSet::of(records), names)
 });

@@ -6,18 +6,18 @@ use super::loss::{COMPARED, Spoil};
 use super::path::Shift;
 use super::size::{Since, Towards};
 use super::stopped::Who;
-use super::{Carrier, Case, Weight};
-use super::{flapping, ladder, loss, partition, path, size, stopped};
-use crate::link::Way;
+use super::{Case, Cost, TransportMode};
+use super::{fallback, flapping, loss, partition, path, size, stopped};
+use crate::link::TrafficClass;
 
 /// One case a line: row, transport, what it needs of the machine, seconds with full clocks, what is done, and who does it.
 macro_rules! cases {
-    ($($id:ident $carrier:ident $weight:ident $seconds:literal
+    ($($id:ident $transport_mode:ident $cost:ident $seconds:literal
        $what:literal => $module:ident::$function:ident($($argument:expr),*);)+) => {
         &[$(Case {
             id: stringify!($id),
-            carrier: Carrier::$carrier,
-            weight: Weight::$weight,
+            transport_mode: TransportMode::$transport_mode,
+            cost: Cost::$cost,
             about: Duration::from_secs($seconds),
             what: $what,
             run: |run| Box::pin($module::$function(run, $($argument),*)),
@@ -27,65 +27,65 @@ macro_rules! cases {
 
 /// Every case, in the order of the matrix.
 pub static CASES: &[Case] = cases! {
-    F05 Quic Waits   4 "partition of 1 s" => partition::brief();
-    F05 H2   Waits   4 "partition of 1 s" => partition::brief();
+    F05 Quic Timed   4 "partition of 1 s" => partition::brief();
+    F05 H2   Timed   4 "partition of 1 s" => partition::brief();
 
-    F06 Quic Waits  50 "partition of 30 s, stream open" => partition::long(true);
-    F06 Quic Waits  36 "partition of 30 s, idle" => partition::long(false);
-    F06 H2   Waits  40 "partition of 30 s, stream open" => partition::long(true);
-    F06 H2   Waits  36 "partition of 30 s, idle" => partition::long(false);
+    F06 Quic Timed  50 "partition of 30 s, stream open" => partition::long(true);
+    F06 Quic Timed  36 "partition of 30 s, idle" => partition::long(false);
+    F06 H2   Timed  40 "partition of 30 s, stream open" => partition::long(true);
+    F06 H2   Timed  36 "partition of 30 s, idle" => partition::long(false);
 
-    F08 Quic Waits  65 "one way lost, to the server" => partition::one_way(Way::ALL.up());
-    F08 Quic Waits  65 "one way lost, to the agent" => partition::one_way(Way::ALL.down());
-    F08 H2   Waits  65 "one way lost, to the server" => partition::one_way(Way::ALL.up());
-    F08 H2   Waits  65 "one way lost, to the agent" => partition::one_way(Way::ALL.down());
+    F08 Quic Timed  65 "one way lost, to the server" => partition::one_way(TrafficClass::ALL.up());
+    F08 Quic Timed  65 "one way lost, to the agent" => partition::one_way(TrafficClass::ALL.down());
+    F08 H2   Timed  65 "one way lost, to the server" => partition::one_way(TrafficClass::ALL.up());
+    F08 H2   Timed  65 "one way lost, to the agent" => partition::one_way(TrafficClass::ALL.down());
 
-    F09 H2   Waits  65 "half-open TCP, stream open" => partition::half_open(true);
-    F09 H2   Waits  65 "half-open TCP, idle" => partition::half_open(false);
+    F09 H2   Timed  65 "half-open TCP, stream open" => partition::half_open(true);
+    F09 H2   Timed  65 "half-open TCP, idle" => partition::half_open(false);
 
-    F10 Auto Waits   5 "UDP vanishes from the start" => ladder::blocked_from_start(false);
-    F10 Auto Waits   5 "UDP refused from the start" => ladder::blocked_from_start(true);
+    F10 Auto Timed   5 "UDP vanishes from the start" => fallback::blocked_from_start(false);
+    F10 Auto Timed   5 "UDP refused from the start" => fallback::blocked_from_start(true);
 
-    F11 Auto Waits  75 "UDP vanishes later, stream open" => ladder::blocked_later(true);
-    F11 Auto Waits  85 "UDP vanishes later, idle" => ladder::blocked_later(false);
+    F11 Auto Timed  75 "UDP vanishes later, stream open" => fallback::blocked_later(true);
+    F11 Auto Timed  85 "UDP vanishes later, idle" => fallback::blocked_later(false);
 
-    F12 Auto Waits  40 "all lost, UDP alone back; from QUIC" => ladder::only_udp_heals(false);
-    F12 Auto Waits  45 "all lost, UDP alone back; from h2" => ladder::only_udp_heals(true);
+    F12 Auto Timed  40 "all lost, UDP alone back; from QUIC" => fallback::only_udp_heals(false);
+    F12 Auto Timed  45 "all lost, UDP alone back; from h2" => fallback::only_udp_heals(true);
 
-    F13 Quic Works  32 "above 1300 lost from the start, to the edge" => size::capped(1300, Since::Start, Towards::Edge);
-    F13 Quic Works  32 "above 1300 lost from the start, to the cloud" => size::capped(1300, Since::Start, Towards::Cloud);
-    F13 Quic Works  22 "above 1300 lost, suddenly, to the edge" => size::capped(1300, Since::Middle, Towards::Edge);
-    F13 Quic Works  22 "above 1300 lost, suddenly, to the cloud" => size::capped(1300, Since::Middle, Towards::Cloud);
-    F13 Quic Drags  40 "above 1300 lost, suddenly, both ways" => size::capped(1300, Since::Middle, Towards::Both);
-    F13 Quic Works  32 "above 1200 lost from the start, to the edge" => size::capped(1200, Since::Start, Towards::Edge);
-    F13 Quic Works  32 "above 1200 lost from the start, to the cloud" => size::capped(1200, Since::Start, Towards::Cloud);
-    F13 Quic Works  22 "above 1200 lost, suddenly, to the edge" => size::capped(1200, Since::Middle, Towards::Edge);
-    F13 Quic Works  22 "above 1200 lost, suddenly, to the cloud" => size::capped(1200, Since::Middle, Towards::Cloud);
-    F13 Quic Drags  40 "above 1200 lost, suddenly, both ways" => size::capped(1200, Since::Middle, Towards::Both);
+    F13 Quic Throughput  32 "above 1300 lost from the start, to the edge" => size::capped(1300, Since::Start, Towards::Edge);
+    F13 Quic Throughput  32 "above 1300 lost from the start, to the cloud" => size::capped(1300, Since::Start, Towards::Cloud);
+    F13 Quic Throughput  22 "above 1300 lost, suddenly, to the edge" => size::capped(1300, Since::Middle, Towards::Edge);
+    F13 Quic Throughput  22 "above 1300 lost, suddenly, to the cloud" => size::capped(1300, Since::Middle, Towards::Cloud);
+    F13 Quic SlowThroughput  40 "above 1300 lost, suddenly, both ways" => size::capped(1300, Since::Middle, Towards::Both);
+    F13 Quic Throughput  32 "above 1200 lost from the start, to the edge" => size::capped(1200, Since::Start, Towards::Edge);
+    F13 Quic Throughput  32 "above 1200 lost from the start, to the cloud" => size::capped(1200, Since::Start, Towards::Cloud);
+    F13 Quic Throughput  22 "above 1200 lost, suddenly, to the edge" => size::capped(1200, Since::Middle, Towards::Edge);
+    F13 Quic Throughput  22 "above 1200 lost, suddenly, to the cloud" => size::capped(1200, Since::Middle, Towards::Cloud);
+    F13 Quic SlowThroughput  40 "above 1200 lost, suddenly, both ways" => size::capped(1200, Since::Middle, Towards::Both);
 
-    F14 Quic Works   7 "1 % lost" => loss::spoilt(Spoil::Lose(0.01));
-    F14 Quic Works  14 "5 % lost" => loss::spoilt(Spoil::Lose(COMPARED));
-    F14 Quic Works   8 "20 % lost" => loss::spoilt(Spoil::Lose(0.2));
-    F14 Quic Works   8 "20 % lost, suddenly" => loss::spoilt(Spoil::LoseSuddenly(0.2));
-    F14 Quic Works  12 "25 % out of order" => loss::spoilt(Spoil::Reorder);
-    F14 Quic Works   7 "10 % twice" => loss::spoilt(Spoil::Duplicate);
-    F14 Quic Works   7 "1 % corrupt" => loss::spoilt(Spoil::Corrupt);
-    F14 H2   Works  12 "1 % lost" => loss::spoilt(Spoil::Lose(0.01));
-    F14 H2   Works  14 "5 % lost" => loss::spoilt(Spoil::Lose(COMPARED));
-    F14 H2   Works  14 "20 % lost" => loss::spoilt(Spoil::Lose(0.2));
+    F14 Quic Throughput   7 "1 % lost" => loss::spoilt(Spoil::Lose(0.01));
+    F14 Quic Throughput  14 "5 % lost" => loss::spoilt(Spoil::Lose(COMPARED));
+    F14 Quic Throughput   8 "20 % lost" => loss::spoilt(Spoil::Lose(0.2));
+    F14 Quic Throughput   8 "20 % lost, suddenly" => loss::spoilt(Spoil::LoseSuddenly(0.2));
+    F14 Quic Throughput  12 "25 % out of order" => loss::spoilt(Spoil::Reorder);
+    F14 Quic Throughput   7 "10 % twice" => loss::spoilt(Spoil::Duplicate);
+    F14 Quic Throughput   7 "1 % corrupt" => loss::spoilt(Spoil::Corrupt);
+    F14 H2   Throughput  12 "1 % lost" => loss::spoilt(Spoil::Lose(0.01));
+    F14 H2   Throughput  14 "5 % lost" => loss::spoilt(Spoil::Lose(COMPARED));
+    F14 H2   Throughput  14 "20 % lost" => loss::spoilt(Spoil::Lose(0.2));
 
-    F15 Quic Waits   8 "NAT takes another port" => path::shifted(Shift::Port);
-    F15 H2   Waits   2 "TCP connection reset" => path::shifted(Shift::Port);
+    F15 Quic Timed   8 "NAT takes another port" => path::shifted(Shift::Port);
+    F15 H2   Timed   2 "TCP connection reset" => path::shifted(Shift::Port);
 
-    F16 Quic Waits   8 "agent takes another address" => path::shifted(Shift::Address);
-    F16 H2   Waits   2 "agent takes another address" => path::shifted(Shift::Address);
+    F16 Quic Timed   8 "agent takes another address" => path::shifted(Shift::Address);
+    F16 H2   Timed   2 "agent takes another address" => path::shifted(Shift::Address);
 
-    F32 Quic Idles 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
-    F32 H2   Idles 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
-    F32 Auto Idles 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
+    F32 Quic Idle 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
+    F32 H2   Idle 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
+    F32 Auto Idle 605 "3 s up, 3 s down, for 10 min" => flapping::flapping();
 
-    F35 Quic Waits  45 "agent stopped for 20 s" => stopped::stopped(Who::Agent);
-    F35 Quic Waits  45 "server stopped for 20 s" => stopped::stopped(Who::Server);
-    F35 H2   Waits  30 "agent stopped for 20 s" => stopped::stopped(Who::Agent);
-    F35 H2   Waits  30 "server stopped for 20 s" => stopped::stopped(Who::Server);
+    F35 Quic Timed  45 "agent stopped for 20 s" => stopped::stopped(Who::Agent);
+    F35 Quic Timed  45 "server stopped for 20 s" => stopped::stopped(Who::Server);
+    F35 H2   Timed  30 "agent stopped for 20 s" => stopped::stopped(Who::Agent);
+    F35 H2   Timed  30 "server stopped for 20 s" => stopped::stopped(Who::Server);
 };

@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::telemetry::{self, LogFormat};
 
 use super::findings::Verdict;
-use super::runner::{Done, News, Plan, run};
-use super::table::{Table, verdict_word};
-use super::{CASES, Case, Clocks, Weight, spawn};
+use super::runner::{FinishedRun, Plan, RunEvent, run};
+use super::table::{Table, verdict_label};
+use super::{CASES, Case, Clocks, Cost, spawn};
 use crate::eventually::calibration;
 
 /// Puts the tunnel on bad networks and measures what it does, against the bounds of the contract.
@@ -178,14 +178,14 @@ fn chosen(arguments: &Arguments) -> Result<Vec<&'static Case>> {
     let cases = CASES.iter().filter(|case| {
         let row = wanted.is_empty() || wanted.iter().any(|row| row == case.id);
         let over = arguments.over.as_deref();
-        row && over.is_none_or(|over| case.carrier.to_string() == over)
+        row && over.is_none_or(|over| case.transport_mode.to_string() == over)
     });
     let clocks = arguments.clocks();
     let (cases, left_out): (Vec<_>, Vec<_>) = cases.partition(|case| case.suits(clocks));
     for case in left_out {
         note(&format!(
             "left out, since its times cannot be shortened: {} {} {}",
-            case.id, case.carrier, case.what
+            case.id, case.transport_mode, case.what
         ));
     }
     if cases.is_empty() {
@@ -199,7 +199,7 @@ fn list(cases: &[&Case]) -> String {
         let seconds = case.about.as_secs();
         format!(
             "{}  {:<4}  {:<44} some {seconds} s\n",
-            case.id, case.carrier, case.what
+            case.id, case.transport_mode, case.what
         )
     };
     cases
@@ -219,10 +219,7 @@ fn introduction(plan: &Plan) -> String {
         plan.jobs,
         plan.clocks.describe()
     );
-    let idles = plan
-        .cases
-        .iter()
-        .filter(|case| case.weight == Weight::Idles);
+    let idles = plan.cases.iter().filter(|case| case.cost == Cost::Idle);
     if let (Some(longest), Clocks::Full) = (idles.map(|case| case.about).max(), plan.clocks) {
         text.push_str(&format!(
             "\nF32 takes {} minutes, and runs beside the others",
@@ -233,7 +230,7 @@ fn introduction(plan: &Plan) -> String {
 }
 
 /// Runs the plan; tells what was done, and whether Ctrl-C ended it.
-async fn with_progress(plan: &Plan, began: Instant) -> Result<(Vec<Done>, bool)> {
+async fn with_progress(plan: &Plan, began: Instant) -> Result<(Vec<FinishedRun>, bool)> {
     let stop = CancellationToken::new();
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for Ctrl-C")?;
     let mut terminate = signal(SignalKind::terminate()).context("listen for TERM")?;
@@ -261,7 +258,7 @@ async fn with_progress(plan: &Plan, began: Instant) -> Result<(Vec<Done>, bool)>
             note(&lock(&shown).beat());
         }
     });
-    let done = run(plan, &stop, |news| lock(&progress).take(&news)).await;
+    let done = run(plan, &stop, |event| lock(&progress).take(&event)).await;
     Ok((done, stop.is_cancelled()))
 }
 
@@ -273,10 +270,10 @@ struct Progress {
 }
 
 impl Progress {
-    fn take(&mut self, news: &News<'_>) {
-        match news {
-            News::Began(case, seed) => self.running.push(name(case, *seed)),
-            News::Ended(done) => {
+    fn take(&mut self, event: &RunEvent<'_>) {
+        match event {
+            RunEvent::Began(case, seed) => self.running.push(name(case, *seed)),
+            RunEvent::Ended(done) => {
                 let ended = name(done.case, done.seed);
                 self.running.retain(|running| *running != ended);
                 self.ended += 1;
@@ -285,16 +282,16 @@ impl Progress {
         }
     }
 
-    fn line(&self, done: &Done) -> String {
+    fn line(&self, done: &FinishedRun) -> String {
         let verdict = done.verdict();
         let mut line = format!(
             "[{:>3} of {}, {:>4} s] {:<4} {} {} seed {}: {} in {:.0} s",
             self.ended,
             self.runs,
             self.began.elapsed().as_secs(),
-            verdict_word(verdict),
+            verdict_label(verdict),
             done.case.id,
-            done.case.carrier,
+            done.case.transport_mode,
             done.seed,
             done.case.what,
             done.took.as_secs_f64()
@@ -325,7 +322,10 @@ impl Progress {
 }
 
 fn name(case: &Case, seed: u64) -> String {
-    format!("{} {} \"{}\" seed {seed}", case.id, case.carrier, case.what)
+    format!(
+        "{} {} \"{}\" seed {seed}",
+        case.id, case.transport_mode, case.what
+    )
 }
 
 fn write_markdown(file: &Path, table: &Table, machine: &str, plan: &Plan) -> Result<()> {

@@ -39,7 +39,7 @@ pub enum Bound {
     Growth(f64),
     /// It has to be so.
     Holds,
-    /// Told for information only.
+    /// Reported for information only.
     Nothing,
 }
 
@@ -66,7 +66,7 @@ pub enum Value {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// There was no bound.
-    Told,
+    Info,
     /// Within the bound.
     Pass,
     /// Within the bound as it is on this machine, and not within that of the reference machine.
@@ -87,7 +87,11 @@ impl Findings {
     }
 
     /// Adds a time that has no bound.
-    pub(super) fn told(&mut self, what: impl Into<String>, measured: Result<Duration, Duration>) {
+    pub(super) fn observed(
+        &mut self,
+        what: impl Into<String>,
+        measured: Result<Duration, Duration>,
+    ) {
         self.push(what, Bound::Nothing, took(measured));
     }
 
@@ -102,7 +106,7 @@ impl Findings {
     }
 
     /// Adds a number that has no bound.
-    pub(super) fn told_count(&mut self, what: impl Into<String>, count: u64) {
+    pub(super) fn observed_count(&mut self, what: impl Into<String>, count: u64) {
         self.push(what, Bound::Nothing, Value::Count(count));
     }
 
@@ -133,12 +137,12 @@ impl Findings {
     }
 
     /// Adds streams that have to have arrived whole and equal, or to have been cut for both ends to see.
-    pub(super) fn equal_or_told<'a>(
+    pub(super) fn equal_or_reset<'a>(
         &mut self,
         what: impl Into<String>,
         ends: impl IntoIterator<Item = &'a FlowEnd>,
     ) {
-        self.streams(what, ends, FlowEnd::untold);
+        self.streams(what, ends, FlowEnd::unreported_loss);
     }
 
     fn streams<'a>(
@@ -166,7 +170,7 @@ impl Measure {
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let is_good = match (self.bound, &self.value) {
-            (Bound::Nothing, _) => return Verdict::Told,
+            (Bound::Nothing, _) => return Verdict::Info,
             (Bound::Within(bound), Value::Took(took)) if *took > bound => {
                 return if *took <= scaled(bound) {
                     Verdict::Stretched
@@ -249,18 +253,18 @@ mod tests {
 
     #[test]
     fn what_never_happened_is_a_miss_and_information_never_is() {
-        let mut found = Findings::default();
+        let mut findings = Findings::default();
         let second = Duration::from_secs(1);
-        found.within("served", second, Err(second / 2));
-        found.within("served", second, Ok(second / 2));
-        found.at_least("share", 0.5, 0.49);
-        found.at_most("failed", 0, 0);
-        found.holds("same", false, || "1 -> 2".into());
-        found.told("quiet", Err(second));
-        let verdicts: Vec<_> = found.measures.iter().map(Measure::verdict).collect();
-        use Verdict::{Miss, Pass, Told};
-        assert_eq!(verdicts, [Miss, Pass, Miss, Pass, Miss, Told]);
-        assert_eq!(found.measures[0].value.to_string(), "not in 0.50 s");
-        assert_eq!(found.measures[2].bound.to_string(), ">= 50 %");
+        findings.within("served", second, Err(second / 2));
+        findings.within("served", second, Ok(second / 2));
+        findings.at_least("share", 0.5, 0.49);
+        findings.at_most("failed", 0, 0);
+        findings.holds("same", false, || "1 -> 2".into());
+        findings.observed("quiet", Err(second));
+        let verdicts: Vec<_> = findings.measures.iter().map(Measure::verdict).collect();
+        use Verdict::{Info, Miss, Pass};
+        assert_eq!(verdicts, [Miss, Pass, Miss, Pass, Miss, Info]);
+        assert_eq!(findings.measures[0].value.to_string(), "not in 0.50 s");
+        assert_eq!(findings.measures[2].bound.to_string(), ">= 50 %");
     }
 }

@@ -12,21 +12,21 @@ use tokio::time::{Instant, interval, sleep, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::findings::Findings;
-use super::reach::{Asked, Asker, Fate};
-use super::stack::{Holds, Stack};
+use super::node_client::{RequestOutcome, Requester, TimedOutcome};
+use super::stack::{ProcessUsage, Stack};
 use super::{Run, spawn};
 use crate::eventually::scaled;
-use crate::link::{Script, Way};
+use crate::link::{Script, TrafficClass};
 
 /// Up and down, with requests while it is up and a stream through it all.
 pub(super) async fn flapping(run: Run) -> Result<Findings> {
     let clocks = run.clocks;
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let mut stack = Stack::up(run).await?;
     let half = clocks.time(HALF);
     // Not divided by ten: a tenth of the times would show little of what grows.
     let length = clocks.pick(LENGTH, LENGTH_SHORT);
-    let pipe = stack.reach.talk().await?;
+    let pipe = stack.node_client.talk().await?;
     let rewrites = Rewrites::watch(stack.known_nodes());
     let logged = lines(&mut stack);
     let mut samples = Vec::new();
@@ -35,34 +35,37 @@ pub(super) async fn flapping(run: Run) -> Result<Findings> {
     let began = Instant::now();
     stack
         .link
-        .run(Script::flapping(Way::ALL, half, half, times));
+        .run(Script::flapping(TrafficClass::ALL, half, half, times));
     for round in 0..times {
         let up = began + half * 2 * round;
         sleep_until(up).await;
-        ups.spend(&stack.reach.asker, up, up + half).await;
+        ups.spend(&stack.node_client.requester, up, up + half).await;
         samples.push((began.elapsed(), Sample::take(&mut stack).await?));
     }
     sleep_until(began + half * 2 * times).await;
     let now = lines(&mut stack);
-    ups.conclude(&mut found);
-    grown(&samples, length, &mut found);
+    ups.report(&mut findings);
+    grown(&samples, length, &mut findings);
     let most = length.as_secs().div_ceil(10);
-    found.at_most("rewrites of the known nodes", most, rewrites.count());
-    found.at_most(
+    findings.at_most("rewrites of the known nodes", most, rewrites.count());
+    findings.at_most(
         "server's log lines, but access records",
         most,
         now[0] - logged[0],
     );
-    found.at_most("agent's log lines", most, now[1] - logged[1]);
+    findings.at_most("agent's log lines", most, now[1] - logged[1]);
     let made = stack
         .server_metric("tunnel_server_handshakes_total")
         .await?;
-    found.told_count("sessions made, all in all", whole(made));
+    findings.observed_count("sessions made, all in all", whole(made));
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal_or_told("stream through it all: bytes equal, or the cut told", &ends);
-    stack.reach.asker.ready().await?;
-    stack.reach.conclude(&mut found);
-    Ok(found)
+    findings.equal_or_reset(
+        "stream through it all: bytes equal, or the reset reported",
+        &ends,
+    );
+    stack.node_client.requester.ready().await?;
+    stack.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 /// The times in which the link was up.
@@ -79,10 +82,10 @@ struct Ups {
 
 impl Ups {
     /// Waits until the node serves; from then on every request has to be.
-    async fn spend(&mut self, asker: &Asker, up: Instant, down: Instant) {
+    async fn spend(&mut self, requester: &Requester, up: Instant, down: Instant) {
         self.all += 1;
         let last = down - (down - up) / 5;
-        let Ok(served) = asker.serving(up, last - up).await else {
+        let Ok(served) = requester.serving(up, last - up).await else {
             return;
         };
         self.served += 1;
@@ -93,24 +96,24 @@ impl Ups {
             if Instant::now() >= last {
                 return;
             }
-            let Asked { fate, took } = asker.ask(down - up).await;
+            let TimedOutcome { outcome, took } = requester.ask(down - up).await;
             if Instant::now() >= down {
                 self.overtaken += 1;
                 return;
             }
             self.inside += 1;
-            if fate != Fate::Served {
-                self.failed.push(format!("{fate} after {took:?}"));
+            if outcome != RequestOutcome::Served {
+                self.failed.push(format!("{outcome} after {took:?}"));
             }
         }
     }
 
-    fn conclude(&self, found: &mut Findings) {
-        found.told_count("times the link was up", self.all);
-        found.told_count("of these with a request served", self.served);
-        found.told("slowest first answer in these", Ok(self.slowest));
-        found.told_count("requests after the first answer", self.inside);
-        found.holds(
+    fn report(&self, findings: &mut Findings) {
+        findings.observed_count("times the link was up", self.all);
+        findings.observed_count("of these with a request served", self.served);
+        findings.observed("slowest first answer in these", Ok(self.slowest));
+        findings.observed_count("requests after the first answer", self.inside);
+        findings.holds(
             "all of them served",
             self.inside > 0 && self.failed.is_empty(),
             || {
@@ -119,7 +122,7 @@ impl Ups {
                 format!("{failed} of {inside} not: {}", shown.join(", "))
             },
         );
-        found.told_count("further ones, overtaken by the next down", self.overtaken);
+        findings.observed_count("further ones, overtaken by the next down", self.overtaken);
     }
 }
 
@@ -128,8 +131,8 @@ impl Ups {
 struct Sample {
     sessions: u64,
     streams: u64,
-    server: Holds,
-    agent: Holds,
+    server: ProcessUsage,
+    agent: ProcessUsage,
 }
 
 impl Sample {
@@ -139,15 +142,15 @@ impl Sample {
         Ok(Self {
             sessions: whole(stack.server_metric("tunnel_server_agents").await?),
             streams: whole(stack.server_metric("tunnel_server_streams_open").await?),
-            server: Holds::at_rest(server.context("the server has ended")?).await?,
-            agent: Holds::at_rest(agent).await?,
+            server: ProcessUsage::sample_min(server.context("the server has ended")?).await?,
+            agent: ProcessUsage::sample_min(agent).await?,
         })
     }
 }
 
 /// Compares the most of the first half with the least of the end: what leaks goes on to grow, while sessions that are being
 /// dialled or retired come and go with the link, and an allocator takes a minute or two to have its arenas.
-fn grown(samples: &[(Duration, Sample)], length: Duration, found: &mut Findings) {
+fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findings) {
     let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
         let values = |within: fn(Duration, Duration) -> bool| {
             let samples = samples.iter().filter(move |(at, _)| within(*at, length));
@@ -155,7 +158,7 @@ fn grown(samples: &[(Duration, Sample)], length: Duration, found: &mut Findings)
         };
         let before = values(|at, length| at < length / 2).max();
         let last = values(|at, length| at + (length / PARTS).max(PART_LEAST) >= length).min();
-        found.growth(what, factor, (before.unwrap_or(0), last.unwrap_or(0)));
+        findings.growth(what, factor, (before.unwrap_or(0), last.unwrap_or(0)));
     };
     compare("sessions, first half and last minute", 1.0, |sample| {
         sample.sessions

@@ -217,13 +217,13 @@ impl FlowEnd {
         }
     }
 
-    fn cut_by(&mut self, told: Option<io::ErrorKind>) {
+    fn cut_by(&mut self, peer_reset: Option<io::ErrorKind>) {
         if let (
             Some(Read {
                 cut: cut @ None, ..
             }),
             Some(kind),
-        ) = (&mut self.read, told)
+        ) = (&mut self.read, peer_reset)
         {
             *cut = Some(kind);
         }
@@ -243,7 +243,7 @@ impl FlowEnd {
     }
 
     /// What is wrong, when bytes are missing or false and nothing said so: a cut with the right bytes before it is told.
-    pub(super) fn untold(&self) -> Option<String> {
+    pub(super) fn unreported_loss(&self) -> Option<String> {
         match &self.read {
             Some(Read {
                 digest,
@@ -395,7 +395,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(5);
 
     #[tokio::test]
-    async fn equal_streams_are_equal_and_an_amount_is_kept() {
+    async fn equal_streams_are_equal_and_an_amount_is_respected() {
         let (near, far) = duplex(4096);
         let flow = Flow::start(near, far, 7, Load::Exactly(100_001));
         let end = flow.finish("x", PATIENCE).await;
@@ -405,22 +405,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn truncation_is_unequal_and_not_told() {
+    async fn truncation_is_unequal_and_unreported() {
         let (near, far) = duplex(4096);
         let flow = Flow::start(near, far.take(10), 7, Load::Exactly(1000));
         let end = flow.finish("x", PATIENCE).await;
-        assert!(end.unequal().is_some() && end.untold().is_some(), "{end}");
+        assert!(
+            end.unequal().is_some() && end.unreported_loss().is_some(),
+            "{end}"
+        );
     }
 
     #[tokio::test]
-    async fn a_cut_behind_right_bytes_is_told() {
+    async fn a_cut_behind_right_bytes_is_reported() {
         let (near, far) = duplex(4096);
         let cut = Cut(far.take(10));
         let end = Flow::start(near, cut, 7, Load::Exactly(1000))
             .finish("x", PATIENCE)
             .await;
         assert!(end.unequal().is_some(), "{end}");
-        assert_eq!(end.untold(), None);
+        assert_eq!(end.unreported_loss(), None);
     }
 
     /// Ends in a reset in place of a clean end.

@@ -9,9 +9,9 @@ use super::flow::Load;
 use super::pipe::Loads;
 use super::plain;
 use super::site::Site;
-use super::{Carrier, Run};
+use super::{Run, TransportMode};
 use crate::eventually::scaled;
-use crate::link::{Impairment, Way};
+use crate::link::{Impairment, TrafficClass};
 
 /// What the path does to packets.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,7 +30,7 @@ pub(super) enum Spoil {
 
 /// A transfer of the same size in both directions at once.
 pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let amount = run.clocks.pick(AMOUNT_FULL, AMOUNT_SHORT);
     let path = spoil.path();
     let begins_with = match spoil {
@@ -38,41 +38,44 @@ pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
         Spoil::Lose(_) | Spoil::Reorder | Spoil::Duplicate | Spoil::Corrupt => path.clone(),
     };
     let site = Site::up_over(run, begins_with).await?;
-    site.link.set(Way::ALL, path.clone());
+    site.link.set(TrafficClass::ALL, path.clone());
     let before = site.ids();
-    let pipe = site.reach.pipe(Loads::both(Load::Exactly(amount))).await?;
+    let pipe = site
+        .node_client
+        .pipe(Loads::both(Load::Exactly(amount)))
+        .await?;
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal_or_told("bytes equal, or the cut told", &ends);
+    findings.equal_or_reset("bytes equal, or the cut told", &ends);
     let after = site.ids();
-    found.holds("session survives", before == after, || {
+    findings.holds("session survives", before == after, || {
         format!("sessions {before:?}, then {after:?}")
     });
-    site.reach.asker.served().await?;
-    site.reach.conclude(&mut found);
+    site.node_client.requester.served().await?;
+    site.node_client.report(&mut findings);
     drop(site);
     let whole = ends.iter().all(|end| end.hashed() == amount);
-    found.holds("transfer completes", whole, || {
+    findings.holds("transfer completes", whole, || {
         let ends: Vec<_> = ends.iter().map(ToString::to_string).collect();
         ends.join("; ")
     });
     let took = ends.map(|end| end.took);
-    found.told("transfer took", Ok(took[0].max(took[1])));
-    if spoil == Spoil::Lose(COMPARED) && run.carrier == Carrier::Quic {
+    findings.observed("transfer took", Ok(took[0].max(took[1])));
+    if spoil == Spoil::Lose(COMPARED) && run.transport_mode == TransportMode::Quic {
         let plain = plain::transfer(path, run.seed, amount, scaled(FINISH)).await?;
-        found.equal("plain quinn's bytes equal", &plain);
+        findings.equal("plain quinn's bytes equal", &plain);
         for (direction, ours, theirs) in [
             ("edge", took[0], plain[0].took),
             ("cloud", took[1], plain[1].took),
         ] {
             let share = theirs.as_secs_f64() / ours.as_secs_f64();
-            found.at_least(
+            findings.at_least(
                 format!("goodput to the {direction}, of plain quinn's"),
                 LEAST,
                 share,
             );
         }
     }
-    Ok(found)
+    Ok(findings)
 }
 
 impl Spoil {

@@ -8,18 +8,18 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::findings::Findings;
 use super::site::Site;
 use super::watch::until;
-use super::{Carrier, Run};
+use super::{Run, TransportMode};
 use crate::eventually::scaled;
-use crate::link::{Impairment, Way};
+use crate::link::{Impairment, TrafficClass};
 
 /// F05: everything is lost for a second, under a stream.
 pub(super) async fn brief(run: Run) -> Result<Findings> {
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let site = Site::up(run).await?;
-    let pipe = site.reach.talk().await?;
+    let pipe = site.node_client.talk().await?;
     let before = site.ids();
     pipe.forget_stalls();
-    site.link.set(Way::ALL, Impairment::black_hole());
+    site.link.set(TrafficClass::ALL, Impairment::black_hole());
     sleep(run.clocks.time(BRIEF)).await;
     site.link.heal();
     pipe.mark();
@@ -27,38 +27,41 @@ pub(super) async fn brief(run: Run) -> Result<Findings> {
     // A second one would be dialled within that time, if at all.
     sleep(run.clocks.time(BRIEF)).await;
     let bound = run.clocks.bound(Duration::from_millis(1500));
-    found.within("stall of a stream", bound, Ok(pipe.stall()));
+    findings.within("stall of a stream", bound, Ok(pipe.stall()));
     let after = site.ids();
-    found.holds("same session before and after", before == after, || {
+    findings.holds("same session before and after", before == after, || {
         format!("sessions {before:?}, then {after:?}")
     });
-    found.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
-    site.reach.asker.served().await?;
-    site.reach.conclude(&mut found);
-    Ok(found)
+    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+    site.node_client.requester.served().await?;
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 /// F06: everything is lost for 30 s, with a stream open or without.
 pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
     let clocks = run.clocks;
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let site = Site::up(run).await?;
     let pipe = match busy {
-        true => Some(site.reach.talk().await?),
+        true => Some(site.node_client.talk().await?),
         false => None,
     };
     let began = Instant::now();
-    site.link.set(Way::ALL, Impairment::black_hole());
+    site.link.set(TrafficClass::ALL, Impairment::black_hole());
     let heals = began + clocks.time(LONG);
     let suspect_after = if busy { SUSPECT_BUSY } else { SUSPECT_IDLE };
     let suspected = site.server_suspects(began, heals - began).await;
-    found.within(
+    findings.within(
         "server suspects the agent",
         clocks.bound(suspect_after),
         suspected,
     );
     let every = clocks.time(ASK_EVERY);
-    site.reach.asker.refused(heals, every, &mut found).await;
+    site.node_client
+        .requester
+        .refused(heals, every, &mut findings)
+        .await;
     sleep_until(heals).await;
     site.link.heal();
     let healed = Instant::now();
@@ -68,47 +71,49 @@ pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
         Some(pipe.resumed(scaled(GIVE_UP)).await)
     };
     let (served, resumed) = tokio::join!(
-        site.reach.asker.serving_on(healed, scaled(GIVE_UP)),
+        site.node_client
+            .requester
+            .serving_on(healed, scaled(GIVE_UP)),
         streams
     );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    found.within("new requests served for good after the heal", bound, served);
+    findings.within("new requests served for good after the heal", bound, served);
     if let (Some(resumed), Some(pipe)) = (resumed, pipe) {
         let bound = clocks.bound(Duration::from_secs(35));
-        found.within("streams go on after the heal", bound, resumed);
-        found.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+        findings.within("streams go on after the heal", bound, resumed);
+        findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
     }
-    site.reach.conclude(&mut found);
-    Ok(found)
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 /// F08: everything is lost one way, without streams.
-pub(super) async fn one_way(run: Run, way: Way) -> Result<Findings> {
-    silence(run, way, false).await
+pub(super) async fn one_way(run: Run, class: TrafficClass) -> Result<Findings> {
+    silence(run, class, false).await
 }
 
 /// F09: a connection whose packets no longer arrive, with a stream open or without.
 pub(super) async fn half_open(run: Run, busy: bool) -> Result<Findings> {
-    let way = match run.carrier {
-        Carrier::Quic => Way::UDP,
-        Carrier::H2 => Way::TCP,
-        Carrier::Auto => Way::ALL,
+    let class = match run.transport_mode {
+        TransportMode::Quic => TrafficClass::UDP,
+        TransportMode::H2 => TrafficClass::TCP,
+        TransportMode::Auto => TrafficClass::ALL,
     };
-    silence(run, way, busy).await
+    silence(run, class, busy).await
 }
 
 /// Both ends come to think that the other is suspect, then dead.
-async fn silence(run: Run, way: Way, busy: bool) -> Result<Findings> {
+async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> {
     let clocks = run.clocks;
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let site = Site::up(run).await?;
     let pipe = match busy {
-        true => Some(site.reach.talk().await?),
+        true => Some(site.node_client.talk().await?),
         false => None,
     };
     let old = *site.ids().first().context("no session")?;
     let began = Instant::now();
-    site.link.set(way, Impairment::black_hole());
+    site.link.set(class, Impairment::black_hole());
     let (suspect, dead) = (
         clocks.bound(if busy { SUSPECT_BUSY } else { SUSPECT_IDLE }),
         clocks.bound(DEAD),
@@ -120,22 +125,26 @@ async fn silence(run: Run, way: Way, busy: bool) -> Result<Findings> {
         site.server_lost(old, began, patience),
         site.agent_lost(began, patience),
     );
-    found.within("server suspects the agent", suspect, server_suspects);
-    found.within("agent suspects the server", suspect, agent_suspects);
-    found.within("server lets the dead session go", dead, server_lost);
-    found.within("agent lets the dead session go", dead, agent_lost);
+    findings.within("server suspects the agent", suspect, server_suspects);
+    findings.within("agent suspects the server", suspect, agent_suspects);
+    findings.within("server lets the dead session go", dead, server_lost);
+    findings.within("agent lets the dead session go", dead, agent_lost);
     if let Some(pipe) = pipe {
-        let told = until(Instant::now(), scaled(FINISH), async || pipe.has_ended()).await;
-        found.told("stream's cut told after that", told);
+        let observed = until(Instant::now(), scaled(FINISH), async || pipe.has_ended()).await;
+        findings.observed("stream's reset reported after that", observed);
         let ends = pipe.finish(scaled(FINISH)).await;
-        found.equal_or_told("stream's bytes equal, or the cut told", &ends);
+        findings.equal_or_reset("stream's bytes equal, or the cut told", &ends);
     }
     site.link.heal();
     let healed = Instant::now();
-    let served = site.reach.asker.serving(healed, scaled(GIVE_UP)).await;
-    found.told("served after the heal", served);
-    site.reach.conclude(&mut found);
-    Ok(found)
+    let served = site
+        .node_client
+        .requester
+        .serving(healed, scaled(GIVE_UP))
+        .await;
+    findings.observed("served after the heal", served);
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 const BRIEF: Duration = Duration::from_secs(1);

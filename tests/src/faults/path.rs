@@ -8,11 +8,11 @@ use tokio::time::{Instant, sleep};
 
 use super::findings::Findings;
 use super::flow::Load;
+use super::node_client::NODE;
 use super::pipe::{Loads, Pipe};
-use super::reach::NODE;
 use super::site::Site;
 use super::watch::{node_status, until};
-use super::{Carrier, Run};
+use super::{Run, TransportMode};
 use crate::eventually::scaled;
 
 /// What happens to the path.
@@ -27,16 +27,16 @@ pub(super) enum Shift {
 /// F15 and F16 on either transport.
 pub(super) async fn shifted(run: Run, shift: Shift) -> Result<Findings> {
     let site = Site::up(run).await?;
-    match run.carrier {
-        Carrier::Quic | Carrier::Auto => over_quic(run, shift, &site).await,
-        Carrier::H2 => over_tcp(run, shift, &site).await,
+    match run.transport_mode {
+        TransportMode::Quic | TransportMode::Auto => over_quic(run, shift, &site).await,
+        TransportMode::H2 => over_tcp(run, shift, &site).await,
     }
 }
 
 /// The session goes on.
 async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
-    let mut found = Findings::default();
-    let pipe = site.reach.talk().await?;
+    let mut findings = Findings::default();
+    let pipe = site.node_client.talk().await?;
     let before = site.ids();
     let mut worst = Duration::ZERO;
     for round in 0..ROUNDS {
@@ -45,21 +45,21 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
         settle(&pipe).await;
         worst = worst.max(pipe.stall());
         if let Some(address) = address {
-            shown(site, address, &mut found).await;
+            shown(site, address, &mut findings).await;
         }
     }
     let bound = run.clocks.bound(STALL);
-    found.within(
+    findings.within(
         "stall of a stream with data from the agent",
         bound,
         Ok(worst),
     );
-    found.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
     let quiet = Loads {
         to_edge: Load::Paced,
         to_cloud: Load::Quiet,
     };
-    let pipe = site.reach.pipe(quiet).await?;
+    let pipe = site.node_client.pipe(quiet).await?;
     until_received(&pipe).await?;
     pipe.to_edge.mark();
     shift.happen(site, run.seed, ROUNDS);
@@ -69,22 +69,22 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let resumed = resumed
         .await
         .and_then(|_| pipe.to_edge.resumed().ok_or(GIVE_UP));
-    found.told("stall when the agent has nothing to say", resumed);
+    findings.observed("stall when the agent has nothing to say", resumed);
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal("that stream's bytes equal", &ends);
+    findings.equal("that stream's bytes equal", &ends);
     let after = site.ids();
-    found.holds("same session before and after", before == after, || {
+    findings.holds("same session before and after", before == after, || {
         format!("sessions {before:?}, then {after:?}")
     });
-    site.reach.asker.served().await?;
-    site.reach.conclude(&mut found);
-    Ok(found)
+    site.node_client.requester.served().await?;
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 /// The connection is lost, and another one made.
 async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
-    let mut found = Findings::default();
-    let pipe = site.reach.talk().await?;
+    let mut findings = Findings::default();
+    let pipe = site.node_client.talk().await?;
     let before = site.ids();
     let address = shift.happen(site, run.seed, 0);
     let began = Instant::now();
@@ -92,23 +92,28 @@ async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     // The server may not have seen the reset when the first request comes: a new session is what is waited for.
     let renewed = async || site.ids().iter().any(|id| !before.contains(id));
     let served = match until(began, scaled(GIVE_UP), renewed).await {
-        Ok(_) => site.reach.asker.serving(began, scaled(GIVE_UP)).await,
+        Ok(_) => {
+            site.node_client
+                .requester
+                .serving(began, scaled(GIVE_UP))
+                .await
+        }
         Err(waited) => Err(waited),
     };
     let bound = run.clocks.connect_bound(Duration::from_secs(3));
-    found.within("reconnected and served", bound, served);
+    findings.within("reconnected and served", bound, served);
     if let Some(address) = address {
-        shown(site, address, &mut found).await;
+        shown(site, address, &mut findings).await;
     }
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal_or_told("stream's bytes equal, or the cut told", &ends);
-    let pipe = site.reach.talk().await.context("after the reset")?;
-    found.equal(
+    findings.equal_or_reset("stream's bytes equal, or the cut told", &ends);
+    let pipe = site.node_client.talk().await.context("after the reset")?;
+    findings.equal(
         "next stream's bytes equal",
         &pipe.finish(scaled(FINISH)).await,
     );
-    site.reach.conclude(&mut found);
-    Ok(found)
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 impl Shift {
@@ -130,19 +135,19 @@ impl Shift {
 }
 
 /// `/nodes` tells the new address, of the same node.
-async fn shown(site: &Site, address: IpAddr, found: &mut Findings) {
-    let meta = site.world.bound().meta;
-    let told = async || match node_status(meta, NODE).await {
+async fn shown(site: &Site, address: IpAddr, findings: &mut Findings) {
+    let meta = site.env.bound().meta;
+    let observed = async || match node_status(meta, NODE).await {
         Ok(node) => node["address"].as_str().unwrap_or("nothing").to_owned(),
         Err(error) => error.to_string(),
     };
     let shows = async || {
-        let shown: Option<SocketAddr> = told().await.parse().ok();
+        let shown: Option<SocketAddr> = observed().await.parse().ok();
         shown.is_some_and(|shown| shown.ip() == address)
     };
     let shown = until(Instant::now(), scaled(SHOWN), shows).await;
-    let last = told().await;
-    found.holds(
+    let last = observed().await;
+    findings.holds(
         format!("nodes shows {NODE} at its new address"),
         shown.is_ok(),
         || format!("{last}, not {address}"),

@@ -41,17 +41,17 @@ pub(super) struct Pipe {
 }
 
 impl Pipe {
-    /// Opens a stream through the service at `door` to the target that listens.
+    /// Opens a stream through the service at `endpoint` to the target that listens.
     ///
     /// # Errors
     /// It does not come through.
     pub(super) async fn open(
-        door: SocketAddr,
+        endpoint: SocketAddr,
         target: &TcpListener,
         seed: u64,
         loads: Loads,
     ) -> Result<Self> {
-        let opened = timeout(scaled(OPEN), connect(door, target, seed)).await;
+        let opened = timeout(scaled(OPEN), connect(endpoint, target, seed)).await;
         let (caller, target) = opened.context("no stream in time")??;
         let (from_caller, to_caller) = caller.into_split();
         let (from_target, to_target) = target.into_split();
@@ -126,11 +126,11 @@ impl Pipe {
 }
 
 async fn connect(
-    door: SocketAddr,
+    endpoint: SocketAddr,
     target: &TcpListener,
     seed: u64,
 ) -> Result<(TcpStream, TcpStream)> {
-    let mut caller = TcpStream::connect(door).await.context("connect")?;
+    let mut caller = TcpStream::connect(endpoint).await.context("connect")?;
     prepare(&caller)?;
     // The target may still hold connections of streams that nobody waits for any more.
     let mine = (seed ^ u64::from(caller.local_addr()?.port()).rotate_left(32)).to_be_bytes();

@@ -13,7 +13,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tunnel_proto::transport::CongestionControl;
 
 use super::flow::{Flow, FlowEnd, Load};
-use crate::link::{Impairment, Link, Way};
+use crate::link::{Impairment, Link, TrafficClass};
 
 /// Moves the amount in both directions at once over one stream, as the tunnel does: the end that accepts connections
 /// opens it. A link of its own, with the same seed.
@@ -40,7 +40,7 @@ pub(super) async fn transfer(
     let cloud = endpoint(Some(server))?;
     let edge = endpoint(None)?;
     let link = Link::start(cloud.local_addr()?, seed)?;
-    link.set(Way::ALL, path);
+    link.set(TrafficClass::ALL, path);
     let connecting = edge.connect_with(client, link.addr(), NAME)?;
     let accepting = async {
         let incoming = cloud.accept().await.context("the endpoint is closed")?;

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::findings::{Findings, Measure, Verdict};
-use super::{Case, Clocks, Run, Weight};
+use super::{Case, Clocks, Cost, Run};
 use crate::eventually::scaled;
 
 /// What is to be run.
@@ -28,7 +28,7 @@ pub struct Plan {
 
 /// A run that has ended.
 #[derive(Debug)]
-pub struct Done {
+pub struct FinishedRun {
     /// What was run.
     pub case: &'static Case,
     /// With which seed.
@@ -41,11 +41,11 @@ pub struct Done {
 
 /// What happens during [`run`].
 #[derive(Debug)]
-pub enum News<'a> {
+pub enum RunEvent<'a> {
     /// A run has begun.
     Began(&'static Case, u64),
     /// A run has ended.
-    Ended(&'a Done),
+    Ended(&'a FinishedRun),
 }
 
 impl Plan {
@@ -61,12 +61,12 @@ impl Plan {
         let mut runs: Vec<_> = seeds
             .flat_map(|seed| self.cases.iter().map(|case| (*case, *seed)))
             .collect();
-        runs.sort_by_key(|(case, _)| (case.weight != Weight::Idles, std::cmp::Reverse(case.about)));
+        runs.sort_by_key(|(case, _)| (case.cost != Cost::Idle, std::cmp::Reverse(case.about)));
         runs
     }
 }
 
-impl Done {
+impl FinishedRun {
     /// The worst of its measures; a run without is a miss.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
@@ -82,18 +82,18 @@ impl Done {
 pub async fn run(
     plan: &Plan,
     stop: &CancellationToken,
-    mut tell: impl FnMut(News<'_>),
-) -> Vec<Done> {
-    let places = Arc::new(Places {
+    mut on_event: impl FnMut(RunEvent<'_>),
+) -> Vec<FinishedRun> {
+    let permits = Arc::new(RunPermits {
         all: Semaphore::new(plan.jobs),
         works: Semaphore::new(plan.clocks.pick(WORKERS, WORKERS_SHORT).min(plan.jobs)),
     });
     let (begin, mut begun) = mpsc::channel(plan.runs().max(1));
     let mut runs = JoinSet::new();
     for (case, seed) in plan.order() {
-        let (places, begin, clocks) = (places.clone(), begin.clone(), plan.clocks);
+        let (permits, begin, clocks) = (permits.clone(), begin.clone(), plan.clocks);
         runs.spawn(async move {
-            let _place = places.take(case.weight).await;
+            let _permits = permits.acquire_for(case.cost).await;
             // The receiver is gone only when nobody listens any more.
             let _nobody_listens = begin.send((case, seed)).await;
             one(case, seed, clocks).await
@@ -108,11 +108,11 @@ pub async fn run(
                 runs.shutdown().await;
                 return done;
             }
-            Some((case, seed)) = begun.recv() => tell(News::Began(case, seed)),
+            Some((case, seed)) = begun.recv() => on_event(RunEvent::Began(case, seed)),
             joined = runs.join_next() => match joined {
                 None => return done,
                 Some(Ok(one)) => {
-                    tell(News::Ended(&one));
+                    on_event(RunEvent::Ended(&one));
                     done.push(one);
                 }
                 // `one` catches what its run does; this is the runner's own panic.
@@ -122,19 +122,19 @@ pub async fn run(
     }
 }
 
-async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> Done {
+async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> FinishedRun {
     let began = Instant::now();
     let limit = scaled(case.about * 3 + LIMIT_LEAST);
     let mut running = JoinSet::new();
     running.spawn((case.run)(Run {
         seed,
         clocks,
-        limits: match case.weight {
-            Weight::Waits | Weight::Idles => clocks,
+        limits: match case.cost {
+            Cost::Timed | Cost::Idle => clocks,
             // What matters to these is QUIC's own recovery, which has no shorter clocks.
-            Weight::Works | Weight::Drags => Clocks::Full,
+            Cost::Throughput | Cost::SlowThroughput => Clocks::Full,
         },
-        carrier: case.carrier,
+        transport_mode: case.transport_mode,
     }));
     let findings = match timeout(limit, running.join_next()).await {
         Ok(Some(Ok(Ok(findings)))) => Ok(findings),
@@ -145,7 +145,7 @@ async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> Done {
     };
     // Dropping the set ends the run's tasks at their next step, which is not yet the end of its processes.
     running.shutdown().await;
-    Done {
+    FinishedRun {
         case,
         seed,
         took: began.elapsed(),
@@ -169,25 +169,25 @@ fn panic_text(panicked: tokio::task::JoinError) -> String {
 }
 
 /// What runs share.
-struct Places {
+struct RunPermits {
     all: Semaphore,
     works: Semaphore,
 }
 
-impl Places {
+impl RunPermits {
     /// Both are fair, so that runs begin in their order.
-    async fn take(&self, weight: Weight) -> Vec<tokio::sync::SemaphorePermit<'_>> {
-        let wanted = match weight {
-            Weight::Idles => &[][..],
-            Weight::Waits => &[&self.all],
-            Weight::Works | Weight::Drags => &[&self.works, &self.all],
+    async fn acquire_for(&self, cost: Cost) -> Vec<tokio::sync::SemaphorePermit<'_>> {
+        let wanted = match cost {
+            Cost::Idle => &[][..],
+            Cost::Timed => &[&self.all],
+            Cost::Throughput | Cost::SlowThroughput => &[&self.works, &self.all],
         };
-        let mut places = Vec::new();
+        let mut permits = Vec::new();
         for semaphore in wanted {
             // They are never closed.
-            places.extend(semaphore.acquire().await.ok());
+            permits.extend(semaphore.acquire().await.ok());
         }
-        places
+        permits
     }
 }
 

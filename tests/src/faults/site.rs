@@ -11,20 +11,20 @@ use tunnel_proto::wire::name::SessionId;
 use tunnel_server::config::RawService;
 use tunnel_server::routing::registry::AgentSession;
 
-use super::reach::{NODE, Reach, Targets};
+use super::node_client::{NODE, NodeClient, Targets};
 use super::watch::{metric, until};
-use super::{Carrier, Run};
+use super::{Run, TransportMode};
+use crate::env::{Agent, TestEnv};
 use crate::eventually::scaled;
-use crate::link::{Impairment, Link, Way};
-use crate::world::{Agent, World};
+use crate::link::{Impairment, Link, TrafficClass};
 
 /// A tunnel with a bad network in its middle.
 pub(super) struct Site {
     pub(super) link: Link,
-    pub(super) reach: Reach,
+    pub(super) node_client: NodeClient,
     /// Before the world in the order of drops: it ends before the server does.
     agent: Option<Agent>,
-    pub(super) world: World,
+    pub(super) env: TestEnv,
     run: Run,
 }
 
@@ -36,7 +36,7 @@ impl Site {
     pub(super) async fn prepare(run: Run) -> Result<Self> {
         let targets = Targets::start().await?;
         let port = targets.raw.local_addr()?.port();
-        let world = World::start_with(|settings| {
+        let env = TestEnv::start_with(|settings| {
             settings.services = vec![RawService {
                 name: "raw".into(),
                 listen: "127.0.0.1:0".into(),
@@ -44,17 +44,17 @@ impl Site {
                 target: port.to_string(),
                 protocol: None,
             }];
-            settings.limits = World::limits(run.limits.server_limits());
+            settings.limits = TestEnv::limits(run.limits.server_limits());
         })
         .await?;
-        let door = world.bound().http.context("no plain door")?;
-        let (_, service) = world.bound().services.first().context("no service")?;
-        let reach = Reach::new(door, *service, targets, run.seed);
+        let endpoint = env.bound().http.context("no plain door")?;
+        let (_, service) = env.bound().services.first().context("no service")?;
+        let node_client = NodeClient::new(endpoint, *service, targets, run.seed);
         Ok(Self {
-            link: Link::start(world.bound().agents, run.seed)?,
-            reach,
+            link: Link::start(env.bound().agents, run.seed)?,
+            node_client,
             agent: None,
-            world,
+            env,
             run,
         })
     }
@@ -73,7 +73,7 @@ impl Site {
     /// They are not.
     pub(super) async fn up_over(run: Run, path: Impairment) -> Result<Self> {
         let mut site = Self::prepare(run).await?;
-        site.link.set(Way::ALL, path);
+        site.link.set(TrafficClass::ALL, path);
         site.start_agent().await?;
         site.ready().await?;
         Ok(site)
@@ -84,7 +84,7 @@ impl Site {
     /// # Errors
     /// That does not come.
     pub(super) async fn ready(&self) -> Result<()> {
-        self.reach.asker.ready().await?;
+        self.node_client.requester.ready().await?;
         let is_idle = async || {
             let sessions = self.sessions();
             let mut healths = sessions.iter().map(|session| session.session.health());
@@ -110,12 +110,14 @@ impl Site {
     /// It does not start.
     pub(super) async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
         let Run {
-            limits, carrier, ..
+            limits,
+            transport_mode,
+            ..
         } = self.run;
-        let config = self.world.agent_config_with(NODE, |settings| {
+        let config = self.env.agent_config_with(NODE, |settings| {
             settings.server = vec![server.to_string()];
-            settings.transport = Some(carrier.setting().into());
-            settings.limits = World::agent_limits(limits.agent_limits());
+            settings.transport = Some(transport_mode.setting().into());
+            settings.limits = TestEnv::agent_limits(limits.agent_limits());
             settings.meta_listen = Some("127.0.0.1:0".into());
         })?;
         self.agent = Some(Agent::start(config).await?);
@@ -125,7 +127,7 @@ impl Site {
     /// The server's sessions with the agent, newest first.
     pub(super) fn sessions(&self) -> Vec<Arc<AgentSession>> {
         NODE.parse()
-            .map(|node| self.world.registry().of_node(&node))
+            .map(|node| self.env.registry().of_node(&node))
             .unwrap_or_default()
     }
 
@@ -205,7 +207,7 @@ impl Site {
     }
 }
 
-impl Carrier {
+impl TransportMode {
     /// The word of `--transport`.
     pub(super) fn setting(self) -> &'static str {
         match self {

@@ -11,7 +11,7 @@ use super::flow::{Flow, FlowEnd, Load};
 use super::pipe::{Loads, Pipe};
 use super::site::Site;
 use crate::eventually::scaled;
-use crate::link::{Impairment, Way};
+use crate::link::{Impairment, TrafficClass};
 
 /// Where a transfer goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,87 +37,87 @@ pub(super) async fn capped(
     since: Since,
     towards: Towards,
 ) -> Result<Findings> {
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let path = path(run)?;
     let small = path.clone().with_size_cap(cap);
-    let (site, pipe, clean, course) = match since {
+    let (site, pipe, clean, curve) = match since {
         Since::Start => {
             let site = Site::up_over(run, small).await?;
-            let pipe = site.reach.pipe(towards.loads()).await?;
-            let course = Course::record(&pipe, towards, run);
-            let (clean, course) = tokio::join!(clean(run, path, towards), course);
+            let pipe = site.node_client.pipe(towards.loads()).await?;
+            let curve = GoodputCurve::record(&pipe, towards, run);
+            let (clean, curve) = tokio::join!(clean(run, path, towards), curve);
             let (clean, ends) = clean?;
-            found.equal("clean transfer: bytes equal", &ends);
-            (site, pipe, clean, course)
+            findings.equal("clean transfer: bytes equal", &ends);
+            (site, pipe, clean, curve)
         }
         Since::Middle => {
             let site = Site::up_over(run, path).await?;
-            let pipe = site.reach.pipe(towards.loads()).await?;
+            let pipe = site.node_client.pipe(towards.loads()).await?;
             let clean = towards.clean_goodput(&pipe, run).await;
-            site.link.set(Way::ALL, small);
-            let course = Course::record(&pipe, towards, run).await;
-            (site, pipe, clean, course)
+            site.link.set(TrafficClass::ALL, small);
+            let curve = GoodputCurve::record(&pipe, towards, run).await;
+            (site, pipe, clean, curve)
         }
     };
     let what = format!(
         "goodput from {} s on, of the clean one",
-        course.length.as_secs()
+        curve.length.as_secs()
     );
-    let share = course.after / clean;
-    found.at_least(what, LEAST, share);
-    found.told(
+    let share = curve.after / clean;
+    findings.at_least(what, LEAST, share);
+    findings.observed(
         "below half of the clean one up to",
-        course.slow_up_to(clean * LEAST),
+        curve.slow_up_to(clean * LEAST),
     );
-    found.told("longest stall", Ok(course.stall));
+    findings.observed("longest stall", Ok(curve.stall));
     // The rate has been measured; what the buffers hold need not wait for it.
-    site.link.set(Way::ALL, Impairment::capped(cap));
+    site.link.set(TrafficClass::ALL, Impairment::capped(cap));
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal("transfer completes, bytes equal", &ends);
+    findings.equal("transfer completes, bytes equal", &ends);
     let udp = site.link.counters().udp;
     let dropped = udp.up.too_big + udp.down.too_big;
-    found.told_count("datagrams above the cap", dropped);
-    site.reach.asker.served().await?;
-    site.reach.conclude(&mut found);
-    Ok(found)
+    findings.observed_count("datagrams above the cap", dropped);
+    site.node_client.requester.served().await?;
+    site.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 /// The goodput of the same transfer without a cap, on a tunnel of its own.
 async fn clean(run: Run, path: Impairment, towards: Towards) -> Result<(f64, [FlowEnd; 2])> {
     let site = Site::up_over(run, path).await?;
-    let pipe = site.reach.pipe(towards.loads()).await?;
+    let pipe = site.node_client.pipe(towards.loads()).await?;
     let goodput = towards.clean_goodput(&pipe, run).await;
     site.link.heal();
     Ok((goodput, pipe.finish(scaled(FINISH)).await))
 }
 
 /// What a transfer did from one moment on.
-struct Course {
+struct GoodputCurve {
     /// Up to the time at which it has to have recovered.
     length: Duration,
     /// Bytes a second in each half second up to then.
-    steps: Vec<(Duration, f64)>,
+    samples: Vec<(Duration, f64)>,
     /// Bytes a second after that.
     after: f64,
     stall: Duration,
 }
 
-impl Course {
+impl GoodputCurve {
     async fn record(pipe: &Pipe, towards: Towards, run: Run) -> Self {
         let began = Instant::now();
         towards.flows(pipe).for_each(Flow::forget_stalls);
         let length = run.clocks.pick(RECOVERED, RECOVERED_SHORT);
-        let mut steps = Vec::new();
+        let mut samples = Vec::new();
         while began.elapsed() < length {
-            let step = STEP.min(length.saturating_sub(began.elapsed()));
-            let goodput = towards.goodput(pipe, step).await;
-            steps.push((began.elapsed(), goodput));
+            let sample = STEP.min(length.saturating_sub(began.elapsed()));
+            let goodput = towards.goodput(pipe, sample).await;
+            samples.push((began.elapsed(), goodput));
         }
         let after = towards.goodput(pipe, WINDOW).await;
         let stall = towards.flows(pipe).map(Flow::stall).max();
         Self {
             length,
-            steps,
+            samples,
             after,
             stall: stall.unwrap_or_default(),
         }
@@ -125,10 +125,13 @@ impl Course {
 
     /// The end of the last half second with less than that; `Err` when that was the very last.
     fn slow_up_to(&self, least: f64) -> Result<Duration, Duration> {
-        let slow = self.steps.iter().rposition(|(_, goodput)| *goodput < least);
-        match slow.and_then(|slow| Some((slow + 1, self.steps.get(slow)?.0))) {
+        let slow = self
+            .samples
+            .iter()
+            .rposition(|(_, goodput)| *goodput < least);
+        match slow.and_then(|slow| Some((slow + 1, self.samples.get(slow)?.0))) {
             None => Ok(Duration::ZERO),
-            Some((passed, end)) if passed < self.steps.len() => Ok(end),
+            Some((passed, end)) if passed < self.samples.len() => Ok(end),
             Some((_, end)) => Err(end),
         }
     }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use tokio::time::sleep;
 
-use super::reach::{NODE, Reach, Targets};
+use super::node_client::{NODE, NodeClient, Targets};
 use super::watch::{metric, node_status};
 use super::{Clocks, Run};
 use crate::link::Link;
@@ -18,7 +18,7 @@ use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSe
 
 /// A tunnel of two processes.
 pub(super) struct Stack {
-    pub(super) reach: Reach,
+    pub(super) node_client: NodeClient,
     pub(super) agent: Process,
     agent_meta: SocketAddr,
     pub(super) server: Server,
@@ -28,7 +28,7 @@ pub(super) struct Stack {
 
 /// What a process holds.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Holds {
+pub(super) struct ProcessUsage {
     pub(super) descriptors: u64,
     pub(super) threads: u64,
     /// Resident memory in KiB.
@@ -44,7 +44,7 @@ impl Stack {
         let Run {
             seed,
             limits: clocks,
-            carrier,
+            transport_mode,
             ..
         } = run;
         let scratch = ScratchDir::new()?;
@@ -72,16 +72,16 @@ impl Stack {
         let link = Link::start(server.address(Listener::Agents), seed)?;
         let setup = AgentSetup::on_loopback(NODE, link.addr(), &scratch.path().join("agent"));
         let mut agent = setup
-            .args(&["--token", &token, "--transport", carrier.setting()])
+            .args(&["--token", &token, "--transport", transport_mode.setting()])
             .args(&["--config", &agent_file.to_string_lossy()])
             .in_own_group()
             .start()?;
         let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));
         let agent_meta = agent_meta.await?;
-        let reach = Reach::new(server.address(Listener::Http), service, targets, seed);
-        reach.asker.ready().await?;
+        let node_client = NodeClient::new(server.address(Listener::Http), service, targets, seed);
+        node_client.requester.ready().await?;
         Ok(Self {
-            reach,
+            node_client,
             agent,
             agent_meta,
             server,
@@ -125,12 +125,12 @@ impl Stack {
     }
 }
 
-impl Holds {
+impl ProcessUsage {
     /// The least of several looks, since what a request leaves behind takes a moment to go.
     ///
     /// # Errors
     /// The process has ended, or this system has no `/proc`.
-    pub(super) async fn at_rest(process: u32) -> Result<Self> {
+    pub(super) async fn sample_min(process: u32) -> Result<Self> {
         let mut least = Self::now(process)?;
         for _ in 0..LOOKS {
             sleep(LOOK_EVERY).await;

@@ -22,9 +22,9 @@ pub(super) enum Who {
 /// SIGSTOP under a stream, and SIGCONT.
 pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
     let clocks = run.clocks;
-    let mut found = Findings::default();
+    let mut findings = Findings::default();
     let mut stack = Stack::up(run).await?;
-    let pipe = stack.reach.talk().await?;
+    let pipe = stack.node_client.talk().await?;
     let began = Instant::now();
     signal(&mut stack, who, Signal::Stop)?;
     let continues = began + clocks.time(STOPPED);
@@ -33,33 +33,36 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
         Who::Server => agent_suspects(&stack, began, continues).await,
     };
     let bound = clocks.bound(Duration::from_secs(5));
-    found.within("the other end suspects it", bound, suspected);
+    findings.within("the other end suspects it", bound, suspected);
     if who == Who::Agent {
-        let (asker, every) = (&stack.reach.asker, clocks.time(ASK_EVERY));
-        asker.refused(continues, every, &mut found).await;
+        let (requester, every) = (&stack.node_client.requester, clocks.time(ASK_EVERY));
+        requester.refused(continues, every, &mut findings).await;
     }
     sleep_until(continues).await;
     signal(&mut stack, who, Signal::Cont)?;
     let continued = Instant::now();
     pipe.mark();
     let (served, resumed) = tokio::join!(
-        stack.reach.asker.serving_on(continued, scaled(GIVE_UP)),
+        stack
+            .node_client
+            .requester
+            .serving_on(continued, scaled(GIVE_UP)),
         pipe.resumed(scaled(GIVE_UP))
     );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    found.within(
+    findings.within(
         "new requests served for good after it goes on",
         bound,
         served,
     );
     let bound = clocks.bound(Duration::from_secs(35));
-    found.within("streams go on after it does", bound, resumed);
+    findings.within("streams go on after it does", bound, resumed);
     // More bytes than were sent, or others, would be a delivery that happened twice.
     let ends = pipe.finish(scaled(FINISH)).await;
-    found.equal("stream's bytes equal, none twice", &ends);
-    stack.reach.asker.served().await?;
-    stack.reach.conclude(&mut found);
-    Ok(found)
+    findings.equal("stream's bytes equal, none twice", &ends);
+    stack.node_client.requester.served().await?;
+    stack.node_client.report(&mut findings);
+    Ok(findings)
 }
 
 fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::findings::{Measure, Verdict};
-use super::runner::{Done, Plan};
+use super::runner::{FinishedRun, Plan};
 use super::{CASES, Case};
 
 /// All measures of all runs that were done, in the order of the matrix.
@@ -27,7 +27,7 @@ struct Row {
 impl Table {
     /// The table of what was done of a plan.
     #[must_use]
-    pub fn new(plan: &Plan, done: &[Done]) -> Self {
+    pub fn new(plan: &Plan, done: &[FinishedRun]) -> Self {
         let head = ["id", "over", "fault", "measured", "bound", "here"];
         let seeds = plan.seeds.iter().map(|seed| format!("seed {seed}"));
         let mut table = Self {
@@ -43,8 +43,8 @@ impl Table {
             .head
             .extend(["verdict".to_owned(), "hashed".to_owned()]);
         for case in CASES {
-            let of_case = |done: &&Done| std::ptr::eq(done.case, case);
-            let runs: Vec<Option<&Done>> = plan
+            let of_case = |done: &&FinishedRun| std::ptr::eq(done.case, case);
+            let runs: Vec<Option<&FinishedRun>> = plan
                 .seeds
                 .iter()
                 .map(|seed| done.iter().filter(of_case).find(|done| done.seed == *seed))
@@ -56,7 +56,7 @@ impl Table {
         table
     }
 
-    fn add(&mut self, case: &Case, runs: &[Option<&Done>]) {
+    fn add(&mut self, case: &Case, runs: &[Option<&FinishedRun>]) {
         let mut hashed = 0;
         let mut names: Vec<&str> = Vec::new();
         let mut failures = Vec::new();
@@ -113,7 +113,7 @@ impl Table {
     fn add_measure(
         &mut self,
         case: &Case,
-        runs: &[Option<&Done>],
+        runs: &[Option<&FinishedRun>],
         measures: &[Option<&Measure>],
         first: &mut Option<u64>,
     ) {
@@ -125,13 +125,13 @@ impl Table {
         };
         let cells = measures.iter().map(cell).collect();
         let verdicts = measures.iter().flatten().map(|measure| measure.verdict());
-        let verdict = verdicts.max().unwrap_or(Verdict::Told);
+        let verdict = verdicts.max().unwrap_or(Verdict::Info);
         for (run, measure) in runs.iter().zip(measures) {
             let (Some(run), Some(measure)) = (run, measure) else {
                 continue;
             };
             match measure.verdict() {
-                Verdict::Told => {}
+                Verdict::Info => {}
                 Verdict::Pass => self.bounded += 1,
                 Verdict::Stretched => {
                     self.bounded += 1;
@@ -160,14 +160,14 @@ impl Table {
         let of_case = |text: &str| begins.map_or_else(String::new, |_| text.to_owned());
         let mut cells = vec![
             of_case(case.id),
-            of_case(&case.carrier.to_string()),
+            of_case(&case.transport_mode.to_string()),
             of_case(case.what),
             what.to_owned(),
             bound.to_owned(),
             here.to_owned(),
         ];
         cells.extend(values);
-        cells.push(verdict_word(verdict).to_owned());
+        cells.push(verdict_label(verdict).to_owned());
         cells.push(begins.map_or_else(String::new, bytes));
         self.rows.push(Row {
             cells,
@@ -257,13 +257,13 @@ fn miss(case: &Case, seed: u64, measure: &Measure) -> String {
 }
 
 fn title(case: &Case) -> String {
-    format!("{} {} ({})", case.id, case.carrier, case.what)
+    format!("{} {} ({})", case.id, case.transport_mode, case.what)
 }
 
 /// The word for a verdict.
-pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
+pub(super) fn verdict_label(verdict: Verdict) -> &'static str {
     match verdict {
-        Verdict::Told => "-",
+        Verdict::Info => "-",
         Verdict::Pass => "pass",
         Verdict::Stretched => "pass, scaled",
         Verdict::Miss => "MISS",
@@ -283,8 +283,8 @@ mod tests {
     use super::super::{Clocks, Findings};
     use super::*;
 
-    fn done(seed: u64, findings: Result<Findings, String>) -> Done {
-        Done {
+    fn done(seed: u64, findings: Result<Findings, String>) -> FinishedRun {
+        FinishedRun {
             case: &CASES[0],
             seed,
             took: Duration::ZERO,

@@ -4,9 +4,9 @@
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Datagrams.
-    pub udp: Ways,
+    pub udp: DirectionCounts,
     /// Pieces of TCP connections, as the link read them.
-    pub tcp: Ways,
+    pub tcp: DirectionCounts,
     /// Agents' UDP addresses that have a port towards the server.
     pub udp_flows: usize,
     /// TCP connections accepted from agents and still open.
@@ -17,18 +17,18 @@ pub struct Counters {
 
 /// The counts of both directions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Ways {
+pub struct DirectionCounts {
     /// From agents to the server.
     pub up: Count,
     /// From the server to agents.
     pub down: Count,
 }
 
-/// One direction of one protocol. `seen` and the duplicates are `forwarded`, `dropped` or still held.
+/// One direction of one protocol. `received` and the duplicates are `forwarded`, `dropped` or still held.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Count {
     /// What came.
-    pub seen: Tally,
+    pub received: Tally,
     /// What was sent on, with duplicates.
     pub forwarded: Tally,
     /// What vanished for whatever reason.

@@ -11,7 +11,7 @@ use super::impairment::Impairment;
 
 /// One direction of one protocol: its impairment, what it did so far, and where its random numbers stand.
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct PacketDecider {
     seed: u64,
     /// Datagrams and TCP segments that were decided on; the next one's number.
     decided: u64,
@@ -28,7 +28,7 @@ pub(super) struct Course {
 
 /// What happens to a datagram that is not dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Passage {
+pub(super) struct Delivery {
     /// When it leaves the link.
     pub(super) due: Instant,
     /// When its duplicate does.
@@ -39,7 +39,7 @@ pub(super) struct Passage {
 
 /// How a TCP connection is carried at this moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Terms {
+pub(super) struct TcpParams {
     /// Nothing passes.
     pub(super) frozen: bool,
     /// How long an end or a reset is under way.
@@ -62,11 +62,11 @@ struct Dice {
     reorder: f64,
 }
 
-impl Course {
-    /// `lane` tells the courses of one link apart.
-    pub(super) fn new(seed: u64, lane: u64) -> Self {
+impl PacketDecider {
+    /// `direction` tells the courses of one link apart.
+    pub(super) fn new(seed: u64, direction: u64) -> Self {
         Self {
-            seed: SmallRng::seed_from_u64(seed ^ lane.wrapping_mul(LANE_STEP)).next_u64(),
+            seed: SmallRng::seed_from_u64(seed ^ direction.wrapping_mul(DIRECTION_STEP)).next_u64(),
             decided: 0,
             impairment: Impairment::default(),
             clean: true,
@@ -91,24 +91,24 @@ impl Course {
     }
 
     /// `None` when it vanishes.
-    pub(super) fn datagram(&mut self, now: Instant, len: usize) -> Option<Passage> {
+    pub(super) fn datagram(&mut self, now: Instant, len: usize) -> Option<Delivery> {
         let number = self.next_number();
-        self.count.seen.add(len);
+        self.count.received.add(len);
         if self.clean {
-            return Some(Passage {
+            return Some(Delivery {
                 due: now,
                 again: None,
                 flip: None,
             });
         }
-        let passage = self.passage(now, len, number);
-        if passage.is_none() {
+        let delivery = self.delivery(now, len, number);
+        if delivery.is_none() {
             self.count.dropped.add(len);
         }
-        passage
+        delivery
     }
 
-    fn passage(&mut self, now: Instant, len: usize, number: u64) -> Option<Passage> {
+    fn delivery(&mut self, now: Instant, len: usize, number: u64) -> Option<Delivery> {
         if self.impairment.black_hole || self.impairment.refuse {
             return None;
         }
@@ -137,12 +137,12 @@ impl Course {
                 self.count.duplicated += 1;
                 due.max(sent + self.impairment.delay)
             });
-        Some(Passage { due, again, flip })
+        Some(Delivery { due, again, flip })
     }
 
     /// When a piece of a TCP connection may be passed on; those before it in its connection go first.
     pub(super) fn piece(&mut self, now: Instant, len: usize) -> Instant {
-        self.count.seen.add(len);
+        self.count.received.add(len);
         let first = self.decided;
         self.decided += len.div_ceil(SEGMENT_BYTES) as u64;
         if self.clean {
@@ -164,7 +164,7 @@ impl Course {
     }
 
     /// How TCP connections are carried.
-    pub(super) fn terms(&self) -> Terms {
+    pub(super) fn tcp_params(&self) -> TcpParams {
         let Impairment { rate, delay, .. } = self.impairment;
         let (under_way, piece) = match rate {
             None => (0, LARGEST_PIECE),
@@ -176,7 +176,7 @@ impl Course {
                 (under_way, piece)
             }
         };
-        Terms {
+        TcpParams {
             frozen: self.impairment.black_hole,
             delay,
             hold: self.queue().saturating_add(under_way),
@@ -279,4 +279,4 @@ const UNLIMITED_QUEUE: usize = 4 * 1024 * 1024;
 /// Odd, and not the step by which the generator itself stretches a seed: neighbours would share numbers.
 const NUMBER_STEP: u64 = 0xd134_2543_de82_ef95;
 /// Any odd number with both halves filled.
-const LANE_STEP: u64 = 0xa24b_aed4_963e_e407;
+const DIRECTION_STEP: u64 = 0xa24b_aed4_963e_e407;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A part of a link: which protocol, and which direction of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub struct TrafficClass {
     /// UDP, TCP or both.
     pub protocol: Protocol,
     /// Towards the server, towards the agents, or both.
@@ -33,7 +33,7 @@ pub enum Direction {
     Both,
 }
 
-impl Way {
+impl TrafficClass {
     /// The whole link.
     pub const ALL: Self = Self::of(Protocol::Both);
     /// UDP in both directions.

@@ -13,14 +13,14 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::counters::Count;
-use super::decide::{Course, Terms};
+use super::decide::{PacketDecider, TcpParams};
 use super::impairment::Impairment;
 use super::lock;
 
 /// One direction, which all connections share.
 #[derive(Debug)]
-pub(super) struct Lane {
-    course: Mutex<Course>,
+pub(super) struct TcpDirection {
+    decider: Mutex<PacketDecider>,
     changes: watch::Sender<()>,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct End {
     stream: TcpStream,
     /// A write has failed, which may have been the only place where the reset was told.
     gone: AtomicBool,
-    told: Notify,
+    gone_notify: Notify,
 }
 
 /// How a direction ended.
@@ -41,39 +41,39 @@ pub(super) enum Ended {
     Reset,
 }
 
-impl Lane {
-    pub(super) fn new(course: Course) -> Self {
+impl TcpDirection {
+    pub(super) fn new(decider: PacketDecider) -> Self {
         Self {
-            course: Mutex::new(course),
+            decider: Mutex::new(decider),
             changes: watch::Sender::new(()),
         }
     }
 
     pub(super) fn set(&self, impairment: Impairment) {
-        lock(&self.course).set(impairment);
+        lock(&self.decider).set(impairment);
         self.changes.send_replace(());
     }
 
     pub(super) fn count(&self) -> Count {
-        lock(&self.course).count
+        lock(&self.decider).count
     }
 
     pub(super) fn refuses(&self) -> bool {
-        lock(&self.course).impairment().refuse
+        lock(&self.decider).impairment().refuse
     }
 
     /// Returns as soon as the lane is not frozen.
     pub(super) async fn thawed(&self) {
         let mut changes = self.changes.subscribe();
-        while self.terms().frozen {
+        while self.tcp_params().frozen {
             if changes.changed().await.is_err() {
                 return;
             }
         }
     }
 
-    fn terms(&self) -> Terms {
-        lock(&self.course).terms()
+    fn tcp_params(&self) -> TcpParams {
+        lock(&self.decider).tcp_params()
     }
 }
 
@@ -85,7 +85,7 @@ impl End {
         Ok(Self {
             stream,
             gone: AtomicBool::new(false),
-            told: Notify::new(),
+            gone_notify: Notify::new(),
         })
     }
 
@@ -98,9 +98,9 @@ impl End {
         self.gone.load(Ordering::SeqCst)
     }
 
-    fn tell_gone(&self) {
+    fn mark_gone(&self) {
         self.gone.store(true, Ordering::SeqCst);
-        self.told.notify_one();
+        self.gone_notify.notify_one();
     }
 
     /// Returns when this end has reset its connection, also when nothing is read from it.
@@ -110,7 +110,7 @@ impl End {
                 return;
             }
             tokio::select! {
-                () = self.told.notified() => {}
+                () = self.gone_notify.notified() => {}
                 ready = self.stream.ready(Interest::ERROR) => {
                     if !ready.is_ok_and(|ready| !ready.is_error()) {
                         return;
@@ -122,10 +122,15 @@ impl End {
 }
 
 /// Carries both directions until both have ended or one was reset.
-pub(super) async fn carry(agent: &End, server: &End, up: &Lane, down: &Lane) -> Ended {
+pub(super) async fn carry(
+    agent: &End,
+    server: &End,
+    up: &TcpDirection,
+    down: &TcpDirection,
+) -> Ended {
     let mut upwards = Box::pin(pump(agent, server, up));
     let mut downwards = Box::pin(pump(server, agent, down));
-    let (first, second, quiet, lane) = tokio::select! {
+    let (first, second, quiet, direction) = tokio::select! {
         ended = &mut upwards => (ended, downwards, agent, up),
         ended = &mut downwards => (ended, upwards, server, down),
     };
@@ -135,7 +140,7 @@ pub(super) async fn carry(agent: &End, server: &End, up: &Lane, down: &Lane) -> 
     // Who has ended its direction can still reset the other one.
     let quiet_resets = async {
         quiet.reset().await;
-        lane.thawed().await;
+        direction.thawed().await;
         Ended::Reset
     };
     tokio::select! {
@@ -144,19 +149,19 @@ pub(super) async fn carry(agent: &End, server: &End, up: &Lane, down: &Lane) -> 
     }
 }
 
-async fn pump(from: &End, to: &End, lane: &Lane) -> Ended {
-    let mut changes = lane.changes.subscribe();
-    let mut queue = Queue::new(lane);
+async fn pump(from: &End, to: &End, direction: &TcpDirection) -> Ended {
+    let mut changes = direction.changes.subscribe();
+    let mut queue = Queue::new(direction);
     let mut buffer = vec![0; LARGEST_READ];
     let mut read_to_end = false;
     loop {
         changes.mark_unchanged();
-        let terms = lane.terms();
-        let open = !terms.frozen;
+        let tcp_params = direction.tcp_params();
+        let open = !tcp_params.frozen;
         let now = Instant::now();
         let due = queue.due().unwrap_or(now);
         let waits = !queue.items.is_empty();
-        let has_room = queue.bytes < terms.hold;
+        let has_room = queue.bytes < tcp_params.hold;
         tokio::select! {
             biased;
             _ = changes.changed() => {}
@@ -166,14 +171,14 @@ async fn pump(from: &End, to: &End, lane: &Lane) -> Ended {
                     Ok(Some(ended)) => return ended,
                     Err(_) => {
                         // Its peer reads no more. That is told by the other direction, when that lets it pass.
-                        to.tell_gone();
+                        to.mark_gone();
                         return std::future::pending().await;
                     }
                 }
             }
             () = sleep_until(due), if open && waits && due > now => {}
             _ = from.stream.readable(), if open && !read_to_end && has_room => {
-                let wanted = &mut buffer[..terms.piece.min(LARGEST_READ)];
+                let wanted = &mut buffer[..tcp_params.piece.min(LARGEST_READ)];
                 let item = match from.stream.try_read(wanted) {
                     Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
                     Ok(0) if !from.is_gone() => Item::Fin,
@@ -184,7 +189,7 @@ async fn pump(from: &End, to: &End, lane: &Lane) -> Ended {
                     }
                 };
                 read_to_end = true;
-                queue.push(Instant::now() + terms.delay, item);
+                queue.push(Instant::now() + tcp_params.delay, item);
             }
             () = from.reset(), if open && !read_to_end && !has_room => return Ended::Reset,
         }
@@ -193,7 +198,7 @@ async fn pump(from: &End, to: &End, lane: &Lane) -> Ended {
 
 /// What was read and not yet passed on, in order.
 struct Queue<'a> {
-    lane: &'a Lane,
+    direction: &'a TcpDirection,
     items: VecDeque<(Instant, Item)>,
     bytes: usize,
 }
@@ -206,9 +211,9 @@ enum Item {
 }
 
 impl<'a> Queue<'a> {
-    fn new(lane: &'a Lane) -> Self {
+    fn new(direction: &'a TcpDirection) -> Self {
         Self {
-            lane,
+            direction,
             items: VecDeque::new(),
             bytes: 0,
         }
@@ -219,7 +224,7 @@ impl<'a> Queue<'a> {
     }
 
     fn push_bytes(&mut self, bytes: &[u8]) {
-        let due = lock(&self.lane.course).piece(Instant::now(), bytes.len());
+        let due = lock(&self.direction.decider).piece(Instant::now(), bytes.len());
         self.bytes += bytes.len();
         self.push(due, Item::Bytes(bytes.into(), 0));
     }
@@ -248,7 +253,7 @@ impl<'a> Queue<'a> {
                     *done += written;
                     let is_complete = *done == bytes.len();
                     self.bytes -= written;
-                    let forwarded = &mut lock(&self.lane.course).count.forwarded;
+                    let forwarded = &mut lock(&self.direction.decider).count.forwarded;
                     forwarded.bytes += written as u64;
                     if is_complete {
                         forwarded.packets += 1;
@@ -265,7 +270,7 @@ impl Drop for Queue<'_> {
     fn drop(&mut self) {
         let pieces = self.items.iter();
         let pieces = pieces.filter(|(_, item)| matches!(item, Item::Bytes(..)));
-        let dropped = &mut lock(&self.lane.course).count.dropped;
+        let dropped = &mut lock(&self.direction.decider).count.dropped;
         dropped.packets += pieces.count() as u64;
         dropped.bytes += self.bytes as u64;
     }

@@ -3,13 +3,13 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::impairment::{Impairment, Way};
+use super::impairment::{Impairment, TrafficClass};
 
 /// What can be done to a link, as a value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// [`Link::set`](super::Link::set).
-    Set(Way, Impairment),
+    Set(TrafficClass, Impairment),
     /// [`Link::heal`](super::Link::heal).
     Heal,
     /// [`Link::rebind`](super::Link::rebind).
@@ -23,7 +23,7 @@ pub enum Action {
 /// Actions, each with its time after the script's start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Script {
-    steps: Vec<(Duration, Action)>,
+    actions: Vec<(Duration, Action)>,
     length: Duration,
 }
 
@@ -36,13 +36,13 @@ impl Script {
 
     /// A link that works for `up_for` and loses everything for `down_for`, so many times; it ends working.
     #[must_use]
-    pub fn flapping(way: Way, up_for: Duration, down_for: Duration, times: u32) -> Self {
+    pub fn flapping(class: TrafficClass, up_for: Duration, down_for: Duration, times: u32) -> Self {
         (0..times).fold(Self::new(), |script, _| {
             script
                 .wait(up_for)
-                .then(Action::Set(way, Impairment::black_hole()))
+                .then(Action::Set(class, Impairment::black_hole()))
                 .wait(down_for)
-                .then(Action::Set(way, Impairment::default()))
+                .then(Action::Set(class, Impairment::default()))
         })
     }
 
@@ -50,8 +50,8 @@ impl Script {
     /// added.
     #[must_use]
     pub fn at(mut self, after: Duration, action: Action) -> Self {
-        let place = self.steps.partition_point(|(time, _)| *time <= after);
-        self.steps.insert(place, (after, action));
+        let index = self.actions.partition_point(|(time, _)| *time <= after);
+        self.actions.insert(index, (after, action));
         self.length = self.length.max(after);
         self
     }
@@ -78,14 +78,14 @@ impl Script {
 
     /// The actions in the order of their times.
     #[must_use]
-    pub fn steps(&self) -> &[(Duration, Action)] {
-        &self.steps
+    pub fn actions(&self) -> &[(Duration, Action)] {
+        &self.actions
     }
 }
 
 impl From<Vec<(Duration, Action)>> for Script {
-    fn from(steps: Vec<(Duration, Action)>) -> Self {
-        steps
+    fn from(actions: Vec<(Duration, Action)>) -> Self {
+        actions
             .into_iter()
             .fold(Self::new(), |script, (after, action)| {
                 script.at(after, action)

@@ -11,14 +11,14 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use super::decide::Course;
+use super::decide::PacketDecider;
 use super::lock;
-use super::pump::{End, Ended, Lane, carry};
+use super::pump::{End, Ended, TcpDirection, carry};
 
 /// The connection half of a link.
 pub(super) struct Tcp {
-    pub(super) up: Lane,
-    pub(super) down: Lane,
+    pub(super) up: TcpDirection,
+    pub(super) down: TcpDirection,
     server: Mutex<Option<SocketAddr>>,
     source: Mutex<IpAddr>,
     resets: watch::Sender<()>,
@@ -32,12 +32,12 @@ impl Tcp {
         listener: TcpListener,
         server: SocketAddr,
         source: IpAddr,
-        courses: (Course, Course),
+        deciders: (PacketDecider, PacketDecider),
         tasks: &mut JoinSet<()>,
     ) -> Arc<Self> {
         let tcp = Arc::new(Self {
-            up: Lane::new(courses.0),
-            down: Lane::new(courses.1),
+            up: TcpDirection::new(deciders.0),
+            down: TcpDirection::new(deciders.1),
             server: Mutex::new(Some(server)),
             source: Mutex::new(source),
             resets: watch::Sender::new(()),

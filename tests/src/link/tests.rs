@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::*;
 use crate::eventually::scaled;
 
-mod course;
+mod decider;
 mod script;
 mod tcp;
 mod udp;

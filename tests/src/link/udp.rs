@@ -14,19 +14,19 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::counters::Count;
-use super::decide::Course;
+use super::decide::PacketDecider;
 use super::impairment::Impairment;
 use super::{lock, spawn};
 
 /// The datagram half of a link.
 pub(super) struct Udp {
-    pub(super) up: Arc<Lane>,
-    pub(super) down: Arc<Lane>,
+    pub(super) up: Arc<UdpDirection>,
+    pub(super) down: Arc<UdpDirection>,
     flows: Arc<Flows>,
 }
 
 /// One direction: its course, and the datagrams that are under way.
-pub(super) struct Lane {
+pub(super) struct UdpDirection {
     state: Mutex<State>,
     /// A datagram came that is due before all others.
     earlier: Notify,
@@ -34,14 +34,14 @@ pub(super) struct Lane {
 }
 
 struct State {
-    course: Course,
-    held: BinaryHeap<Held>,
-    held_bytes: usize,
+    decider: PacketDecider,
+    queued: BinaryHeap<QueuedDatagram>,
+    queued_bytes: usize,
     serial: u64,
 }
 
 /// A datagram under way, from or to this agent.
-struct Held {
+struct QueuedDatagram {
     due: Instant,
     serial: u64,
     agent: SocketAddr,
@@ -55,7 +55,7 @@ enum Exit {
 
 /// The table of the NAT.
 struct Flows {
-    down: Arc<Lane>,
+    down: Arc<UdpDirection>,
     table: Mutex<Table>,
 }
 
@@ -79,11 +79,11 @@ impl Udp {
         front: UdpSocket,
         server: SocketAddr,
         source: IpAddr,
-        courses: (Course, Course),
+        deciders: (PacketDecider, PacketDecider),
         tasks: &mut JoinSet<()>,
     ) -> Self {
         let front = Arc::new(front);
-        let down = Arc::new(Lane::new(courses.1, Exit::Agents(front.clone())));
+        let down = Arc::new(UdpDirection::new(deciders.1, Exit::Agents(front.clone())));
         let flows = Arc::new(Flows {
             down: down.clone(),
             table: Mutex::new(Table {
@@ -92,7 +92,7 @@ impl Udp {
                 flows: HashMap::new(),
             }),
         });
-        let up = Arc::new(Lane::new(courses.0, Exit::Server(flows.clone())));
+        let up = Arc::new(UdpDirection::new(deciders.0, Exit::Server(flows.clone())));
         tasks.spawn(receive(front, up.clone(), Origin::Agents));
         tasks.spawn(deliver(up.clone()));
         tasks.spawn(deliver(down.clone()));
@@ -120,13 +120,13 @@ impl Udp {
     }
 }
 
-impl Lane {
-    fn new(course: Course, exit: Exit) -> Self {
+impl UdpDirection {
+    fn new(decider: PacketDecider, exit: Exit) -> Self {
         Self {
             state: Mutex::new(State {
-                course,
-                held: BinaryHeap::new(),
-                held_bytes: 0,
+                decider,
+                queued: BinaryHeap::new(),
+                queued_bytes: 0,
                 serial: 0,
             }),
             earlier: Notify::new(),
@@ -135,11 +135,11 @@ impl Lane {
     }
 
     pub(super) fn set(&self, impairment: Impairment) {
-        lock(&self.state).course.set(impairment);
+        lock(&self.state).decider.set(impairment);
     }
 
     pub(super) fn count(&self) -> Count {
-        lock(&self.state).course.count
+        lock(&self.state).decider.count
     }
 
     async fn take(&self, agent: SocketAddr, payload: &mut [u8]) {
@@ -152,16 +152,16 @@ impl Lane {
     fn admit(&self, agent: SocketAddr, payload: &mut [u8]) -> usize {
         let now = Instant::now();
         let mut state = lock(&self.state);
-        let Some(passage) = state.course.datagram(now, payload.len()) else {
+        let Some(delivery) = state.decider.datagram(now, payload.len()) else {
             return 0;
         };
-        if let Some(bit) = passage.flip
+        if let Some(bit) = delivery.flip
             && let Some(byte) = payload.get_mut(bit / 8)
         {
             *byte ^= 1 << (bit % 8);
         }
         let mut at_once = 0;
-        for due in [Some(passage.due), passage.again].into_iter().flatten() {
+        for due in [Some(delivery.due), delivery.again].into_iter().flatten() {
             if due <= now {
                 at_once += 1;
             } else if state.hold(due, agent, payload) {
@@ -176,7 +176,7 @@ impl Lane {
             Exit::Server(flows) => flows.send(agent, payload).await,
             Exit::Agents(front) => front.send_to(payload, agent).await,
         };
-        let count = &mut lock(&self.state).course.count;
+        let count = &mut lock(&self.state).decider.count;
         match sent {
             Ok(_) => count.forwarded.add(payload.len()),
             Err(_) => count.dropped.add(payload.len()),
@@ -187,15 +187,15 @@ impl Lane {
 impl State {
     /// Whether this one is due first.
     fn hold(&mut self, due: Instant, agent: SocketAddr, payload: &[u8]) -> bool {
-        if self.held_bytes + payload.len() > HELD_BYTES {
-            self.course.count.dropped.add(payload.len());
-            self.course.count.overflowed += 1;
+        if self.queued_bytes + payload.len() > QUEUED_BYTES_MAX {
+            self.decider.count.dropped.add(payload.len());
+            self.decider.count.overflowed += 1;
             return false;
         }
-        let first = self.held.peek().is_none_or(|held| due < held.due);
-        self.held_bytes += payload.len();
+        let first = self.queued.peek().is_none_or(|queued| due < queued.due);
+        self.queued_bytes += payload.len();
         self.serial += 1;
-        self.held.push(Held {
+        self.queued.push(QueuedDatagram {
             due,
             serial: self.serial,
             agent,
@@ -205,21 +205,21 @@ impl State {
     }
 
     /// The next datagram that is due, or when to ask again.
-    fn next(&mut self, now: Instant) -> Result<Held, Option<Instant>> {
+    fn next(&mut self, now: Instant) -> Result<QueuedDatagram, Option<Instant>> {
         loop {
-            match self.held.peek() {
+            match self.queued.peek() {
                 None => return Err(None),
-                Some(held) if held.due > now => return Err(Some(held.due)),
+                Some(queued) if queued.due > now => return Err(Some(queued.due)),
                 Some(_) => {}
             }
-            let Some(held) = self.held.pop() else {
+            let Some(queued) = self.queued.pop() else {
                 return Err(None);
             };
-            self.held_bytes -= held.payload.len();
-            if !self.course.impairment().black_hole {
-                return Ok(held);
+            self.queued_bytes -= queued.payload.len();
+            if !self.decider.impairment().black_hole {
+                return Ok(queued);
             }
-            self.course.count.dropped.add(held.payload.len());
+            self.decider.count.dropped.add(queued.payload.len());
         }
     }
 }
@@ -266,7 +266,7 @@ enum Origin {
     },
 }
 
-async fn receive(socket: Arc<UdpSocket>, lane: Arc<Lane>, origin: Origin) {
+async fn receive(socket: Arc<UdpSocket>, direction: Arc<UdpDirection>, origin: Origin) {
     let mut buffer = vec![0; LARGEST_DATAGRAM];
     loop {
         let Ok((len, peer)) = socket.recv_from(&mut buffer).await else {
@@ -278,20 +278,20 @@ async fn receive(socket: Arc<UdpSocket>, lane: Arc<Lane>, origin: Origin) {
             Origin::Server { agent, server } if peer == server => agent,
             Origin::Server { .. } => continue,
         };
-        lane.take(agent, &mut buffer[..len]).await;
+        direction.take(agent, &mut buffer[..len]).await;
     }
 }
 
 /// Sends what was held when it is due.
-async fn deliver(lane: Arc<Lane>) {
+async fn deliver(direction: Arc<UdpDirection>) {
     loop {
-        let next = lock(&lane.state).next(Instant::now());
+        let next = lock(&direction.state).next(Instant::now());
         match next {
-            Ok(held) => lane.send(held.agent, &held.payload).await,
-            Err(None) => lane.earlier.notified().await,
+            Ok(queued) => direction.send(queued.agent, &queued.payload).await,
+            Err(None) => direction.earlier.notified().await,
             Err(Some(due)) => {
                 tokio::select! {
-                    () = lane.earlier.notified() => {}
+                    () = direction.earlier.notified() => {}
                     () = sleep_until(due) => {}
                 }
             }
@@ -313,33 +313,33 @@ pub(super) fn bind(address: SocketAddr) -> io::Result<UdpSocket> {
     UdpSocket::from_std(socket.into())
 }
 
-impl Ord for Held {
+impl Ord for QueuedDatagram {
     /// The first one due is the greatest, as a heap wants it.
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (other.due, other.serial).cmp(&(self.due, self.serial))
     }
 }
 
-impl PartialOrd for Held {
+impl PartialOrd for QueuedDatagram {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Held {
+impl PartialEq for QueuedDatagram {
     fn eq(&self, other: &Self) -> bool {
         self.serial == other.serial
     }
 }
 
-impl Eq for Held {}
+impl Eq for QueuedDatagram {}
 
 /// The most that an IP packet holds.
 const LARGEST_DATAGRAM: usize = 65535;
 /// A burst of 3000 full packets; more than that is not given without privileges.
 const BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// A second at 500 Mbit/s.
-const HELD_BYTES: usize = 64 * 1024 * 1024;
+const QUEUED_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// More agents than a test has, fewer sockets than a process may have.
 const MOST_FLOWS: usize = 4096;
 /// A socket that only fails must not occupy the processor.

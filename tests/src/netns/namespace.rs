@@ -78,7 +78,7 @@ impl Namespace {
         let spawned = unshare
             .args(["-m", "--propagation", "private", "sh", "-ec"])
             .arg(format!("{mounts}echo ready; exec cat >&2"));
-        held(spawned, name, self.in_user_namespace)
+        start_holder(spawned, name, self.in_user_namespace)
     }
 
     /// What [`Self::new`] was given.
@@ -97,22 +97,22 @@ impl Namespace {
             .find()
             .unwrap_or_else(|| Tool::Nsenter.program().into());
         let holder = self.holder().to_string();
-        let mut words: Vec<OsString> = vec![nsenter.into(), "-t".into(), holder.into()];
+        let mut argv: Vec<OsString> = vec![nsenter.into(), "-t".into(), holder.into()];
         if self.in_user_namespace {
-            words.extend(["-U".into(), "--preserve-credentials".into()]);
+            argv.extend(["-U".into(), "--preserve-credentials".into()]);
         }
-        words.extend(["-m", "-n", "-w", "--"].map(OsString::from));
-        words
+        argv.extend(["-m", "-n", "-w", "--"].map(OsString::from));
+        argv
     }
 
     /// A command that runs `program` in here.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
-        let mut words = self.enter().into_iter();
-        let nsenter = words
+        let mut argv = self.enter().into_iter();
+        let nsenter = argv
             .next()
             .unwrap_or_else(|| Tool::Nsenter.program().into());
         let mut command = Command::new(nsenter);
-        command.args(words).arg(program);
+        command.args(argv).arg(program);
         command
     }
 
@@ -174,11 +174,15 @@ fn hold(
             "sh",
         ])
         .args([hosts.as_os_str(), ip.as_os_str()]);
-    held(holder, name, in_user_namespace)
+    start_holder(holder, name, in_user_namespace)
 }
 
 /// Starts a holder that tells when it is ready and ends with its standard input.
-fn held(holder: &mut Command, name: &str, in_user_namespace: bool) -> Result<Namespace, Skip> {
+fn start_holder(
+    holder: &mut Command,
+    name: &str,
+    in_user_namespace: bool,
+) -> Result<Namespace, Skip> {
     let failed = |what: String| Skip::because(format!("cannot make namespace {name}: {what}"));
     let spawned = holder
         .stdin(Stdio::piped())
@@ -187,11 +191,11 @@ fn held(holder: &mut Command, name: &str, in_user_namespace: bool) -> Result<Nam
         .spawn();
     let mut holder = spawned.map_err(|error| failed(error.to_string()))?;
     let mut ready = String::new();
-    let told = holder
+    let reported = holder
         .stdout
         .take()
         .map(|out| BufReader::new(out).read_line(&mut ready));
-    if matches!(told, Some(Ok(n)) if n > 0) {
+    if matches!(reported, Some(Ok(n)) if n > 0) {
         let name = name.to_owned();
         let holder = Arc::new(Holder(holder));
         return Ok(Namespace {

@@ -70,16 +70,16 @@ impl ServerSetup {
 
     /// Adds arguments of `run`.
     #[must_use]
-    pub fn args(mut self, words: &[&str]) -> Self {
+    pub fn args(mut self, args_text: &[&str]) -> Self {
         self.arguments
-            .extend(words.iter().map(|word| (*word).to_owned()));
+            .extend(args_text.iter().map(|word| (*word).to_owned()));
         self
     }
 
     /// See [`Program::through`]; it has to become the server, as `exec` of a shell does.
     #[must_use]
-    pub fn through(mut self, words: &[&str]) -> Self {
-        self.through = words.iter().map(|word| (*word).to_owned()).collect();
+    pub fn through(mut self, args_text: &[&str]) -> Self {
+        self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
         self
     }
 
@@ -126,9 +126,9 @@ impl ServerSetup {
     }
 
     /// A verb of the server's binary, for the same data; not yet in the namespace.
-    fn verb(&self, words: &[&str]) -> Result<Program> {
+    fn verb(&self, args_text: &[&str]) -> Result<Program> {
         Ok(Program::ours("tunnel-server")?
-            .args(words)
+            .args(args_text)
             .arg("--data-dir")
             .arg(&self.data_dir))
     }
@@ -149,7 +149,7 @@ impl Server {
     /// For a listener that is none of them.
     #[expect(clippy::expect_used, reason = "`start` has waited for each of them")]
     pub fn address(&self, listener: Listener) -> SocketAddr {
-        *self.addresses.get(&listener).expect("one of the doors")
+        *self.addresses.get(&listener).expect("one of the listeners")
     }
 
     /// How to start it again, with its doors on the ports they have.
@@ -191,10 +191,10 @@ impl Server {
     ///
     /// # Errors
     /// The binary has not been built.
-    pub fn verb(&self, words: &[&str]) -> Result<Program> {
+    pub fn verb(&self, args_text: &[&str]) -> Result<Program> {
         Ok(self
             .setup
-            .verb(words)?
+            .verb(args_text)?
             .inside(self.setup.namespace.as_ref()))
     }
 
@@ -285,9 +285,9 @@ impl AgentSetup {
 
     /// Adds arguments of `run`.
     #[must_use]
-    pub fn args(mut self, words: &[&str]) -> Self {
+    pub fn args(mut self, args_text: &[&str]) -> Self {
         self.arguments
-            .extend(words.iter().map(|word| (*word).to_owned()));
+            .extend(args_text.iter().map(|word| (*word).to_owned()));
         self
     }
 

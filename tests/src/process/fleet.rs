@@ -30,12 +30,17 @@ impl Fleet {
         let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
         let server = setup.args(server_arguments).start().await?;
         let agents_port = server.address(Listener::Agents).port();
-        let door = SocketAddr::new(CLOUD_ADDRESS.into(), agents_port);
+        let endpoint = SocketAddr::new(CLOUD_ADDRESS.into(), agents_port);
         let mut agents = Vec::new();
         for edge in sites.edges() {
             let node = edge.node_name();
             let token = server.token(node, Some(EDGE_ADDRESS.into())).await?;
-            let agent = AgentSetup::new(node, door, &scratch.path().join(node), Some(edge.node()));
+            let agent = AgentSetup::new(
+                node,
+                endpoint,
+                &scratch.path().join(node),
+                Some(edge.node()),
+            );
             agents.push(Some(agent.args(&["--token", &token]).start()?));
         }
         server.wait_until_connected(&NODES).await;

@@ -18,7 +18,7 @@ pub struct Log {
 
 #[derive(Debug, Default)]
 struct Lines {
-    kept: VecDeque<String>,
+    buffered: VecDeque<String>,
     dropped: usize,
 }
 
@@ -32,21 +32,21 @@ impl Log {
 
     /// The lines kept so far; of a long log only the last ones.
     pub fn lines(&self) -> Vec<String> {
-        self.lock().kept.iter().cloned().collect()
+        self.lock().buffered.iter().cloned().collect()
     }
 
     /// Whether a line contains `text`.
     pub fn contains(&self, text: &str) -> bool {
-        self.lock().kept.iter().any(|line| line.contains(text))
+        self.lock().buffered.iter().any(|line| line.contains(text))
     }
 
     /// Waits for a line in which `look` finds something, from the first line on. Cancel-safe.
     pub async fn find<T>(&self, mut look: impl FnMut(&str) -> Option<T>) -> T {
         let mut written = self.written.subscribe();
-        let mut seen = 0;
+        let mut scanned = 0;
         loop {
             written.mark_unchanged();
-            if let Some(found) = self.look_from(&mut seen, &mut look) {
+            if let Some(found) = self.find_from(&mut scanned, &mut look) {
                 return found;
             }
             if written.changed().await.is_err() {
@@ -72,24 +72,28 @@ impl Log {
 
     fn push(&self, line: String) {
         let mut lines = self.lock();
-        lines.kept.push_back(line);
-        if lines.kept.len() > KEPT_LINES {
-            lines.kept.pop_front();
+        lines.buffered.push_back(line);
+        if lines.buffered.len() > BUFFERED_LINES {
+            lines.buffered.pop_front();
             lines.dropped += 1;
         }
         drop(lines);
         self.written.send_modify(|written| *written += 1);
     }
 
-    fn look_from<T>(
+    fn find_from<T>(
         &self,
-        seen: &mut usize,
+        scanned: &mut usize,
         look: &mut impl FnMut(&str) -> Option<T>,
     ) -> Option<T> {
         let lines = self.lock();
-        let skipped = seen.saturating_sub(lines.dropped);
-        *seen = lines.dropped + lines.kept.len();
-        lines.kept.iter().skip(skipped).find_map(|line| look(line))
+        let skipped = scanned.saturating_sub(lines.dropped);
+        *scanned = lines.dropped + lines.buffered.len();
+        lines
+            .buffered
+            .iter()
+            .skip(skipped)
+            .find_map(|line| look(line))
     }
 
     fn lock(&self) -> MutexGuard<'_, Lines> {
@@ -101,8 +105,8 @@ impl fmt::Display for Log {
     /// The last lines, indented, for the message of a failed test.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lock();
-        let shown = lines.kept.len().min(SHOWN_LINES);
-        for line in lines.kept.iter().skip(lines.kept.len() - shown) {
+        let shown = lines.buffered.len().min(SHOWN_LINES);
+        for line in lines.buffered.iter().skip(lines.buffered.len() - shown) {
             write!(f, "\n    {line}")?;
         }
         Ok(())
@@ -110,7 +114,7 @@ impl fmt::Display for Log {
 }
 
 /// A demo may run for days.
-const KEPT_LINES: usize = 20_000;
+const BUFFERED_LINES: usize = 20_000;
 
 const SHOWN_LINES: usize = 40;
 

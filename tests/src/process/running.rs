@@ -21,7 +21,7 @@ use crate::tools::{Skip, Tool, bin_dir};
 #[derive(Debug, Clone)]
 pub struct Program {
     label: String,
-    words: Vec<OsString>,
+    argv: Vec<OsString>,
     environment: Vec<(OsString, OsString)>,
     own_group: bool,
 }
@@ -66,7 +66,7 @@ impl Program {
     fn new(label: &str, file: impl Into<OsString>) -> Self {
         Self {
             label: label.to_owned(),
-            words: vec![file.into()],
+            argv: vec![file.into()],
             environment: Vec::new(),
             own_group: false,
         }
@@ -75,14 +75,14 @@ impl Program {
     /// Adds an argument.
     #[must_use]
     pub fn arg(mut self, word: impl Into<OsString>) -> Self {
-        self.words.push(word.into());
+        self.argv.push(word.into());
         self
     }
 
     /// Adds arguments.
     #[must_use]
-    pub fn args<W: Into<OsString>>(mut self, words: impl IntoIterator<Item = W>) -> Self {
-        self.words.extend(words.into_iter().map(Into::into));
+    pub fn args<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
+        self.argv.extend(argv.into_iter().map(Into::into));
         self
     }
 
@@ -98,15 +98,15 @@ impl Program {
     pub fn inside(mut self, namespace: Option<&Namespace>) -> Self {
         if let Some(namespace) = namespace {
             self.label = format!("{} in {}", self.label, namespace.name());
-            self.words.splice(0..0, namespace.enter());
+            self.argv.splice(0..0, namespace.enter());
         }
         self
     }
 
     /// Runs it by another program, to which its own words are given as the last arguments.
     #[must_use]
-    pub fn through<W: Into<OsString>>(mut self, words: impl IntoIterator<Item = W>) -> Self {
-        self.words.splice(0..0, words.into_iter().map(Into::into));
+    pub fn through<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
+        self.argv.splice(0..0, argv.into_iter().map(Into::into));
         self
     }
 
@@ -197,7 +197,7 @@ impl Program {
     }
 
     fn command(&self) -> Result<Command> {
-        let (first, rest) = self.words.split_first().context("a program has a name")?;
+        let (first, rest) = self.argv.split_first().context("a program has a name")?;
         let mut command = Command::new(first);
         command
             .args(rest)
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_line_is_found_and_the_process_told_to_end() {
+    async fn a_line_is_found_and_the_process_is_stopped() {
         let script = "trap 'echo bye; exit 3' TERM; echo port=7 >&2; while :; do sleep 0.05; done";
         let mut process = shell(script).start().unwrap();
         let port = process.wait_for_line("port", PATIENCE, |line| {
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn output_and_code_of_a_run_are_told() {
+    async fn output_and_code_of_a_run_are_returned() {
         let finished = shell("echo out; echo err >&2; exit 64")
             .run()
             .await

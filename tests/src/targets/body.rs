@@ -88,7 +88,7 @@ enum State {
 }
 
 /// What the bytes at hand allow.
-enum Step {
+enum Progress {
     Data(Bytes),
     Again,
     NeedMore,
@@ -126,9 +126,9 @@ impl BodyReader {
     pub(crate) async fn data(&mut self, wire: &mut Wire) -> Option<Bytes> {
         while self.ended().is_none() {
             match self.step(wire.ahead()) {
-                Ok(Step::Data(data)) => return Some(data),
-                Ok(Step::Again) => {}
-                Ok(Step::NeedMore) => match wire.fill().await {
+                Ok(Progress::Data(data)) => return Some(data),
+                Ok(Progress::Again) => {}
+                Ok(Progress::NeedMore) => match wire.fill().await {
                     Ok(0) => self.state = State::Ended(self.at_close()),
                     Ok(_) => {}
                     Err(error) => self.state = State::Ended(BodyEnd::Reset(error.kind())),
@@ -139,7 +139,7 @@ impl BodyReader {
         None
     }
 
-    fn step(&mut self, ahead: &mut BytesMut) -> Result<Step, String> {
+    fn step(&mut self, ahead: &mut BytesMut) -> Result<Progress, String> {
         match &mut self.state {
             State::Length { left } => {
                 let data = take(ahead, left);
@@ -151,7 +151,7 @@ impl BodyReader {
             State::UntilClose => Ok(some_data(ahead.split().freeze())),
             State::ChunkSize => {
                 let Some(line) = take_line(ahead)? else {
-                    return Ok(Step::NeedMore);
+                    return Ok(Progress::NeedMore);
                 };
                 let digits = line.split(';').next().unwrap_or_default();
                 let left = u64::from_str_radix(digits.trim(), 16);
@@ -161,7 +161,7 @@ impl BodyReader {
                 } else {
                     State::ChunkData { left }
                 };
-                Ok(Step::Again)
+                Ok(Progress::Again)
             }
             State::ChunkData { left } => {
                 let data = take(ahead, left);
@@ -172,17 +172,17 @@ impl BodyReader {
             }
             State::ChunkEnd => {
                 let Some(line) = take_line(ahead)? else {
-                    return Ok(Step::NeedMore);
+                    return Ok(Progress::NeedMore);
                 };
                 if !line.is_empty() {
                     return Err(format!("chunk is longer than its size: {line:?}"));
                 }
                 self.state = State::ChunkSize;
-                Ok(Step::Again)
+                Ok(Progress::Again)
             }
             State::Trailers => {
                 let Some(line) = take_line(ahead)? else {
-                    return Ok(Step::NeedMore);
+                    return Ok(Progress::NeedMore);
                 };
                 if line.is_empty() {
                     self.state = State::Ended(BodyEnd::CleanChunked);
@@ -192,9 +192,9 @@ impl BodyReader {
                 } else {
                     return Err(format!("trailer without a colon: {line:?}"));
                 }
-                Ok(Step::Again)
+                Ok(Progress::Again)
             }
-            State::Ended(_) => Ok(Step::Again),
+            State::Ended(_) => Ok(Progress::Again),
         }
     }
 
@@ -217,11 +217,11 @@ fn take(ahead: &mut BytesMut, left: &mut u64) -> Bytes {
     ahead.split_to(n).freeze()
 }
 
-fn some_data(data: Bytes) -> Step {
+fn some_data(data: Bytes) -> Progress {
     if data.is_empty() {
-        Step::NeedMore
+        Progress::NeedMore
     } else {
-        Step::Data(data)
+        Progress::Data(data)
     }
 }
 
@@ -254,9 +254,9 @@ mod tests {
             ahead.extend_from_slice(piece.as_bytes());
             while reader.ended().is_none() {
                 match reader.step(&mut ahead) {
-                    Ok(Step::Data(data)) => text.push_str(&String::from_utf8_lossy(&data)),
-                    Ok(Step::Again) => {}
-                    Ok(Step::NeedMore) => break,
+                    Ok(Progress::Data(data)) => text.push_str(&String::from_utf8_lossy(&data)),
+                    Ok(Progress::Again) => {}
+                    Ok(Progress::NeedMore) => break,
                     Err(malformed) => reader.state = State::Ended(BodyEnd::Malformed(malformed)),
                 }
             }

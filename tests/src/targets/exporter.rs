@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, chunk, last_chunk, segments, send_bytes, send_chunks};
 use super::data::{ByteSource, Sha256, repeated_block};
-use super::feed::{Feed, Following};
+use super::line_stream::{FollowOptions, LineStream};
 use super::tls::TargetTls;
 use super::wire::Wire;
 
@@ -70,17 +70,17 @@ impl Exporter {
 
     /// Hands `line` (without line end) to all followers and returns their number.
     pub fn emit(&self, line: &str) -> usize {
-        self.site.feed.emit(line)
+        self.site.line_stream.emit(line)
     }
 
     /// Ends the answers of all followers cleanly and returns their number.
     pub fn end_follows(&self) -> usize {
-        self.site.feed.end()
+        self.site.line_stream.end()
     }
 
     /// Requests for `/follow` that are being answered.
     pub fn followers(&self) -> usize {
-        self.site.feed.followers()
+        self.site.line_stream.followers()
     }
 
     /// Answers the requests for `/slow-head` that wait at this moment.
@@ -109,7 +109,7 @@ async fn serve(site: Arc<Site>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Re
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) node: String,
-    pub(crate) feed: Feed,
+    pub(crate) line_stream: LineStream,
     gate: watch::Sender<u64>,
 }
 
@@ -117,7 +117,7 @@ impl Site {
     pub(crate) fn new(node: &str) -> Self {
         Self {
             node: node.to_owned(),
-            feed: Feed::new(),
+            line_stream: LineStream::new(),
             gate: watch::Sender::new(0),
         }
     }
@@ -250,12 +250,12 @@ impl Site {
         let every = every
             .filter(|millis| *millis > 0)
             .map(Duration::from_millis);
-        let following = Following {
+        let following = FollowOptions {
             first_line: None,
             every,
             node: self.node.clone(),
         };
-        self.feed.follow(wire, request, following).await
+        self.line_stream.follow(wire, request, following).await
     }
 
     async fn slow_head(&self, wire: &mut Wire, request: &Request) -> io::Result<After> {

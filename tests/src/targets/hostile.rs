@@ -18,7 +18,7 @@ pub struct HostileTarget {
 
 /// One thing that a [`HostileTarget`] does.
 #[derive(Debug, Clone)]
-pub enum Step {
+pub enum HostileAction {
     /// Reads a request's head.
     ReadHead,
     /// Sends bytes.
@@ -40,26 +40,26 @@ pub enum Step {
 target_methods!(HostileTarget);
 
 impl HostileTarget {
-    /// A target that takes `steps`, on a free loopback port.
+    /// A target that takes `actions`, on a free loopback port.
     ///
     /// # Errors
     /// The port cannot be bound.
-    pub async fn start(steps: Vec<Step>) -> Result<Self> {
-        Self::start_on(None, steps).await
+    pub async fn start(actions: Vec<HostileAction>) -> Result<Self> {
+        Self::start_on(None, actions).await
     }
 
     /// As [`Self::start`], inside TLS with a self-signed certificate.
     ///
     /// # Errors
     /// The certificate cannot be made or the port not be bound.
-    pub async fn start_tls(steps: Vec<Step>) -> Result<Self> {
-        Self::start_on(Some(TargetTls::self_signed(&["localhost"])?), steps).await
+    pub async fn start_tls(actions: Vec<HostileAction>) -> Result<Self> {
+        Self::start_on(Some(TargetTls::self_signed(&["localhost"])?), actions).await
     }
 
-    async fn start_on(tls: Option<TargetTls>, steps: Vec<Step>) -> Result<Self> {
-        let steps: Arc<[Step]> = steps.into();
+    async fn start_on(tls: Option<TargetTls>, actions: Vec<HostileAction>) -> Result<Self> {
+        let actions: Arc<[HostileAction]> = actions.into();
         let listening = Listening::start(ANY_LOOPBACK_PORT, tls, move |wire, traffic| {
-            act(wire, traffic, Arc::clone(&steps))
+            act(wire, traffic, Arc::clone(&actions))
         });
         Ok(Self {
             listening: listening.await?,
@@ -67,39 +67,43 @@ impl HostileTarget {
     }
 }
 
-async fn act(mut wire: Wire, traffic: Arc<Traffic>, steps: Arc<[Step]>) -> io::Result<()> {
-    let mut left = steps.iter();
-    while let Some(step) = left.next() {
-        match step {
-            Step::Again => left = steps.iter(),
-            Step::ReadHead => {
+async fn act(
+    mut wire: Wire,
+    traffic: Arc<Traffic>,
+    actions: Arc<[HostileAction]>,
+) -> io::Result<()> {
+    let mut left = actions.iter();
+    while let Some(action) = left.next() {
+        match action {
+            HostileAction::Again => left = actions.iter(),
+            HostileAction::ReadHead => {
                 if wire.read_head().await?.is_none() {
                     return wire.close().await;
                 }
                 traffic.count_request();
             }
-            Step::Send(bytes) => {
+            HostileAction::Send(bytes) => {
                 wire.write_all(bytes).await?;
                 wire.flush().await?;
             }
-            Step::Drip(bytes) => {
+            HostileAction::Drip(bytes) => {
                 for byte in bytes {
                     wire.write_all(&[*byte]).await?;
                     wire.flush().await?;
                 }
             }
-            Step::Flood(bytes) => loop {
+            HostileAction::Flood(bytes) => loop {
                 wire.write_all(bytes).await?;
                 wire.flush().await?;
             },
-            Step::Hold => {
+            HostileAction::Hold => {
                 let gone = wire.peer_gone().await;
                 traffic.count_bytes_in(wire.ahead().len());
                 gone?;
                 return wire.close().await;
             }
-            Step::Reset => return wire.reset().await,
-            Step::FinBelowTls => return wire.finish_below_tls(),
+            HostileAction::Reset => return wire.reset().await,
+            HostileAction::FinBelowTls => return wire.finish_below_tls(),
         }
     }
     wire.close().await

@@ -11,8 +11,8 @@ use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, segments};
 use super::data::{sha256_hex, websocket_accept};
 use super::exporter::Site;
-use super::feed::Following;
 use super::head::Head;
+use super::line_stream::FollowOptions;
 use super::script::{Received, ReceivedLog, Script};
 use super::tls::TargetTls;
 use super::wire::Wire;
@@ -47,16 +47,16 @@ mod streams;
 /// - `refuse=STATUS`: no upgrade, but an answer with that status and a body, with `&id=N` that of [`refusal`];
 /// - `mismatch=true`: a 101 for another protocol than the one asked for.
 #[derive(Debug)]
-pub struct StandInKubelet {
+pub struct FakeKubelet {
     listening: Listening,
     site: Arc<Site>,
     log: Arc<ReceivedLog>,
     tls: Option<TargetTls>,
 }
 
-target_methods!(StandInKubelet);
+target_methods!(FakeKubelet);
 
-impl StandInKubelet {
+impl FakeKubelet {
     /// A kubelet of `node` with a self-signed certificate, on a free loopback port.
     ///
     /// # Errors
@@ -120,17 +120,17 @@ impl StandInKubelet {
 
     /// Hands `line` (without line end) to all that follow logs and returns their number.
     pub fn emit(&self, line: &str) -> usize {
-        self.site.feed.emit(line)
+        self.site.line_stream.emit(line)
     }
 
     /// Ends all following answers cleanly and returns their number.
     pub fn end_follows(&self) -> usize {
-        self.site.feed.end()
+        self.site.line_stream.end()
     }
 
     /// Requests for logs that are being followed.
     pub fn followers(&self) -> usize {
-        self.site.feed.followers()
+        self.site.line_stream.followers()
     }
 
     /// What the upgraded connections received that ended cleanly.
@@ -150,12 +150,12 @@ async fn serve(served: Arc<Served>, mut wire: Wire, traffic: Arc<Traffic>) -> io
     let Served { site, log, access } = &*served;
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let path = request.path().to_owned();
-        let judged = match access {
-            Some(access) => access.judge(&wire, &request),
+        let authorized = match access {
+            Some(access) => access.authorize(&wire, &request),
             None => Ok(()),
         };
         let after = match *segments(&path) {
-            _ if let Err((status, text)) = &judged => {
+            _ if let Err((status, text)) = &authorized => {
                 request.answer(&mut wire, *status, text).await?
             }
             ["healthz"] => request.answer(&mut wire, 200, "ok").await?,
@@ -227,11 +227,11 @@ async fn logs(
     if request.query("follow") != Some("true") {
         return request.answer(wire, 200, &format!("{first_line}\n")).await;
     }
-    let following = Following {
+    let following = FollowOptions {
         first_line: Some(first_line),
-        ..Following::default()
+        ..FollowOptions::default()
     };
-    site.feed.follow(wire, request, following).await
+    site.line_stream.follow(wire, request, following).await
 }
 
 async fn upgrade(

@@ -10,19 +10,19 @@ use tokio::io::AsyncWriteExt;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::wire::Wire;
-use crate::strict::{Parsed, StrictRequest, parse};
+use crate::strict_http::{Parsed, StrictRequest, parse};
 
 /// Answers each whole request with 200 and `METHOD TARGET by NAME`, keeps connections open unless told to close, and records
 /// all it got.
 #[derive(Debug)]
 pub struct RecordingTarget {
     listening: Listening,
-    seen: Arc<Mutex<Vec<Seen>>>,
+    recorded: Arc<Mutex<Vec<RecordedInput>>>,
 }
 
 /// One thing that reached a [`RecordingTarget`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Seen {
+pub enum RecordedInput {
     /// A request, and the number of its connection, from 0.
     Request(u64, Box<StrictRequest>),
     /// Bytes that are no request, and why.
@@ -47,26 +47,26 @@ impl RecordingTarget {
     /// # Errors
     /// The address cannot be bound.
     pub async fn start_on(bind: SocketAddr, name: &str) -> Result<Self> {
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let (kept, name) = (Arc::clone(&seen), name.to_owned());
+        let recorded = Arc::new(Mutex::new(Vec::new()));
+        let (log, name) = (Arc::clone(&recorded), name.to_owned());
         let connections = Arc::new(AtomicU64::new(0));
         let listening = Listening::start(bind, None, move |wire, traffic| {
             let recording = Recording {
                 connection: connections.fetch_add(1, SeqCst),
                 name: name.clone(),
-                seen: Arc::clone(&kept),
+                recorded: Arc::clone(&log),
             };
             recording.serve(wire, traffic)
         });
         Ok(Self {
             listening: listening.await?,
-            seen,
+            recorded,
         })
     }
 
     /// All that came so far, in its order.
-    pub fn seen(&self) -> Vec<Seen> {
-        self.seen
+    pub fn recorded(&self) -> Vec<RecordedInput> {
+        self.recorded
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
@@ -74,10 +74,13 @@ impl RecordingTarget {
 
     /// The requests that came so far.
     pub fn requests(&self) -> Vec<StrictRequest> {
-        let requests = self.seen().into_iter().filter_map(|seen| match seen {
-            Seen::Request(_, request) => Some(*request),
-            Seen::Fault(_) | Seen::Unfinished(_) => None,
-        });
+        let requests = self
+            .recorded()
+            .into_iter()
+            .filter_map(|recorded| match recorded {
+                RecordedInput::Request(_, request) => Some(*request),
+                RecordedInput::Fault(_) | RecordedInput::Unfinished(_) => None,
+            });
         requests.collect()
     }
 }
@@ -86,7 +89,7 @@ impl RecordingTarget {
 struct Recording {
     connection: u64,
     name: String,
-    seen: Arc<Mutex<Vec<Seen>>>,
+    recorded: Arc<Mutex<Vec<RecordedInput>>>,
 }
 
 impl Recording {
@@ -98,7 +101,7 @@ impl Recording {
                     traffic.count_request();
                     let answer = answer(&request, &self.name);
                     let closes = request.field("connection") == Some("close");
-                    self.record(Seen::Request(self.connection, request));
+                    self.record(RecordedInput::Request(self.connection, request));
                     wire.write_all(&answer).await?;
                     wire.flush().await?;
                     if closes {
@@ -110,24 +113,24 @@ impl Recording {
                     if !matches!(filled, Ok(1..)) {
                         if !wire.ahead().is_empty() {
                             let bytes = wire.ahead().to_vec();
-                            self.record(Seen::Unfinished(bytes));
+                            self.record(RecordedInput::Unfinished(bytes));
                         }
                         return filled.map(drop);
                     }
                 }
                 Err(fault) => {
-                    self.record(Seen::Fault(fault));
+                    self.record(RecordedInput::Fault(fault));
                     return wire.close().await;
                 }
             }
         }
     }
 
-    fn record(&self, seen: Seen) {
-        self.seen
+    fn record(&self, recorded: RecordedInput) {
+        self.recorded
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .push(seen);
+            .push(recorded);
     }
 }
 

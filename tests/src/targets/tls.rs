@@ -83,7 +83,7 @@ impl TargetTls {
         clippy::disallowed_methods,
         reason = "a target is not the tunnel and needs settings the tunnel must not have"
     )]
-    pub(crate) fn noting(
+    pub(crate) fn recording_clients(
         own: &Arc<CertifiedKey>,
         versions: &[&'static SupportedProtocolVersion],
         presented: Presented,

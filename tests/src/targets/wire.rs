@@ -37,7 +37,7 @@ enum Stream {
 #[derive(Debug)]
 struct Observer {
     traffic: Arc<Traffic>,
-    told: bool,
+    is_counted: bool,
 }
 
 impl Wire {
@@ -52,7 +52,7 @@ impl Wire {
     pub(crate) fn observed_by(mut self, traffic: Arc<Traffic>) -> Self {
         self.observer = Some(Observer {
             traffic,
-            told: false,
+            is_counted: false,
         });
         self
     }
@@ -272,18 +272,22 @@ impl AsyncWrite for Stream {
 }
 
 fn observe(observer: &mut Option<Observer>, read: &io::Result<usize>) {
-    let Some(Observer { traffic, told }) = observer else {
+    let Some(Observer {
+        traffic,
+        is_counted,
+    }) = observer
+    else {
         return;
     };
     match read {
-        _ if *told => {}
+        _ if *is_counted => {}
         Ok(0) => {
-            *told = true;
+            *is_counted = true;
             traffic.count_fin();
         }
         Ok(_) => {}
         Err(_) => {
-            *told = true;
+            *is_counted = true;
             traffic.count_cut();
         }
     }

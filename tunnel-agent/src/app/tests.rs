@@ -13,7 +13,7 @@ use tunnel_proto::wire::name::{Port, SessionId};
 
 use super::*;
 use crate::config::{Secret, Settings};
-use crate::testing::Scratch;
+use crate::testing::TempDir;
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
@@ -34,9 +34,9 @@ async fn start(settings: Settings) -> anyhow::Result<App> {
     App::start(Config::check(settings).unwrap()).await
 }
 
-async fn enrol(server: &Server, dir: &Path) {
+async fn enroll(server: &Server, dir: &Path) {
     let answer = |_| Some(server.issue(dir, "culvert://agent/worker-1"));
-    timeout(LONG, server.enrolment(answer))
+    timeout(LONG, server.enrollment(answer))
         .await
         .unwrap()
         .unwrap();
@@ -44,10 +44,10 @@ async fn enrol(server: &Server, dir: &Path) {
 
 /// The server's side of a session as far as Welcome.
 async fn welcome(server: &Server) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
-    greet(timeout(LONG, server.session()).await.unwrap()).await
+    handshake(timeout(LONG, server.session()).await.unwrap()).await
 }
 
-async fn greet(session: Arc<dyn Session>) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
+async fn handshake(session: Arc<dyn Session>) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
     let header = StreamHeader::new(StreamKind::Control {
         version_min: 1,
         version_max: 1,
@@ -89,7 +89,7 @@ async fn answer_that_ends_with_the_drain_arrives_whole() {
 }
 
 async fn drain_under_way(transport: &str) {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let mut settings = settings(&server, scratch.path());
     settings.transport = Some(transport.into());
     let app = start(settings).await.unwrap();
@@ -98,7 +98,7 @@ async fn drain_under_way(transport: &str) {
     running.spawn(app.run());
     let (status, body) = meta::get(meta, "/readyz?verbose").await.unwrap();
     assert!(!status.is_success(), "{body}");
-    enrol(&server, scratch.path()).await;
+    enroll(&server, scratch.path()).await;
     let session = async {
         match transport {
             "h2" => server.session_over_tcp().await,
@@ -107,7 +107,7 @@ async fn drain_under_way(transport: &str) {
     };
     let session = timeout(LONG, session).await.unwrap();
     assert_eq!(session.transport().label(), transport);
-    let (session, mut reader, _writer) = greet(session).await;
+    let (session, mut reader, _writer) = handshake(session).await;
     until_ready(meta).await;
 
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -149,12 +149,12 @@ async fn drain_under_way(transport: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     let shutdown = app.shutdown().clone();
     let mut running = JoinSet::new();
     running.spawn(app.run());
-    enrol(&server, scratch.path()).await;
+    enroll(&server, scratch.path()).await;
     let (session, _reader, _writer) = welcome(&server).await;
     session.close(CloseCode::Draining, "restarting").await;
     // The first retry is at once.
@@ -183,12 +183,12 @@ async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn second_signal_does_not_wait_for_streams() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     let shutdown = app.shutdown().clone();
     let mut running = JoinSet::new();
     running.spawn(app.run());
-    enrol(&server, scratch.path()).await;
+    enroll(&server, scratch.path()).await;
     let (session, mut reader, _writer) = welcome(&server).await;
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(target.local_addr().unwrap().port()).unwrap();
@@ -217,14 +217,14 @@ async fn second_signal_does_not_wait_for_streams() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn drain_has_a_deadline() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let mut brief = settings(&server, scratch.path());
     brief.drain_timeout = Some("50ms".into());
     let app = start(brief).await.unwrap();
     let shutdown = app.shutdown().clone();
     let mut running = JoinSet::new();
     running.spawn(app.run());
-    enrol(&server, scratch.path()).await;
+    enroll(&server, scratch.path()).await;
     let (session, _reader, _writer) = welcome(&server).await;
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(target.local_addr().unwrap().port()).unwrap();
@@ -241,14 +241,14 @@ async fn drain_has_a_deadline() {
 }
 
 #[tokio::test]
-async fn refused_enrolment_ends_the_agent() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+async fn refused_enrollment_ends_the_agent() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     let refused = tunnel_proto::wire::enroll::EnrollReply::Refused(
         tunnel_proto::wire::code::EnrollCode::TokenUsed,
         "token abcdef012345 was used by another key".into(),
     );
-    let (ended, _) = tokio::join!(app.run(), server.enrolment(|_| Some(refused)));
+    let (ended, _) = tokio::join!(app.run(), server.enrollment(|_| Some(refused)));
     let (code, text) = exit(&ended.unwrap_err());
     assert_eq!(code, EXIT_FAILURE);
     assert!(
@@ -258,16 +258,16 @@ async fn refused_enrolment_ends_the_agent() {
 }
 
 #[tokio::test]
-async fn drain_ends_an_agent_that_cannot_enrol() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+async fn drain_ends_an_agent_that_cannot_enroll() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     app.shutdown().drain().cancel();
     timeout(LONG, app.run()).await.unwrap().unwrap();
 }
 
 #[tokio::test]
-async fn exit_code_tells_configuration_from_failure() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+async fn exit_code_distinguishes_configuration_from_failure() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let with = |change: fn(&mut Settings)| {
         let mut settings = settings(&server, scratch.path());
         change(&mut settings);

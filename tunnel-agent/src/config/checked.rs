@@ -9,17 +9,17 @@ use std::time::Duration;
 use rustls_pki_types::{CertificateDer, ServerName};
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::settings::{ConfigError, Mistakes};
+use tunnel_proto::process::settings::{ConfigError, ConfigErrors};
 use tunnel_proto::process::telemetry::LogFormat;
-use tunnel_proto::tls::files::{PairFiles, load_roots};
+use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
-use tunnel_proto::wire::enroll::{JoinToken, is_account_token};
+use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::limits::Limits;
 use super::{Secret, Settings};
-use crate::credentials::Given;
-use crate::policy::{self, Ceiling};
+use crate::credentials::CredentialFiles;
+use crate::policy::{self, DialPolicy};
 use crate::proxy::ProxyChoice;
 
 /// The agent's configuration, checked.
@@ -39,18 +39,18 @@ pub struct Config {
     pub node_name: NodeName,
     /// The node's address; `None` follows the route towards the server.
     pub node_ip: Option<IpAddr>,
-    /// What to enrol with.
+    /// What to enroll with.
     pub token: Option<TokenSource>,
     /// `--ca-file`.
     pub ca_file: Option<PathBuf>,
     /// The CA certificates of `--ca-file`, as they were at start.
     pub ca: Option<Vec<CertificateDer<'static>>>,
-    /// What the operator brings in place of enrolment.
-    pub given: Option<Given>,
+    /// What the operator brings in place of enrollment.
+    pub credential_files: Option<CredentialFiles>,
     /// Where key and certificate are kept.
     pub data_dir: PathBuf,
     /// What may be dialled at most.
-    pub ceiling: Ceiling,
+    pub dial_policy: DialPolicy,
     /// The meta port, unless it is off.
     pub meta_listen: Option<SocketAddr>,
     /// How long open streams may go on when the agent stops.
@@ -66,8 +66,8 @@ pub struct Config {
 /// Where the join token comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenSource {
-    /// Given as it is.
-    Given(JoinToken),
+    /// The token itself.
+    Inline(JoinToken),
     /// To be read when it is needed: it may be gone once a certificate is stored.
     File(PathBuf),
 }
@@ -108,7 +108,7 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] with all mistakes.
     pub fn check(settings: Settings) -> Result<Self, ConfigError> {
-        let mut mistakes = Mistakes::default();
+        let mut mistakes = ConfigErrors::default();
         let note = &mut mistakes;
         let servers = servers(&settings.server, note);
         let transport: Option<TransportChoice> = parsed(
@@ -132,18 +132,18 @@ impl Config {
         let node_name = node_name(settings.node_name, note);
         let node_ip = node_ip(settings.node_ip, note);
         let token = token(settings.token, settings.token_file, note);
-        let given = given(
+        let credential_files = credential_files(
             &settings.cert_file,
             &settings.key_file,
             &settings.ca_file,
             note,
         );
-        let given = server_name(settings.server_name.as_deref(), given, note);
+        let credential_files = server_name(settings.server_name.as_deref(), credential_files, note);
         let ca_file = settings.ca_file;
         let ca = ca_file
             .as_ref()
             .and_then(|path| ca_certificates(path, note));
-        if let Some(TokenSource::Given(token)) = &token
+        if let Some(TokenSource::Inline(token)) = &token
             && token.ca_hash().is_none()
             && ca.is_none()
         {
@@ -155,12 +155,12 @@ impl Config {
             .unwrap_or(DEFAULT_LOCALHOST_PORTS);
         let deny_ports = settings.deny_ports.as_deref().unwrap_or(DEFAULT_DENY_PORTS);
         let allow_targets = settings.allow_targets.as_deref().unwrap_or_default();
-        let ceiling = Ceiling {
+        let dial_policy = DialPolicy {
             localhost_ports: parsed(note, "--localhost-ports", localhost_ports).unwrap_or_default(),
             deny_ports: parsed(note, "--deny-ports", deny_ports).unwrap_or_default(),
             allow_targets: parsed(note, "--allow-targets", allow_targets).unwrap_or_default(),
         };
-        let meta_listen = note.take(
+        let meta_listen = note.unwrap_or_record(
             "--meta-listen",
             meta_address(settings.meta_listen.as_deref()),
             None,
@@ -169,11 +169,12 @@ impl Config {
             .drain_timeout
             .as_deref()
             .unwrap_or(DEFAULT_DRAIN_TIMEOUT);
-        let drain_timeout = note.take("--drain-timeout", duration(drain_timeout), Duration::ZERO);
+        let drain_timeout =
+            note.unwrap_or_record("--drain-timeout", duration(drain_timeout), Duration::ZERO);
         let log_level = settings.log_level.as_deref().unwrap_or("info");
-        let log_level = note.take("--log-level", level(log_level), LevelFilter::INFO);
+        let log_level = note.unwrap_or_record("--log-level", level(log_level), LevelFilter::INFO);
         let log_format = settings.log_format.map_or_else(LogFormat::detect, |text| {
-            note.take("--log-format", text.parse(), LogFormat::Text)
+            note.unwrap_or_record("--log-format", text.parse(), LogFormat::Text)
         });
         let limits = Limits::check(settings.limits.unwrap_or_default(), note);
         let (Some(transport), Some(node_name)) = (transport, node_name) else {
@@ -190,9 +191,9 @@ impl Config {
             token,
             ca_file,
             ca,
-            given,
+            credential_files,
             data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),
-            ceiling,
+            dial_policy,
             meta_listen,
             drain_timeout,
             log_level,
@@ -216,11 +217,15 @@ pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String>
     }
 }
 
-fn parsed<T: FromStr<Err = String>>(mistakes: &mut Mistakes, name: &str, text: &str) -> Option<T> {
-    mistakes.take(name, text.parse().map(Some), None)
+fn parsed<T: FromStr<Err = String>>(
+    mistakes: &mut ConfigErrors,
+    name: &str,
+    text: &str,
+) -> Option<T> {
+    mistakes.unwrap_or_record(name, text.parse().map(Some), None)
 }
 
-fn servers(texts: &[String], mistakes: &mut Mistakes) -> Vec<ServerAddress> {
+fn servers(texts: &[String], mistakes: &mut ConfigErrors) -> Vec<ServerAddress> {
     if texts.is_empty() {
         mistakes.add(
             "--server",
@@ -240,7 +245,7 @@ fn servers(texts: &[String], mistakes: &mut Mistakes) -> Vec<ServerAddress> {
     servers
 }
 
-fn node_name(setting: Option<String>, mistakes: &mut Mistakes) -> Option<NodeName> {
+fn node_name(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<NodeName> {
     let parsed = match setting {
         Some(text) => text.parse().map_err(|error| format!("{text:?}: {error}")),
         None => host_name()
@@ -251,10 +256,10 @@ fn node_name(setting: Option<String>, mistakes: &mut Mistakes) -> Option<NodeNam
                 })
             }),
     };
-    mistakes.take("--node-name", parsed.map(Some), None)
+    mistakes.unwrap_or_record("--node-name", parsed.map(Some), None)
 }
 
-fn node_ip(setting: Option<String>, mistakes: &mut Mistakes) -> Option<IpAddr> {
+fn node_ip(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<IpAddr> {
     let text = setting?;
     match text.trim().parse::<IpAddr>() {
         Ok(ip) if policy::is_never_dialled(ip) => {
@@ -275,12 +280,12 @@ fn node_ip(setting: Option<String>, mistakes: &mut Mistakes) -> Option<IpAddr> {
 }
 
 /// The three files go together; one may hold both the chain and the key.
-fn given(
+fn credential_files(
     certificate: &Option<PathBuf>,
     key: &Option<PathBuf>,
     ca: &Option<PathBuf>,
-    mistakes: &mut Mistakes,
-) -> Option<Given> {
+    mistakes: &mut ConfigErrors,
+) -> Option<CredentialFiles> {
     let Some(certificate) = certificate else {
         if key.is_some() {
             mistakes.add("--key-file", "needs --cert-file too");
@@ -294,8 +299,8 @@ fn given(
         );
         return None;
     };
-    Some(Given {
-        pair: PairFiles {
+    Some(CredentialFiles {
+        pair: KeyPairFiles {
             certificate: certificate.clone(),
             key: key.as_ref().unwrap_or(certificate).clone(),
         },
@@ -304,12 +309,16 @@ fn given(
     })
 }
 
-fn server_name(name: Option<&str>, given: Option<Given>, mistakes: &mut Mistakes) -> Option<Given> {
+fn server_name(
+    name: Option<&str>,
+    credential_files: Option<CredentialFiles>,
+    mistakes: &mut ConfigErrors,
+) -> Option<CredentialFiles> {
     let Some(name) = name else {
-        return given;
+        return credential_files;
     };
-    let mut given = given;
-    match (ServerName::try_from(name.to_owned()), &mut given) {
+    let mut credential_files = credential_files;
+    match (ServerName::try_from(name.to_owned()), &mut credential_files) {
         (Err(_syntax), _) => mistakes.add(
             "--server-name",
             format_args!("{name:?} is neither a DNS name nor an address"),
@@ -318,24 +327,24 @@ fn server_name(name: Option<&str>, given: Option<Given>, mistakes: &mut Mistakes
             "--server-name",
             "is for certificates that you bring (--cert-file); with our CA the role of the server is verified",
         ),
-        (Ok(name), Some(given)) => given.server_name = Some(name),
+        (Ok(name), Some(credential_files)) => credential_files.server_name = Some(name),
     }
-    given
+    credential_files
 }
 
 fn token(
-    given: Option<Secret>,
+    inline: Option<Secret>,
     file: Option<PathBuf>,
-    mistakes: &mut Mistakes,
+    mistakes: &mut ConfigErrors,
 ) -> Option<TokenSource> {
-    let given = given.filter(|token| !token.0.trim().is_empty());
-    match (given, file) {
+    let inline = inline.filter(|token| !token.0.trim().is_empty());
+    match (inline, file) {
         (Some(_), Some(_)) => {
             mistakes.add("--token", "and --token-file exclude each other");
             None
         }
         (Some(text), None) => match parse_token(&text.0) {
-            Ok(token) => Some(TokenSource::Given(token)),
+            Ok(token) => Some(TokenSource::Inline(token)),
             Err(problem) => {
                 mistakes.add("--token", problem);
                 None
@@ -350,7 +359,7 @@ fn token(
 /// # Errors
 /// A line for people that never repeats the token.
 pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
-    if is_account_token(text) {
+    if is_service_account_token(text) {
         return Err(
             "is a ServiceAccount token; give the file of its projected volume instead (--token-file), since the kubelet \
              replaces it"
@@ -368,7 +377,10 @@ pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
     })
 }
 
-fn ca_certificates(path: &Path, mistakes: &mut Mistakes) -> Option<Vec<CertificateDer<'static>>> {
+fn ca_certificates(
+    path: &Path,
+    mistakes: &mut ConfigErrors,
+) -> Option<Vec<CertificateDer<'static>>> {
     match load_roots(path) {
         Ok(certificates) => Some(certificates),
         Err(problem) => {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::Deserialize;
-use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
+use tunnel_proto::process::settings::{ConfigErrors, format_size, parse_size, positive};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
 /// Declares the limits once: the typed structure, the section of the file, and the table for the reference.
@@ -22,13 +22,13 @@ macro_rules! limits {
         pub const LIMITS: &[(&str, &str, &str)] = &[$(($name, $default, concat!($($doc),+)),)+];
 
         impl Limits {
-            pub(super) fn check(raw: RawLimits, mistakes: &mut Mistakes) -> Self {
+            pub(super) fn check(raw: RawLimits, mistakes: &mut ConfigErrors) -> Self {
                 let mut readable = true;
                 let limits = Self {
                     $($field: {
                         let parsed = $parse(raw.$field.as_deref().unwrap_or($default));
                         readable &= parsed.is_ok();
-                        mistakes.take(concat!("limits.", $name), parsed, Default::default())
+                        mistakes.unwrap_or_record(concat!("limits.", $name), parsed, Default::default())
                     },)+
                 };
                 // What could not be read is no ground to judge the others by.
@@ -41,14 +41,14 @@ macro_rules! limits {
 
         impl Default for Limits {
             fn default() -> Self {
-                Self::check(RawLimits::default(), &mut Mistakes::default())
+                Self::check(RawLimits::default(), &mut ConfigErrors::default())
             }
         }
     };
 }
 
 limits! {
-    /// Time for resolving and dialling a server until the session is ready, each; also for each step of enrolment.
+    /// Time limit for resolving a server, for dialing it until the session is ready, and for each step of enrollment.
     handshake_timeout ("handshakeTimeout"): Duration = "5s" via duration,
     /// Time to connect to a target, over all its addresses. The server may ask for less.
     target_dial_timeout ("targetDialTimeout"): Duration = "5s" via duration,
@@ -59,12 +59,12 @@ limits! {
     /// Streams served at once, from 1 to 65536; more are refused. Twice the server's limit by default, since a stream
     /// ends at the server first.
     streams_per_agent ("streamsPerAgent"): u32 = "512" via streams,
-    /// What targets that do not read may hold unread in this agent, at least 4 x streamWindow. When it is full, or one
+    /// Size of the buffer pool for data that targets have not read, at least 4 x streamWindow. When it is full, or one
     /// session holds a quarter of it, new streams are refused; open ones are not cut.
     buffer_pool ("bufferPool"): u64 = "128MiB" via parse_size,
-    /// An idle session sends a sign of life this often (+- 20 %).
+    /// Interval between keep-alives of an idle session (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s" via duration,
-    /// A session that is silent for this long while requests wait is suspect: another one is dialled beside it.
+    /// A session that is silent for this long while requests wait is suspect: another session is dialed in parallel.
     suspect_after_busy ("suspectAfterBusy"): Duration = "5s" via duration,
     /// As suspectAfterBusy, without requests.
     suspect_after_idle ("suspectAfterIdle"): Duration = "15s" via duration,
@@ -72,7 +72,7 @@ limits! {
     dead_after ("deadAfter"): Duration = "60s" via duration,
     /// How often the files of --cert-file, --key-file and --ca-file are read again.
     reload_every ("reloadEvery"): Duration = "10s" via duration,
-    /// With --transport auto: for how long one transport may give no answer before the other one is tried beside it.
+    /// With --transport auto: for how long one transport may give no answer before the other one is tried in parallel.
     quic_head_start ("quicHeadStart"): Duration = "3s" via duration,
     /// While h2 carries the session, QUIC is tried this often.
     quic_probe_every ("quicProbeEvery"): Duration = "45s" via duration,
@@ -85,14 +85,14 @@ impl Limits {
     pub(crate) fn liveness(&self) -> LivenessLimits {
         LivenessLimits {
             keep_alive: self.keep_alive,
-            suspect_busy: self.suspect_after_busy,
-            suspect_idle: self.suspect_after_idle,
+            suspect_after_busy: self.suspect_after_busy,
+            suspect_after_idle: self.suspect_after_idle,
             dead_after: self.dead_after,
             probes_idle: false,
         }
     }
 
-    fn check_together(&self, mistakes: &mut Mistakes) {
+    fn check_together(&self, mistakes: &mut ConfigErrors) {
         let keep_alive_most = self.keep_alive.mul_f64(KEEP_ALIVE_SPREAD);
         let pool_least = POOL_WINDOWS_LEAST * u64::from(self.stream_window);
         let show = humantime::format_duration;
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     fn mistakes(change: impl FnOnce(&mut RawLimits)) -> Vec<String> {
-        let (mut raw, mut mistakes) = (RawLimits::default(), Mistakes::default());
+        let (mut raw, mut mistakes) = (RawLimits::default(), ConfigErrors::default());
         change(&mut raw);
         Limits::check(raw, &mut mistakes);
         mistakes
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_contradict_each_other_are_told_by_name() {
+    fn contradicting_limits_are_reported_by_name() {
         let set = |text: &str| Some(text.to_owned());
         assert_eq!(mistakes(|_| {}), [""; 0]);
         for (change, named) in [

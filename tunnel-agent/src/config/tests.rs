@@ -39,11 +39,11 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.servers[0].to_string(), "cloud.example.com:10262");
     assert_eq!(config.data_dir, Path::new("/var/lib/tunnel-agent"));
     assert_eq!(
-        config.ceiling.localhost_ports.to_string(),
+        config.dial_policy.localhost_ports.to_string(),
         "10250, 10255, 10266, 10267"
     );
     assert_eq!(
-        config.ceiling.deny_ports.to_string(),
+        config.dial_policy.deny_ports.to_string(),
         "2379-2381, 10248, 10249, 10257, 10259"
     );
     assert_eq!(config.meta_listen.unwrap().to_string(), "127.0.0.1:10266");
@@ -65,9 +65,9 @@ fn help_shows_the_defaults_that_hold() {
         ("data_dir", config.data_dir.display().to_string()),
         (
             "localhost_ports",
-            config.ceiling.localhost_ports.to_string(),
+            config.dial_policy.localhost_ports.to_string(),
         ),
-        ("deny_ports", config.ceiling.deny_ports.to_string()),
+        ("deny_ports", config.dial_policy.deny_ports.to_string()),
         ("meta_listen", config.meta_listen.unwrap().to_string()),
         ("drain_timeout", "30s".to_owned()),
         ("log_level", config.log_level.to_string()),
@@ -99,11 +99,11 @@ fn flags_win_over_kubernetes_variables_and_those_over_the_file() {
         "NODE_IP" => Some(String::new()),
         _ => None,
     };
-    let given = Settings {
+    let flags = Settings {
         server: vec!["flag:2".into()],
         ..Settings::default()
     };
-    let config = load(given, Some(&path), variable).unwrap();
+    let config = load(flags, Some(&path), variable).unwrap();
     assert_eq!(config.servers[0].to_string(), "flag:2");
     assert_eq!(config.node_name.as_str(), "from-variable");
     assert_eq!(config.node_ip, Some(IpAddr::from([10, 0, 0, 1])));
@@ -200,13 +200,13 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
     )
     .unwrap()
     .reveal();
-    let mut given = settings();
-    given.token = Some(Secret(token.clone()));
-    let debug = format!("{given:?} {:?}", Config::check(given.clone()).unwrap());
+    let mut flags = settings();
+    flags.token = Some(Secret(token.clone()));
+    let debug = format!("{flags:?} {:?}", Config::check(flags.clone()).unwrap());
     assert!(!debug.contains("a5a5"), "{debug}");
 
-    given.token_file = Some("/t".into());
-    assert!(Config::check(given).unwrap_err().0[0].contains("exclude"));
+    flags.token_file = Some("/t".into());
+    assert!(Config::check(flags).unwrap_err().0[0].contains("exclude"));
 
     let web_token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJl";
     let found = mistakes(|settings| settings.token = Some(web_token.into()));
@@ -249,7 +249,7 @@ fn proxy_that_is_named_means_h2_unless_quic_was_asked_for() {
         (None, Some("p:1"), Some(environment), H2, "p:1 (--proxy)"),
         (None, Some("off"), Some(environment), Auto, "none"),
     ] {
-        let given = Settings {
+        let flags = Settings {
             transport: transport.map(str::to_owned),
             proxy: proxy.map(Secret::from),
             ..settings()
@@ -258,7 +258,7 @@ fn proxy_that_is_named_means_h2_unless_quic_was_asked_for() {
             let found = variable.filter(|(wanted, _)| *wanted == name);
             found.map(|(_, value)| value.to_owned())
         };
-        let config = load(given, None, lookup).unwrap();
+        let config = load(flags, None, lookup).unwrap();
         let case = (transport, proxy, variable);
         assert_eq!(config.transport, chosen, "{case:?}");
         assert_eq!(config.proxy.to_string(), way, "{case:?}");
@@ -283,12 +283,12 @@ fn proxy_of_a_layer_goes_before_the_environment_and_its_password_is_never_shown(
         std::fs::write(&path, format!("proxy: {proxy}\n")).unwrap();
         let config = load(settings(), Some(&path), shared).unwrap();
         assert_eq!(config.proxy.to_string(), way);
-        let given = Settings {
+        let flags = Settings {
             proxy: Some("http://me:hunter2@flag.example.com:3".into()),
             ..settings()
         };
-        let debug = format!("{given:?}");
-        let config = load(given, Some(&path), shared).unwrap();
+        let debug = format!("{flags:?}");
+        let config = load(flags, Some(&path), shared).unwrap();
         assert_eq!(config.proxy.to_string(), "flag.example.com:3 (--proxy)");
         let shown = format!("{debug} {config:?}");
         assert!(
@@ -323,11 +323,11 @@ fn congestion_control_is_cubic_or_bbr() {
         ("cubic", CongestionControl::Cubic),
         ("bbr", CongestionControl::Bbr),
     ] {
-        let given = Settings {
+        let flags = Settings {
             quic_congestion: Some(text.into()),
             ..settings()
         };
-        assert_eq!(Config::check(given).unwrap().quic_congestion, parsed);
+        assert_eq!(Config::check(flags).unwrap().quic_congestion, parsed);
     }
 }
 

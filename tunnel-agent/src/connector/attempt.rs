@@ -8,76 +8,83 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug_span};
 use tunnel_proto::wire::code::CloseCode;
 
-use super::endpoint::Endpoints;
-use super::ladder::Rung;
-use super::lane::{ConnectError, Lane};
-use super::plan::Event;
-use super::race::{Race, Step};
-use super::{Connector, Running};
-use crate::session::Tether;
+use super::backoff::ReconnectEvent;
+use super::endpoint::EndpointCursor;
+use super::happy_eyeballs::{DialAction, HappyEyeballs};
+use super::session_task::{ConnectError, SessionTask};
+use super::transport_policy::SessionTransport;
+use super::{Connector, RunningSession};
+use crate::session::SessionHandle;
 
 /// Sessions that are being dialled; the first that is ready wins.
 pub(super) struct Attempt {
-    pub(super) purpose: Purpose,
-    pub(super) race: Race,
+    pub(super) purpose: DialPurpose,
+    pub(super) happy_eyeballs: HappyEyeballs,
     /// Where to look in this round, and in the next.
-    pub(super) place: Endpoints,
-    pub(super) next_place: Option<Endpoints>,
+    pub(super) cursor: EndpointCursor,
+    pub(super) next_cursor: Option<EndpointCursor>,
     /// The tasks that are at it.
-    pub(super) lanes: Vec<Id>,
+    pub(super) task_ids: Vec<Id>,
     /// The last failure of each transport.
-    pub(super) failures: Vec<(Rung, ConnectError)>,
+    pub(super) failures: Vec<(SessionTransport, ConnectError)>,
 }
 
 /// Why sessions are dialled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(super) enum DialPurpose {
     /// No live session is there, or its server is stopping.
     Connect,
     /// A session over h2 is, and QUIC would be better.
-    Climb,
+    Upgrade,
     /// A session with older credentials is.
     Refresh,
 }
 
 impl Connector {
     /// Begins an attempt with the first of `order`.
-    pub(super) fn begin(&mut self, purpose: Purpose, order: (Rung, Option<Rung>), now: Instant) {
+    pub(super) fn start_attempt(
+        &mut self,
+        purpose: DialPurpose,
+        order: (SessionTransport, Option<SessionTransport>),
+        now: Instant,
+    ) {
         self.retry_at = None;
         self.attempt = Some(Attempt {
             purpose,
-            race: Race::new(order, now, self.shared.limits.quic_head_start),
-            place: self.endpoints.clone(),
-            next_place: None,
-            lanes: Vec::new(),
+            happy_eyeballs: HappyEyeballs::new(order, now, self.context.limits.quic_head_start),
+            cursor: self.endpoints.clone(),
+            next_cursor: None,
+            task_ids: Vec::new(),
             failures: Vec::new(),
         });
         self.dial(order.0, now);
     }
 
     /// Starts the task of a session for the attempt.
-    pub(super) fn dial(&mut self, rung: Rung, now: Instant) {
+    pub(super) fn dial(&mut self, transport: SessionTransport, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
-        self.ladder.tried(rung, now, rand::random());
+        self.transport_policy
+            .record_dial(transport, now, rand::random());
         let retire = CancellationToken::new();
-        let lane = Lane {
-            rung,
-            place: attempt.place.clone(),
-            paths: self.paths.clone(),
-            shared: self.shared.clone(),
-            tether: Tether {
+        let session_task = SessionTask {
+            transport,
+            cursor: attempt.cursor.clone(),
+            dialers: self.dialers.clone(),
+            context: self.context.clone(),
+            handle: SessionHandle {
                 retire: retire.clone(),
-                news: self.tell.clone(),
+                session_event: self.event_sender.clone(),
             },
         };
-        let credentials = self.shared.keeper.generation();
-        let span = debug_span!("session", agent = %self.shared.node, transport = %rung.transport());
-        let id = self.tasks.spawn(lane.run().instrument(span)).id();
-        attempt.lanes.push(id);
-        let running = Running {
-            rung,
+        let credentials = self.context.rotating_credentials.generation();
+        let span =
+            debug_span!("session", agent = %self.context.node, transport = %transport.transport());
+        let id = self.tasks.spawn(session_task.run().instrument(span)).id();
+        attempt.task_ids.push(id);
+        let running = RunningSession {
+            transport,
             retire,
             credentials,
         };
@@ -90,7 +97,7 @@ impl Connector {
             .attempt
             .take()
             .into_iter()
-            .flat_map(|attempt| attempt.lanes)
+            .flat_map(|attempt| attempt.task_ids)
         {
             self.retire(id);
         }
@@ -99,68 +106,71 @@ impl Connector {
     /// One transport of an attempt has failed.
     pub(super) fn failed(
         &mut self,
-        rung: Rung,
-        place: Endpoints,
+        transport: SessionTransport,
+        cursor: EndpointCursor,
         error: ConnectError,
         now: Instant,
     ) {
-        self.count(rung, &error);
+        self.count(transport, &error);
         match error.code() {
-            Some(CloseCode::CredentialExpired) => self.shared.keeper.reject(),
-            Some(CloseCode::CredentialRevoked) => self.shared.keeper.revoke(),
+            Some(CloseCode::CredentialExpired) => self.context.rotating_credentials.reject(),
+            Some(CloseCode::CredentialRevoked) => self.context.rotating_credentials.revoke(),
             Some(_) | None => {}
         }
         let Some(attempt) = &mut self.attempt else {
             return;
         };
-        if attempt.next_place.is_none() || rung == attempt.race.first() {
-            let mut place = place;
+        if attempt.next_cursor.is_none() || transport == attempt.happy_eyeballs.first() {
+            let mut cursor = cursor;
             // The place is the next server's already when a name was not resolved.
             if !matches!(error, ConnectError::Resolve(_)) {
-                place.failed();
+                cursor.failed();
             }
-            attempt.next_place = Some(place);
+            attempt.next_cursor = Some(cursor);
         }
-        let step = attempt.race.failed(rung, error.failure());
-        attempt.failures.retain(|(failed, _)| *failed != rung);
-        attempt.failures.push((rung, error));
-        match step {
-            Step::Dial(rung) => self.dial(rung, now),
-            Step::Wait => {}
-            Step::Rest => self.round_over(now),
-            Step::Over => {
-                self.round_over(now);
+        let action = attempt.happy_eyeballs.failed(transport, error.failure());
+        attempt.failures.retain(|(failed, _)| *failed != transport);
+        attempt.failures.push((transport, error));
+        match action {
+            DialAction::Dial(transport) => self.dial(transport, now),
+            DialAction::Wait => {}
+            DialAction::RoundFailed => self.handle_round_failure(now),
+            DialAction::Exhausted => {
+                self.handle_round_failure(now);
                 self.abandon();
             }
         }
     }
 
     /// No transport of the attempt gave a ready session so far.
-    pub(super) fn round_over(&mut self, now: Instant) {
+    pub(super) fn handle_round_failure(&mut self, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
         let failures = &attempt.failures;
         match attempt.purpose {
-            Purpose::Climb => self.report.probe_failed(failures),
-            Purpose::Refresh => {
+            DialPurpose::Upgrade => self.report.probe_failed(failures),
+            DialPurpose::Refresh => {
                 self.report.probe_failed(failures);
-                self.refresh_at = Some(now + REFRESH_AGAIN);
+                self.refresh_at = Some(now + REFRESH_RETRY);
             }
-            Purpose::Connect => {
-                if let Some(place) = attempt.next_place.take() {
-                    self.endpoints = place;
+            DialPurpose::Connect => {
+                if let Some(cursor) = attempt.next_cursor.take() {
+                    self.endpoints = cursor;
                 }
                 let decisive = failures.iter().max_by_key(|(_, error)| error.failure());
                 let code = decisive.and_then(|(_, error)| error.code());
                 // That one server is stopping says nothing about the next one, which may be there by now.
-                let is_leaving = self.current.as_ref().is_some_and(|held| held.draining);
+                let is_leaving = self
+                    .current
+                    .as_ref()
+                    .is_some_and(|current| current.draining);
                 let reason = match code {
                     Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
                     code => code,
                 };
-                let event = Event::Failed(reason);
-                let retry_in = self.plan.next(event, now, rand::random());
+                let event = ReconnectEvent::Failed(reason);
+                let retry_in = self.backoff.next(event, now, rand::random());
                 self.retry_at = Some(now + retry_in);
                 self.report.failed(failures, code, retry_in, now);
             }
@@ -169,4 +179,4 @@ impl Connector {
 }
 
 /// When a session with new credentials did not come about, while the old one still serves.
-const REFRESH_AGAIN: Duration = Duration::from_secs(5);
+const REFRESH_RETRY: Duration = Duration::from_secs(5);

@@ -5,18 +5,18 @@ use std::time::Duration;
 
 use tokio::net::lookup_host;
 use tokio::time::timeout;
-use tunnel_proto::tcp::Remote;
+use tunnel_proto::tcp::ServerAddr;
 
 use crate::config::ServerAddress;
 
 /// A place in the list of servers and their addresses. It stays where it worked and moves on after a failure.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Endpoints {
+pub(crate) struct EndpointCursor {
     server: usize,
     address: usize,
 }
 
-impl Endpoints {
+impl EndpointCursor {
     /// The server and the address to try; without an address where `by_name` leaves it to a proxy.
     ///
     /// # Errors
@@ -26,7 +26,7 @@ impl Endpoints {
         servers: &[ServerAddress],
         within: Duration,
         by_name: impl Fn(&ServerAddress) -> bool,
-    ) -> Result<Remote, ResolveError> {
+    ) -> Result<ServerAddr, ResolveError> {
         loop {
             let server = self.server(servers)?;
             // A name that a proxy resolves is one address.
@@ -43,7 +43,7 @@ impl Endpoints {
             };
             match addresses.get(self.address) {
                 Some(address) => {
-                    return Ok(Remote {
+                    return Ok(ServerAddr {
                         name: server.to_string(),
                         address: *address,
                     });
@@ -82,13 +82,13 @@ pub(crate) enum ResolveError {
     #[error("no server is configured")]
     NoServer,
     /// The resolver did not answer.
-    #[error("{server}: its name was not resolved in time")]
+    #[error("{server}: name resolution timed out")]
     Timeout { server: ServerAddress },
     /// The name exists without an address.
-    #[error("{server}: its name has no address")]
+    #[error("{server}: name has no address")]
     Empty { server: ServerAddress },
     /// The resolver said no.
-    #[error("{server}: its name cannot be resolved")]
+    #[error("{server}: cannot resolve the name")]
     Lookup {
         server: ServerAddress,
         #[source]
@@ -132,8 +132,8 @@ mod tests {
             .map(|text| text.parse().unwrap())
             .collect();
         let within = Duration::from_secs(5);
-        let mut endpoints = Endpoints::default();
-        let next = async |endpoints: &mut Endpoints| {
+        let mut endpoints = EndpointCursor::default();
+        let next = async |endpoints: &mut EndpointCursor| {
             let next = endpoints.next(&servers, within, |_| false).await;
             next.unwrap().address.unwrap().port()
         };
@@ -149,13 +149,13 @@ mod tests {
     async fn name_for_a_proxy_counts_as_one_address() {
         let servers = ["cloud.invalid:1", "127.0.0.1:2", "other.invalid:3"];
         let servers = servers.map(|text| text.parse().unwrap());
-        let mut endpoints = Endpoints::default();
-        let next = async |endpoints: &mut Endpoints| {
+        let mut endpoints = EndpointCursor::default();
+        let next = async |endpoints: &mut EndpointCursor| {
             let proxied = |server: &ServerAddress| server.host.ends_with(".invalid");
             let within = Duration::from_secs(5);
             endpoints.next(&servers, within, proxied).await.unwrap()
         };
-        let by_name = |name: &str| Remote {
+        let by_name = |name: &str| ServerAddr {
             name: name.into(),
             address: None,
         };
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(next(&mut endpoints).await, by_name("other.invalid:3"));
         endpoints.failed();
         assert_eq!(next(&mut endpoints).await, by_name("cloud.invalid:1"));
-        let mut nowhere = Endpoints::default();
+        let mut nowhere = EndpointCursor::default();
         let none = nowhere.next(&[], Duration::ZERO, |_| true).await;
         assert!(matches!(none, Err(ResolveError::NoServer)));
     }
@@ -176,7 +176,7 @@ mod tests {
     async fn name_that_does_not_resolve_yields_to_the_next_server() {
         let servers = ["does-not-exist.invalid:1", "127.0.0.1:2"].map(|text| text.parse().unwrap());
         let within = Duration::from_secs(5);
-        let mut endpoints = Endpoints::default();
+        let mut endpoints = EndpointCursor::default();
         let error = endpoints.next(&servers, within, |_| false).await;
         let error = error.unwrap_err();
         assert!(error.to_string().starts_with("does-not-exist.invalid:1: "));

@@ -8,56 +8,61 @@ use tracing::{debug, error, info, warn};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 
-use super::ladder::{Change, Rung};
-use super::lane::ConnectError;
-use crate::session::Held;
+use super::session_task::ConnectError;
+use super::transport_policy::{SessionTransport, TransportChange};
+use crate::session::SessionSummary;
 
 /// Writes the lines; knows which failures of an outage were told.
 #[derive(Debug)]
-pub(super) struct Report {
+pub(super) struct ConnectionLog {
     agent: NodeName,
-    repeats: Repeats,
+    throttle: LogThrottle,
 }
 
-impl Report {
+impl ConnectionLog {
     pub(super) fn new(agent: NodeName) -> Self {
         Self {
             agent,
-            repeats: Repeats::default(),
+            throttle: LogThrottle::default(),
         }
     }
 
     /// The session that took new streams has ended; without `retry_in` another one is being dialled already.
-    pub(super) fn lost(&self, rung: Rung, held: &Held, retry_in: Option<Duration>) {
-        if !held.reason.code.is_retryable() {
+    pub(super) fn lost(
+        &self,
+        transport: SessionTransport,
+        summary: &SessionSummary,
+        retry_in: Option<Duration>,
+    ) {
+        if !summary.reason.code.is_retryable() {
             error!(
                 agent = %self.agent,
-                transport = %rung.transport(),
-                code = %held.reason.code,
-                error = %held.reason,
-                "server ended the session and refuses this agent; somebody has to act"
+                transport = %transport.transport(),
+                code = %summary.reason.code,
+                error = %summary.reason,
+                "server closed the session and refuses this agent; fix the reported cause"
             );
             return;
         }
         warn!(
             agent = %self.agent,
-            transport = %rung.transport(),
-            code = %held.reason.code,
-            error = %held.reason,
-            ready_for = ?held.ready_for,
+            transport = %transport.transport(),
+            code = %summary.reason.code,
+            error = %summary.reason,
+            ready_for = ?summary.ready_for,
             retry_in = retry_in.map(tracing::field::debug),
             "session lost"
         );
     }
 
     /// A session has ended as it should: it had retired, or the agent stops.
-    pub(super) fn ended(&self, rung: Rung, held: &Held) {
+    pub(super) fn ended(&self, transport: SessionTransport, summary: &SessionSummary) {
         info!(
             agent = %self.agent,
-            transport = %rung.transport(),
-            code = %held.reason.code,
-            error = %held.reason,
-            ready_for = ?held.ready_for,
+            transport = %transport.transport(),
+            code = %summary.reason.code,
+            error = %summary.reason,
+            ready_for = ?summary.ready_for,
             "session ended"
         );
     }
@@ -65,7 +70,7 @@ impl Report {
     /// An attempt gave no ready session.
     pub(super) fn failed(
         &mut self,
-        failures: &[(Rung, ConnectError)],
+        failures: &[(SessionTransport, ConnectError)],
         code: Option<CloseCode>,
         retry_in: Duration,
         now: Instant,
@@ -73,53 +78,53 @@ impl Report {
         let agent = &self.agent;
         let error = failures
             .iter()
-            .map(|(rung, error)| format!("{}: {}", rung.transport(), causes(error)))
+            .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
             .collect::<Vec<_>>()
             .join("; ");
-        let Some(left_out) = self.repeats.failed(code, now) else {
+        let Some(suppressed) = self.throttle.failed(code, now) else {
             debug!(%agent, error, ?retry_in, "cannot connect");
             return;
         };
         match code {
             Some(code) if !code.is_retryable() => {
-                error!(%agent, %code, error, ?retry_in, left_out, "server refuses this agent; somebody has to act");
+                error!(%agent, %code, error, ?retry_in, suppressed, "server refuses this agent; fix the reported cause");
             }
             Some(code) => {
-                warn!(%agent, %code, error, ?retry_in, left_out, "cannot hold a session");
+                warn!(%agent, %code, error, ?retry_in, suppressed, "cannot keep a session");
             }
-            None => warn!(%agent, error, ?retry_in, left_out, "cannot connect"),
+            None => warn!(%agent, error, ?retry_in, suppressed, "cannot connect"),
         }
     }
 
     /// QUIC gave no answer while a session over h2 is there.
-    pub(super) fn probe_failed(&self, failures: &[(Rung, ConnectError)]) {
-        for (rung, error) in failures {
-            let (transport, error) = (rung.transport(), causes(error));
-            debug!(agent = %self.agent, %transport, error, "no way up yet");
+    pub(super) fn probe_failed(&self, failures: &[(SessionTransport, ConnectError)]) {
+        for (transport, error) in failures {
+            let (transport, error) = (transport.transport(), causes(error));
+            debug!(agent = %self.agent, %transport, error, "probe for another session failed");
         }
     }
 
     /// A session takes new streams, and what that changes.
-    pub(super) fn ready(&mut self, change: Change) {
+    pub(super) fn ready(&mut self, change: TransportChange) {
         self.over();
         let agent = &self.agent;
         match change {
-            Change::None => {}
-            Change::Fallback => {
-                warn!(%agent, "QUIC gave no answer; h2 carries the session until QUIC does");
+            TransportChange::None => {}
+            TransportChange::Fallback => {
+                warn!(%agent, "no answer over QUIC; falling back to h2");
             }
-            Change::Promotion => info!(%agent, "QUIC carries the session again"),
+            TransportChange::Upgrade => info!(%agent, "session upgraded to QUIC"),
         }
     }
 
     /// There is a session that takes new streams.
     pub(super) fn over(&mut self) {
-        self.repeats = Repeats::default();
+        self.throttle = LogThrottle::default();
     }
 
     /// The task of a session panicked.
-    pub(super) fn broken(&self, rung: Rung, panic: &dyn Error) {
-        error!(agent = %self.agent, transport = %rung.transport(), error = %panic, "task of a session broke");
+    pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
+        error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
 }
 
@@ -137,35 +142,36 @@ pub(crate) fn causes(error: &dyn Error) -> String {
 
 /// Which failures of one outage are worth a line: the first with each code, and one every 30 s.
 #[derive(Debug, Default)]
-struct Repeats {
-    told: Vec<Option<CloseCode>>,
+struct LogThrottle {
+    logged_codes: Vec<Option<CloseCode>>,
     last: Option<Instant>,
-    left_out: u32,
+    suppressed: u32,
 }
 
-impl Repeats {
+impl LogThrottle {
     /// How many were left out since the last line, or `None` to leave this one out.
     fn failed(&mut self, code: Option<CloseCode>, now: Instant) -> Option<u32> {
-        let is_new = !self.told.contains(&code) && self.told.len() < CODES_MOST;
+        let is_new =
+            !self.logged_codes.contains(&code) && self.logged_codes.len() < LOGGED_CODES_MAX;
         let is_time = self
             .last
-            .is_none_or(|last| now.duration_since(last) >= REPEAT_AFTER);
+            .is_none_or(|last| now.duration_since(last) >= REPEAT_INTERVAL);
         if !is_new && !is_time {
-            self.left_out = self.left_out.saturating_add(1);
+            self.suppressed = self.suppressed.saturating_add(1);
             return None;
         }
         if is_new {
-            self.told.push(code);
+            self.logged_codes.push(code);
         }
         self.last = Some(now);
-        Some(std::mem::take(&mut self.left_out))
+        Some(std::mem::take(&mut self.suppressed))
     }
 }
 
 /// Time between two lines that say the same.
-const REPEAT_AFTER: Duration = Duration::from_secs(30);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
 /// Codes that get a line of their own in one outage; a peer may invent them.
-const CODES_MOST: usize = 16;
+const LOGGED_CODES_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -173,9 +179,9 @@ mod tests {
 
     #[test]
     fn repeated_failures_get_one_line_in_30_s_and_new_ones_their_own() {
-        let mut repeats = Repeats::default();
+        let mut throttle = LogThrottle::default();
         let start = Instant::now();
-        let mut at = |seconds, code| repeats.failed(code, start + Duration::from_secs(seconds));
+        let mut at = |seconds, code| throttle.failed(code, start + Duration::from_secs(seconds));
         assert_eq!(at(0, None), Some(0));
         assert_eq!(at(1, None), None);
         assert_eq!(at(29, None), None);
@@ -189,10 +195,10 @@ mod tests {
 
     #[test]
     fn invented_codes_do_not_make_more_lines_for_ever() {
-        let mut repeats = Repeats::default();
+        let mut throttle = LogThrottle::default();
         let now = Instant::now();
         let codes = (1000..2000).map(|number| Some(CloseCode::from_number(number)));
-        let lines = codes.filter(|code| repeats.failed(*code, now).is_some());
-        assert_eq!(lines.count(), CODES_MOST);
+        let lines = codes.filter(|code| throttle.failed(*code, now).is_some());
+        assert_eq!(lines.count(), LOGGED_CODES_MAX);
     }
 }

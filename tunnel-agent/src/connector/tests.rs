@@ -9,68 +9,74 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::*;
 use crate::config::{Limits, Secret, ServerAddress};
-use crate::credentials::{Keeper, Store, Stored};
+use crate::credentials::{CredentialStore, RotatingCredentials, Stored};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, Net, Path, Peer};
-use crate::testing::{Ca, Scratch, shared};
+use crate::testing::net::{AGES, FakeNetwork, Path, Peer};
+use crate::testing::{Ca, TempDir, context};
 
 mod changes;
 
 const AUTO: TransportChoice = TransportChoice::Auto;
 
 /// A connector between scripted transports; the test is the server.
-struct World {
-    net: Net,
-    shared: Arc<Shared>,
+struct TestEnv {
+    net: FakeNetwork,
+    context: Arc<SessionContext>,
     readiness: Readiness,
     agent: JoinSet<()>,
     start: Instant,
 }
 
-impl World {
+impl TestEnv {
     fn start(choice: TransportChoice) -> Self {
         Self::with(choice, &["192.0.2.1:10262"], ProxyChoice::default())
     }
 
     /// UDP is blocked from the start.
     fn behind_a_firewall() -> Self {
-        let world = Self::start(AUTO);
-        world.net.quic.set(Path::Silent);
-        world
+        let env = Self::start(AUTO);
+        env.net.quic.set(Path::Silent);
+        env
     }
 
     fn with(choice: TransportChoice, servers: &[&str], proxy: ProxyChoice) -> Self {
-        Self::holding(None, choice, servers, proxy)
+        Self::with_credentials(None, choice, servers, proxy)
     }
 
-    fn holding(
-        keeper: Option<Arc<Keeper>>,
+    fn with_credentials(
+        rotating_credentials: Option<Arc<RotatingCredentials>>,
         choice: TransportChoice,
         servers: &[&str],
         proxy: ProxyChoice,
     ) -> Self {
-        let (net, readiness) = (Net::new(), Readiness::default());
-        let mut shared = shared(Limits {
+        let (net, readiness) = (FakeNetwork::new(), Readiness::default());
+        let mut context = context(Limits {
             // Targets are real sockets, and a paused clock may jump while they connect.
             target_dial_timeout: AGES,
             ..Limits::default()
         });
-        shared.keeper = keeper.unwrap_or(shared.keeper);
-        let shared = Arc::new(shared);
-        let paths = Arc::new(Paths {
+        context.rotating_credentials = rotating_credentials.unwrap_or(context.rotating_credentials);
+        let context = Arc::new(context);
+        let dialers = Arc::new(Dialers {
             servers: servers.iter().map(|name| name.parse().unwrap()).collect(),
             proxy,
             quic: net.quic.clone(),
             h2: net.h2.clone(),
         });
-        let waiting = Some(readiness.block(SESSION));
-        let connector = Connector::new(paths, choice, shared.clone(), readiness.clone(), waiting);
+        let readiness_block = Some(readiness.block(SESSION));
+        let connector = Connector::new(
+            dialers,
+            choice,
+            context.clone(),
+            readiness.clone(),
+            readiness_block,
+        );
         let mut agent = JoinSet::new();
         agent.spawn(connector.run());
         Self {
             net,
-            shared,
+            context,
             readiness,
             agent,
             start: Instant::now(),
@@ -85,7 +91,7 @@ impl World {
             "after {:?}",
             self.start.elapsed()
         );
-        self.until(|world| world.is_ready()).await;
+        self.until(|env| env.is_ready()).await;
         peer
     }
 
@@ -109,12 +115,12 @@ impl World {
         timeout(AGES, becomes).await.unwrap();
     }
 
-    async fn rest(&self, seconds: u64) {
+    async fn advance(&self, seconds: u64) {
         tokio::time::sleep(Duration::from_secs(seconds)).await;
     }
 
     fn count(&self, transport: TransportKind, result: ConnectResult) -> u64 {
-        self.shared.metrics.connect_attempts(transport, result)
+        self.context.metrics.connect_attempts(transport, result)
     }
 }
 
@@ -146,144 +152,143 @@ impl Busy {
 }
 
 /// The session was retired and has nothing left to do.
-async fn leaves(peer: &mut Peer) {
-    assert_eq!(peer.hears().await, Some(ControlMessage::Withdraw));
-    says_goodbye(peer).await;
+async fn expect_retirement(peer: &mut Peer) {
+    assert_eq!(peer.recv_control().await, Some(ControlMessage::Withdraw));
+    expect_bye(peer).await;
 }
 
-async fn says_goodbye(peer: &mut Peer) {
-    let bye = peer.hears().await;
+async fn expect_bye(peer: &mut Peer) {
+    let bye = peer.recv_control().await;
     assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
-    assert_eq!(peer.hears().await, None);
+    assert_eq!(peer.recv_control().await, None);
     assert_eq!(peer.closed().await.code, CloseCode::Normal);
 }
 
 #[tokio::test(start_paused = true)]
 async fn quic_that_answers_is_alone() {
-    let mut world = World::start(AUTO);
-    let _peer = world.peer(TransportKind::Quic).await;
-    assert!(world.lap() < 0.1);
-    world.rest(3600).await;
-    assert_eq!(world.net.h2.dials(), []);
-    assert_eq!(world.net.quic.dials().len(), 1);
+    let mut env = TestEnv::start(AUTO);
+    let _peer = env.peer(TransportKind::Quic).await;
+    assert!(env.lap() < 0.1);
+    env.advance(3600).await;
+    assert_eq!(env.net.h2.dials(), []);
+    assert_eq!(env.net.quic.dials().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn silent_quic_gives_way_to_h2_after_three_seconds() {
-    let mut world = World::behind_a_firewall();
-    let _peer = world.peer(TransportKind::H2).await;
-    let waited = world.lap();
+async fn silent_quic_falls_back_to_h2_after_three_seconds() {
+    let mut env = TestEnv::behind_a_firewall();
+    let _peer = env.peer(TransportKind::H2).await;
+    let waited = env.lap();
     assert!((3.0..3.1).contains(&waited), "{waited}");
-    assert_eq!(world.count(TransportKind::H2, ConnectResult::Ready), 1);
-    world.rest(1).await;
-    assert_eq!(
-        world.count(TransportKind::Quic, ConnectResult::Abandoned),
-        1
-    );
-    assert_eq!(world.shared.metrics.moves(), (1, 0));
+    assert_eq!(env.count(TransportKind::H2, ConnectResult::Ready), 1);
+    env.advance(1).await;
+    assert_eq!(env.count(TransportKind::Quic, ConnectResult::Abandoned), 1);
+    assert_eq!(env.context.metrics.transport_changes(), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn quic_that_cannot_be_dialled_gives_way_at_once() {
-    let mut world = World::start(AUTO);
-    world.net.quic.set(Path::Refused);
-    let _peer = world.peer(TransportKind::H2).await;
-    assert!(world.lap() < 0.1);
+async fn quic_that_cannot_be_dialed_falls_back_at_once() {
+    let mut env = TestEnv::start(AUTO);
+    env.net.quic.set(Path::Refused);
+    let _peer = env.peer(TransportKind::H2).await;
+    assert!(env.lap() < 0.1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn alert_of_quic_is_no_reason_to_try_h2() {
-    let mut world = World::start(AUTO);
-    world.net.quic.set(Path::Alert);
-    world.rest(600).await;
-    assert_eq!(world.net.h2.dials(), []);
-    assert!(world.count(TransportKind::Quic, ConnectResult::Failed) > 60);
-    world.net.quic.set(Path::Open);
-    let _peer = world.peer(TransportKind::Quic).await;
+    let mut env = TestEnv::start(AUTO);
+    env.net.quic.set(Path::Alert);
+    env.advance(600).await;
+    assert_eq!(env.net.h2.dials(), []);
+    assert!(env.count(TransportKind::Quic, ConnectResult::Failed) > 60);
+    env.net.quic.set(Path::Open);
+    let _peer = env.peer(TransportKind::Quic).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn word_of_the_server_ends_the_attempt_and_sets_the_wait() {
-    let mut world = World::start(AUTO);
-    let arrival = world.net.arrival().await;
-    arrival.turn_away(CloseCode::NameInUse).await;
-    world.lap();
-    let _peer = world.peer(TransportKind::Quic).await;
-    let waited = world.lap();
+async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
+    let mut env = TestEnv::start(AUTO);
+    let arrival = env.net.arrival().await;
+    arrival.reject(CloseCode::NameInUse).await;
+    env.lap();
+    let _peer = env.peer(TransportKind::Quic).await;
+    let waited = env.lap();
     assert!((60.0..67.0).contains(&waited), "{waited}");
-    assert_eq!(world.net.h2.dials(), []);
+    assert_eq!(env.net.h2.dials(), []);
     assert_eq!(
-        world.count(TransportKind::Quic, ConnectResult::NotAdmitted),
+        env.count(TransportKind::Quic, ConnectResult::NotAdmitted),
         1
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn remembered_h2_is_dialled_first_and_quic_still_raced() {
-    let mut world = World::behind_a_firewall();
-    let peer = world.peer(TransportKind::H2).await;
-    world.net.quic.dials();
+async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
+    let mut env = TestEnv::behind_a_firewall();
+    let peer = env.peer(TransportKind::H2).await;
+    env.net.quic.dials();
     peer.session.close(CloseCode::Draining, "restarting").await;
-    world.lap();
-    let peer = world.peer(TransportKind::H2).await;
-    assert!(world.lap() < 0.1);
-    assert_eq!(world.net.quic.dials(), []);
+    env.lap();
+    let peer = env.peer(TransportKind::H2).await;
+    assert!(env.lap() < 0.1);
+    assert_eq!(env.net.quic.dials(), []);
 
-    world.rest(10).await;
-    world.net.h2.set(Path::Silent);
-    world.net.quic.set(Path::Open);
+    env.advance(10).await;
+    env.net.h2.set(Path::Silent);
+    env.net.quic.set(Path::Open);
     peer.session.close(CloseCode::Draining, "restarting").await;
-    world.lap();
-    let _peer = world.peer(TransportKind::Quic).await;
-    let waited = world.lap();
+    env.lap();
+    let _peer = env.peer(TransportKind::Quic).await;
+    let waited = env.lap();
     assert!((3.0..3.1).contains(&waited), "{waited}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
-    let mut world = World::behind_a_firewall();
-    let peer = world.peer(TransportKind::H2).await;
-    world.net.h2.set(Path::Alert);
-    world.net.quic.set(Path::Open);
+    let mut env = TestEnv::behind_a_firewall();
+    let peer = env.peer(TransportKind::H2).await;
+    env.net.h2.set(Path::Alert);
+    env.net.quic.set(Path::Open);
     peer.session.close(CloseCode::Draining, "restarting").await;
-    world.lap();
-    let _peer = world.peer(TransportKind::Quic).await;
-    assert!(world.lap() < 0.1);
+    env.lap();
+    let _peer = env.peer(TransportKind::Quic).await;
+    assert!(env.lap() < 0.1);
 }
 
 /// The certificate that is stored has never carried a session, and the one from before is there, too.
 #[tokio::test(start_paused = true)]
 async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before() {
-    let (scratch, ca) = (Scratch::new(), Ca::new());
-    let store = Store::open(scratch.path()).unwrap();
+    let (scratch, ca) = (TempDir::new(), Ca::new());
+    let store = CredentialStore::open(scratch.path()).unwrap();
     let key = store.key().unwrap();
     let issue = || ca.issue(&key, "culvert://agent/worker-1").to_vec();
     let (older, newer, roots) = (issue(), issue(), [ca.der().to_vec()]);
-    store.keep(std::slice::from_ref(&older), &roots).unwrap();
-    store.set_aside().unwrap();
-    store.keep(std::slice::from_ref(&newer), &roots).unwrap();
+    store.save(std::slice::from_ref(&older), &roots).unwrap();
+    store.save_previous().unwrap();
+    store.save(std::slice::from_ref(&newer), &roots).unwrap();
     let node: NodeName = "worker-1".parse().unwrap();
     let Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap() else {
         panic!("not valid")
     };
-    let keeper = Keeper::new(node, *stored, Some(store), None, Metrics::default());
-    let in_use = || keeper.identity().own().cert[0].to_vec();
-    let (held, servers) = (Some(keeper.clone()), ["192.0.2.1:10262"]);
-    let mut world = World::holding(held, AUTO, &servers, ProxyChoice::default());
-    world.net.quic.set(Path::Refused);
-    world.net.h2.set(Path::Refused);
-    world.rest(10).await;
+    let rotating_credentials =
+        RotatingCredentials::new(node, *stored, Some(store), None, Metrics::default());
+    let in_use = || rotating_credentials.identity().own().cert[0].to_vec();
+    let (some_credentials, servers) = (Some(rotating_credentials.clone()), ["192.0.2.1:10262"]);
+    let mut env =
+        TestEnv::with_credentials(some_credentials, AUTO, &servers, ProxyChoice::default());
+    env.net.quic.set(Path::Refused);
+    env.net.h2.set(Path::Refused);
+    env.advance(10).await;
     assert_eq!(
         in_use(),
         newer,
         "no connection says nothing of certificates"
     );
-    world.net.quic.set(Path::Alert);
-    world.until(|_| in_use() == older).await;
-    world.net.quic.set(Path::Open);
-    let _peer = world.peer(TransportKind::Quic).await;
+    env.net.quic.set(Path::Alert);
+    env.until(|_| in_use() == older).await;
+    env.net.quic.set(Path::Open);
+    let _peer = env.peer(TransportKind::Quic).await;
     let previous = scratch.path().join("agent.crt.previous");
-    world.until(|_| !previous.exists()).await;
+    env.until(|_| !previous.exists()).await;
     assert_eq!(in_use(), older);
 }
 
@@ -296,22 +301,22 @@ async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
         (TransportKind::Quic, TransportKind::Quic),
     ] {
         for offset in 0..20 {
-            let mut world = World::start(AUTO);
+            let mut env = TestEnv::start(AUTO);
             if remembered == TransportKind::H2 {
-                world.net.quic.set(Path::Silent);
+                env.net.quic.set(Path::Silent);
             }
-            let peer = world.peer(remembered).await;
-            world.net.quic.set(Path::Silent);
-            world.net.h2.set(Path::Silent);
+            let peer = env.peer(remembered).await;
+            env.net.quic.set(Path::Silent);
+            env.net.h2.set(Path::Silent);
             peer.session.close(CloseCode::Draining, "gone").await;
-            world.rest(400 + 2 * offset).await;
+            env.advance(400 + 2 * offset).await;
             match healed {
-                TransportKind::Quic => world.net.quic.set(Path::Open),
-                TransportKind::H2 | TransportKind::Memory => world.net.h2.set(Path::Open),
+                TransportKind::Quic => env.net.quic.set(Path::Open),
+                TransportKind::H2 | TransportKind::Memory => env.net.h2.set(Path::Open),
             }
-            world.lap();
-            world.peer(healed).await;
-            let waited = world.lap();
+            env.lap();
+            env.peer(healed).await;
+            let waited = env.lap();
             assert!(waited <= 35.0, "{remembered}, then {healed}: {waited}");
         }
     }
@@ -321,20 +326,20 @@ async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
 async fn short_outage_ends_three_seconds_after_the_partition() {
     for remembered in [TransportKind::Quic, TransportKind::H2] {
         for offset in 0..40 {
-            let mut world = World::start(AUTO);
+            let mut env = TestEnv::start(AUTO);
             if remembered == TransportKind::H2 {
-                world.net.quic.set(Path::Silent);
+                env.net.quic.set(Path::Silent);
             }
-            let peer = world.peer(remembered).await;
-            world.net.quic.set(Path::Silent);
-            world.net.h2.set(Path::Silent);
+            let peer = env.peer(remembered).await;
+            env.net.quic.set(Path::Silent);
+            env.net.h2.set(Path::Silent);
             peer.session.close(CloseCode::Draining, "gone").await;
             tokio::time::sleep(Duration::from_millis(30_000 + 370 * offset)).await;
-            world.net.quic.set(Path::Open);
-            world.net.h2.set(Path::Open);
-            world.lap();
-            world.net.peer().await;
-            let waited = world.lap();
+            env.net.quic.set(Path::Open);
+            env.net.h2.set(Path::Open);
+            env.lap();
+            env.net.peer().await;
+            let waited = env.lap();
             assert!(waited <= 3.0, "{remembered}: {waited}");
         }
     }
@@ -342,50 +347,50 @@ async fn short_outage_ends_three_seconds_after_the_partition() {
 
 #[tokio::test(start_paused = true)]
 async fn answer_within_the_head_start_keeps_h2_out() {
-    let mut world = World::start(AUTO);
-    world.net.quic.set(Path::Slow(Duration::from_secs(2)));
-    let quic = world.net.arrival().await;
-    world.rest(4).await;
+    let mut env = TestEnv::start(AUTO);
+    env.net.quic.set(Path::Slow(Duration::from_secs(2)));
+    let quic = env.net.arrival().await;
+    env.advance(4).await;
     let _peer = quic.welcome().await;
-    world.until(World::is_ready).await;
-    assert_eq!(world.net.h2.dials(), []);
+    env.until(TestEnv::is_ready).await;
+    assert_eq!(env.net.h2.dials(), []);
 }
 
 #[tokio::test(start_paused = true)]
 async fn explicit_transport_is_the_only_one() {
-    let mut world = World::start(TransportChoice::H2);
-    let peer = world.peer(TransportKind::H2).await;
-    world.net.h2.set(Path::Silent);
+    let mut env = TestEnv::start(TransportChoice::H2);
+    let peer = env.peer(TransportKind::H2).await;
+    env.net.h2.set(Path::Silent);
     peer.session.close(CloseCode::Draining, "restarting").await;
-    world.rest(3600).await;
-    world.net.h2.set(Path::Open);
-    let _peer = world.peer(TransportKind::H2).await;
-    world.rest(3600).await;
-    assert_eq!(world.net.quic.dials(), []);
+    env.advance(3600).await;
+    env.net.h2.set(Path::Open);
+    let _peer = env.peer(TransportKind::H2).await;
+    env.advance(3600).await;
+    assert_eq!(env.net.quic.dials(), []);
 
-    let world = World::start(TransportChoice::Quic);
-    world.net.quic.set(Path::Silent);
-    world.rest(3600).await;
-    assert_eq!(world.net.h2.dials(), []);
+    let env = TestEnv::start(TransportChoice::Quic);
+    env.net.quic.set(Path::Silent);
+    env.advance(3600).await;
+    assert_eq!(env.net.h2.dials(), []);
 }
 
 #[tokio::test(start_paused = true)]
-async fn servers_and_their_addresses_take_turns() {
+async fn servers_and_their_addresses_are_tried_in_rotation() {
     let servers = ["192.0.2.1:1", "192.0.2.2:2"];
-    let mut world = World::with(TransportChoice::Quic, &servers, ProxyChoice::default());
+    let mut env = TestEnv::with(TransportChoice::Quic, &servers, ProxyChoice::default());
     for _ in 0..2 {
         for name in servers {
-            let arrival = world.net.arrival().await;
+            let arrival = env.net.arrival().await;
             assert_eq!(arrival.name, name);
-            arrival.turn_away(CloseCode::Overloaded).await;
+            arrival.reject(CloseCode::Overloaded).await;
         }
     }
     // It stays where it worked.
     for _ in 0..2 {
-        let arrival = world.net.arrival().await;
+        let arrival = env.net.arrival().await;
         assert_eq!(arrival.name, servers[0]);
         let peer = arrival.welcome().await;
-        world.until(World::is_ready).await;
+        env.until(TestEnv::is_ready).await;
         peer.session.close(CloseCode::Draining, "restarting").await;
     }
 }
@@ -396,10 +401,10 @@ async fn name_behind_a_proxy_is_not_resolved_here() {
     let addresses: Vec<ServerAddress> = servers.iter().map(|name| name.parse().unwrap()).collect();
     let url = Secret("http://192.0.2.9:3128".into());
     let proxy = ProxyChoice::decide(Some(&url), None, &addresses).unwrap();
-    let mut world = World::with(TransportChoice::H2, &servers, proxy);
+    let mut env = TestEnv::with(TransportChoice::H2, &servers, proxy);
     for name in servers {
-        let arrival = world.net.arrival().await;
+        let arrival = env.net.arrival().await;
         assert_eq!(arrival.name, name);
-        arrival.turn_away(CloseCode::Overloaded).await;
+        arrival.reject(CloseCode::Overloaded).await;
     }
 }

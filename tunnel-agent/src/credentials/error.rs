@@ -19,21 +19,21 @@ pub(crate) enum CredentialError {
         source: io::Error,
     },
     /// A file is there and makes no sense.
-    #[error("{path} {problem}; remove it and enrol again with a new join token")]
+    #[error("{path} {problem}; remove the file and enroll again with a new join token")]
     Damaged { path: PathBuf, problem: String },
     /// The certificate is for another node.
     #[error(
         "--node-name is {configured} but must equal the credential's name, {stored} (certificate in {dir}); \
-         give --node-name {stored}, or remove agent.crt there and enrol as {configured}"
+         give --node-name {stored}, or remove agent.crt there and enroll as {configured}"
     )]
-    OtherName {
+    StoredNodeMismatch {
         configured: NodeName,
         stored: NodeName,
         dir: PathBuf,
     },
     /// The certificate is over, cannot be renewed since its key is not here, and there is no token.
     #[error(
-        "certificate in {dir} ended at {ended} and agent.key is missing or not its key; enrol again with --token and a new join token \
+        "certificate in {dir} ended at {ended} and agent.key is missing or does not match; enroll again with --token and a new join token \
          (tunnel-server token create --node {node})"
     )]
     Expired {
@@ -55,18 +55,18 @@ pub(crate) enum CredentialError {
     },
     /// What --cert-file, --key-file or --ca-file name cannot be used.
     #[error(transparent)]
-    Given(#[from] FileError),
+    Files(#[from] FileError),
     /// The certificate of --cert-file is for another node.
     #[error(
         "--node-name is {configured} but must equal the credential's name, {named} (certificate in {path})"
     )]
-    GivenName {
+    FileNodeMismatch {
         configured: NodeName,
         named: NodeName,
         path: PathBuf,
     },
     /// Newer files came before the last ones were in use.
-    #[error("the last ones are not in use yet")]
+    #[error("previous credentials are not in use yet")]
     Busy,
     /// The token is none.
     #[error("--token-file {path}: {problem}")]
@@ -77,10 +77,10 @@ impl CredentialError {
     /// Whether the configuration has to change (exit code 64).
     pub(crate) fn is_usage(&self) -> bool {
         match self {
-            Self::OtherName { .. }
+            Self::StoredNodeMismatch { .. }
             | Self::NoToken { .. }
-            | Self::Given(_)
-            | Self::GivenName { .. }
+            | Self::Files(_)
+            | Self::FileNodeMismatch { .. }
             | Self::TokenFile { .. }
             | Self::BadToken { .. } => true,
             Self::Storage { .. } | Self::Damaged { .. } | Self::Expired { .. } | Self::Busy => {

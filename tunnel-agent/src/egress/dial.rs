@@ -12,13 +12,13 @@ use tunnel_proto::wire::name::Port;
 
 use super::node_ip::NodeIp;
 use crate::metrics::{DialResult, Metrics};
-use crate::policy::{self, Ceiling, Class};
+use crate::policy::{self, DialPolicy, TargetClass};
 
 /// What a dial needs to know besides the target.
 #[derive(Debug)]
 pub(crate) struct DialContext<'a> {
     pub(crate) node_ip: Option<NodeIp>,
-    pub(crate) ceiling: &'a Ceiling,
+    pub(crate) dial_policy: &'a DialPolicy,
     pub(crate) limit: Duration,
     pub(crate) metrics: &'a Metrics,
 }
@@ -33,7 +33,7 @@ pub(crate) async fn dial(
     let mut allowed = Vec::new();
     let mut denied = None;
     for (class, address) in candidates {
-        match policy::check(class, address, context.ceiling) {
+        match policy::check(class, address, context.dial_policy) {
             Ok(()) => allowed.push(address),
             Err(reason) => denied = denied.or(Some(reason)),
         }
@@ -75,30 +75,30 @@ async fn candidates(
     target: &Target,
     context: &DialContext<'_>,
     deadline: Instant,
-) -> Result<Vec<(Class, SocketAddr)>, Refusal> {
+) -> Result<Vec<(TargetClass, SocketAddr)>, Refusal> {
     match target {
         Target::Node(port) => {
-            let NodeIp { ip, given } = context.node_ip.ok_or_else(|| {
-                let problem = "address of the node is unknown; give the agent --node-ip";
+            let NodeIp { ip, is_configured } = context.node_ip.ok_or_else(|| {
+                let problem = "address of the node is unknown; set --node-ip on the agent";
                 refusal(RefusalCode::TargetRefused, problem)
             })?;
             // A host without a network has only loopback, and what listens there is not meant for the network.
-            let class = if ip.is_loopback() && !given {
-                Class::Loopback
+            let class = if ip.is_loopback() && !is_configured {
+                TargetClass::Loopback
             } else {
-                Class::Node
+                TargetClass::Node
             };
             let mut candidates = vec![(class, SocketAddr::new(ip, port.get()))];
             if KUBELET_PORTS.contains(&port.get()) {
-                candidates.push((Class::Loopback, loopback_v4(*port)));
+                candidates.push((TargetClass::Loopback, loopback_v4(*port)));
             }
             Ok(candidates)
         }
         Target::Loopback(port) => {
             let v6 = SocketAddr::from((Ipv6Addr::LOCALHOST, port.get()));
             Ok(vec![
-                (Class::Loopback, loopback_v4(*port)),
-                (Class::Loopback, v6),
+                (TargetClass::Loopback, loopback_v4(*port)),
+                (TargetClass::Loopback, v6),
             ])
         }
         Target::Host(host, port) => {
@@ -107,7 +107,7 @@ async fn candidates(
                 Ok(Ok(addresses)) => {
                     let found: Vec<_> = addresses
                         .take(ADDRESSES_MAX)
-                        .map(|address| (Class::Host, address))
+                        .map(|address| (TargetClass::Host, address))
                         .collect();
                     if !found.is_empty() {
                         return Ok(found);
@@ -162,14 +162,14 @@ const ADDRESSES_MAX: usize = 8;
 mod tests {
     use super::*;
 
-    async fn of_node(ip: &str, given: bool, port: u16) -> Vec<(Class, String)> {
-        let (ceiling, metrics) = (Ceiling::default(), Metrics::default());
+    async fn of_node(ip: &str, is_configured: bool, port: u16) -> Vec<(TargetClass, String)> {
+        let (dial_policy, metrics) = (DialPolicy::default(), Metrics::default());
         let context = DialContext {
             node_ip: Some(NodeIp {
                 ip: ip.parse().unwrap(),
-                given,
+                is_configured,
             }),
-            ceiling: &ceiling,
+            dial_policy: &dial_policy,
             limit: Duration::from_secs(1),
             metrics: &metrics,
         };
@@ -188,23 +188,26 @@ mod tests {
             assert_eq!(
                 of_node("192.168.33.221", true, port).await,
                 [
-                    (Class::Node, format!("192.168.33.221:{port}")),
-                    (Class::Loopback, format!("127.0.0.1:{port}")),
+                    (TargetClass::Node, format!("192.168.33.221:{port}")),
+                    (TargetClass::Loopback, format!("127.0.0.1:{port}")),
                 ]
             );
         }
         assert_eq!(
             of_node("192.168.33.221", true, 9100).await,
-            [(Class::Node, "192.168.33.221:9100".to_owned())]
+            [(TargetClass::Node, "192.168.33.221:9100".to_owned())]
         );
     }
 
     #[tokio::test]
     async fn loopback_counts_as_the_node_address_only_when_it_was_given() {
-        assert_eq!(of_node("127.0.0.2", true, 9100).await[0].0, Class::Node);
+        assert_eq!(
+            of_node("127.0.0.2", true, 9100).await[0].0,
+            TargetClass::Node
+        );
         assert_eq!(
             of_node("127.0.0.1", false, 9100).await[0].0,
-            Class::Loopback
+            TargetClass::Loopback
         );
     }
 }

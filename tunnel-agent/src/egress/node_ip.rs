@@ -8,18 +8,21 @@ use tunnel_proto::process::host::{primary_address, source_address};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeIp {
     pub(crate) ip: IpAddr,
-    pub(crate) given: bool,
+    pub(crate) is_configured: bool,
 }
 
 impl NodeIp {
     /// The address from which this host reaches `remote`; when that is loopback, the one of the default route.
-    pub(crate) fn towards(remote: SocketAddr) -> Option<Self> {
+    pub(crate) fn for_route_to(remote: SocketAddr) -> Option<Self> {
         let towards_server = source_address(remote);
         towards_server
             .filter(|ip| !ip.is_loopback())
             .or_else(primary_address)
             .or(towards_server)
-            .map(|ip| Self { ip, given: false })
+            .map(|ip| Self {
+                ip,
+                is_configured: false,
+            })
     }
 }
 
@@ -29,8 +32,8 @@ mod tests {
 
     #[test]
     fn loopback_is_the_last_resort() {
-        let found = NodeIp::towards(([127, 0, 0, 1], 10262).into()).unwrap();
-        assert!(!found.given);
+        let found = NodeIp::for_route_to(([127, 0, 0, 1], 10262).into()).unwrap();
+        assert!(!found.is_configured);
         assert_eq!(
             found.ip,
             primary_address().unwrap_or(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST))

@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 
 use crate::metrics::{Direction, Metrics};
 
-/// A connection to a target. Dropped before [`TargetSocket::ended_well`], it is reset, so that a cut of the tunnel, or
+/// A connection to a target. Dropped before [`TargetSocket::close`], it is reset, so that a cut of the tunnel, or
 /// of this process, is not a clean end for the target.
 #[derive(Debug)]
 pub(crate) struct TargetSocket {
@@ -23,7 +23,7 @@ pub(crate) struct TargetSocket {
 impl TargetSocket {
     /// Takes over a fresh connection.
     pub(crate) fn new(tcp: TcpStream, metrics: &Metrics) -> Self {
-        let _best_effort = tunnel_proto::tcp::prepare(&tcp);
+        let _best_effort = tunnel_proto::tcp::configure(&tcp);
         Self {
             tcp,
             to_target: metrics.bytes(Direction::ToTarget),
@@ -33,7 +33,7 @@ impl TargetSocket {
     }
 
     /// Closes the connection in the ordinary way.
-    pub(crate) fn ended_well(mut self) {
+    pub(crate) fn close(mut self) {
         self.reset_on_drop = false;
     }
 }

@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::{Session, StreamCut, cause_in};
+use tunnel_proto::transport::{Session, StreamCut, find_cause};
 use tunnel_proto::wire::name::Port;
 
 use super::*;
@@ -30,11 +30,11 @@ struct Agent {
 
 impl Agent {
     fn start() -> Self {
-        Self::with(Ceiling::default(), Some(LOCALHOST), 8)
+        Self::with(DialPolicy::default(), Some(LOCALHOST), 8)
     }
 
     /// The node's address counts as given by the operator.
-    fn with(ceiling: Ceiling, node_ip: Option<IpAddr>, streams: u32) -> Self {
+    fn with(dial_policy: DialPolicy, node_ip: Option<IpAddr>, streams: u32) -> Self {
         let (server, agent) = sessions();
         let limits = Limits {
             streams_per_agent: streams,
@@ -44,14 +44,17 @@ impl Agent {
         let (metrics, draining) = (Metrics::default(), CancellationToken::new());
         let egress = Arc::new(Egress::new(
             "worker-1".parse().unwrap(),
-            ceiling,
+            dial_policy,
             &limits,
             metrics.clone(),
             draining.clone(),
         ));
-        let terms = Arc::new(Terms {
+        let params = Arc::new(SessionParams {
             session: SessionId(1),
-            node_ip: node_ip.map(|ip| NodeIp { ip, given: true }),
+            node_ip: node_ip.map(|ip| NodeIp {
+                ip,
+                is_configured: true,
+            }),
             dial_timeout: Duration::ZERO,
         });
         let has_room = Arc::new(AtomicBool::new(true));
@@ -60,9 +63,9 @@ impl Agent {
         tasks.spawn(async move {
             let mut streams = JoinSet::new();
             while let Ok(incoming) = agent.accept().await {
-                let (egress, terms) = (egress.clone(), terms.clone());
+                let (egress, params) = (egress.clone(), params.clone());
                 let has_room = room.load(Ordering::Relaxed);
-                streams.spawn(async move { egress.serve(incoming, has_room, &terms).await });
+                streams.spawn(async move { egress.serve(incoming, has_room, &params).await });
             }
         });
         Self {
@@ -91,7 +94,7 @@ impl Agent {
 
 async fn refusal(mut stream: Stream) -> Refusal {
     let error = stream.read_u8().await.unwrap_err();
-    cause_in::<Refusal>(&error).expect("a refusal").clone()
+    find_cause::<Refusal>(&error).expect("a refusal").clone()
 }
 
 async fn target() -> (TcpListener, Port) {
@@ -177,7 +180,7 @@ async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
     drop(socket);
     let error = timeout(LONG, stream.read(&mut half)).await.unwrap();
     assert_eq!(
-        cause_in::<StreamCut>(&error.unwrap_err()),
+        find_cause::<StreamCut>(&error.unwrap_err()),
         Some(&StreamCut::Reset(ResetCode::PeerCut))
     );
 }
@@ -194,13 +197,13 @@ async fn agent_that_stops_at_once_resets_the_target() {
 }
 
 #[tokio::test]
-async fn ceiling_is_named_in_the_refusal() {
-    let ceiling = Ceiling {
+async fn dial_policy_is_named_in_the_refusal() {
+    let dial_policy = DialPolicy {
         localhost_ports: "10250".parse().unwrap(),
         deny_ports: "2379".parse().unwrap(),
         allow_targets: "10.0.0.0/8:5432".parse().unwrap(),
     };
-    let agent = Agent::with(ceiling, Some([192, 0, 2, 1].into()), 8);
+    let agent = Agent::with(dial_policy, Some([192, 0, 2, 1].into()), 8);
     let port = |number| Port::new(number).unwrap();
     for (target, detail) in [
         (
@@ -249,7 +252,7 @@ async fn refusal_arrives_after_optimistic_data() {
 
 #[tokio::test]
 async fn unknown_node_address_is_explained() {
-    let agent = Agent::with(Ceiling::default(), None, 8);
+    let agent = Agent::with(DialPolicy::default(), None, 8);
     let refusal = agent.refusal(Target::Node(Port::new(9100).unwrap())).await;
     assert_eq!(refusal.code, RefusalCode::TargetRefused);
     assert!(refusal.detail.contains("--node-ip"), "{}", refusal.detail);
@@ -281,11 +284,11 @@ async fn host_is_dialled_at_the_address_that_was_checked() {
     };
     let listener = TcpListener::bind((own, 0)).await.unwrap();
     let port = Port::new(listener.local_addr().unwrap().port()).unwrap();
-    let ceiling = Ceiling {
+    let dial_policy = DialPolicy {
         allow_targets: format!("{own}:{port}").parse().unwrap(),
-        ..Ceiling::default()
+        ..DialPolicy::default()
     };
-    let agent = Agent::with(ceiling, None, 8);
+    let agent = Agent::with(dial_policy, None, 8);
     let mut stream = agent.open(Target::Host(own.to_string().into(), port)).await;
     assert_eq!(stream.accepted().await.unwrap(), format!("{own}:{port}"));
 }
@@ -310,7 +313,7 @@ async fn second_control_stream_is_refused() {
 
 #[tokio::test]
 async fn more_streams_than_the_limit_are_refused_and_room_comes_back() {
-    let agent = Agent::with(Ceiling::default(), Some(LOCALHOST), 1);
+    let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 1);
     let (listener, port) = target().await;
     let mut first = agent.open(Target::Node(port)).await;
     first.accepted().await.unwrap();
@@ -384,29 +387,29 @@ async fn loopback_is_tried_on_both_families() {
             break (listener, address, other);
         }
     };
-    let ceiling = Ceiling {
+    let dial_policy = DialPolicy {
         localhost_ports: address.port().to_string().parse().unwrap(),
-        ..Ceiling::default()
+        ..DialPolicy::default()
     };
-    let agent = Agent::with(ceiling, None, 8);
+    let agent = Agent::with(dial_policy, None, 8);
     let port = Port::new(address.port()).unwrap();
     let mut stream = agent.open(Target::Loopback(port)).await;
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
 }
 
 /// A stream of a server that does as a test says.
-struct Odd {
+struct ScriptedStream {
     first: Vec<u8>,
     /// What reading does after the first bytes: panic, as a bug would, or stay silent.
     panics: bool,
 }
 
-impl tunnel_proto::transport::RawStream for Odd {
+impl tunnel_proto::transport::RawStream for ScriptedStream {
     fn reset(&mut self, _code: ResetCode) {}
     fn stop(&mut self, _code: ResetCode) {}
 }
 
-impl AsyncRead for Odd {
+impl AsyncRead for ScriptedStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         _cx: &mut Context<'_>,
@@ -422,7 +425,7 @@ impl AsyncRead for Odd {
     }
 }
 
-impl AsyncWrite for Odd {
+impl AsyncWrite for ScriptedStream {
     fn poll_write(
         self: Pin<&mut Self>,
         _cx: &mut Context<'_>,
@@ -440,13 +443,13 @@ impl AsyncWrite for Odd {
     }
 }
 
-fn odd(first: Vec<u8>, panics: bool) -> IncomingStream {
-    let raw = Box::new(Odd { first, panics });
+fn scripted_stream(first: Vec<u8>, panics: bool) -> IncomingStream {
+    let raw = Box::new(ScriptedStream { first, panics });
     IncomingStream::new(raw, Arc::default(), Arc::default())
 }
 
 /// An egress, what its streams need, and where they run.
-fn served(streams: u32) -> (Arc<Egress>, Arc<Terms>, Metrics, Shutdown) {
+fn served(streams: u32) -> (Arc<Egress>, Arc<SessionParams>, Metrics, Shutdown) {
     let limits = Limits {
         streams_per_agent: streams,
         ..Limits::default()
@@ -454,43 +457,43 @@ fn served(streams: u32) -> (Arc<Egress>, Arc<Terms>, Metrics, Shutdown) {
     let (metrics, shutdown) = (Metrics::default(), Shutdown::new());
     let egress = Egress::new(
         "worker-1".parse().unwrap(),
-        Ceiling::default(),
+        DialPolicy::default(),
         &limits,
         metrics.clone(),
         shutdown.drain().clone(),
     );
-    let terms = Terms {
+    let params = SessionParams {
         session: SessionId(1),
         node_ip: Some(NodeIp {
             ip: LOCALHOST,
-            given: true,
+            is_configured: true,
         }),
         dial_timeout: Duration::ZERO,
     };
-    (Arc::new(egress), Arc::new(terms), metrics, shutdown)
+    (Arc::new(egress), Arc::new(params), metrics, shutdown)
 }
 
 /// F36: panics in streams that were being served, and in others before their header, give everything back.
 #[tokio::test]
 async fn f36_panic_in_a_stream_costs_that_stream_alone() {
-    tunnel_proto::process::panics::tell();
+    tunnel_proto::process::panics::install_hook();
     let before = tunnel_proto::process::panics::count();
-    let (egress, terms, metrics, shutdown) = served(2);
+    let (egress, params, metrics, shutdown) = served(2);
     let (listener, port) = target().await;
     let serve = |incoming| {
-        let (egress, terms) = (egress.clone(), terms.clone());
-        shutdown.spawn_work(async move { egress.serve(incoming, true, &terms).await });
+        let (egress, params) = (egress.clone(), params.clone());
+        shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
     };
     let mut header = bytes::BytesMut::new();
     let kind = StreamKind::Target(Target::Node(port));
     StreamHeader::new(kind).encode(&mut header).unwrap();
     // One after the other, more than there are places.
     for _ in 0..3 {
-        serve(odd(header.to_vec(), true));
+        serve(scripted_stream(header.to_vec(), true));
         let mut socket = accept(&listener).await;
         let ended = timeout(LONG, socket.read_u8()).await.unwrap();
         ended.expect_err("the target sees a cut");
-        serve(odd(vec![9, 1], true));
+        serve(scripted_stream(vec![9, 1], true));
     }
     timeout(LONG, async {
         while shutdown.work_left() > 0 {
@@ -500,7 +503,7 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     .await
     .unwrap();
     assert_eq!(tunnel_proto::process::panics::count() - before, 6);
-    serve(odd(header.to_vec(), false));
+    serve(scripted_stream(header.to_vec(), false));
     let _served = accept(&listener).await;
     assert!(!shutdown.drain().is_cancelled());
     shutdown.stop().cancel();
@@ -511,11 +514,11 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
 #[tokio::test(start_paused = true)]
 async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
     const STREAMS: usize = 256 * 100;
-    let (egress, terms, metrics, shutdown) = served(512);
+    let (egress, params, metrics, shutdown) = served(512);
     for _ in 0..STREAMS {
-        let (egress, terms) = (egress.clone(), terms.clone());
-        let incoming = odd(vec![20], false);
-        shutdown.spawn_work(async move { egress.serve(incoming, true, &terms).await });
+        let (egress, params) = (egress.clone(), params.clone());
+        let incoming = scripted_stream(vec![20], false);
+        shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
     }
     tokio::time::sleep(egress.head_timeout - Duration::from_millis(20)).await;
     assert_eq!(shutdown.work_left(), STREAMS, "shortly before");
@@ -526,7 +529,7 @@ async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
 
 #[tokio::test]
 async fn streams_per_agent_hold_for_one_below_at_and_above() {
-    let agent = Agent::with(Ceiling::default(), Some(LOCALHOST), 3);
+    let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 3);
     let (_listener, port) = target().await;
     let mut open = Vec::new();
     for _ in 0..3 {

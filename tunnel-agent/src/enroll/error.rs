@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use tunnel_proto::tcp::Remote;
+use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::tls;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
@@ -20,39 +20,45 @@ pub(crate) enum EnrollError {
     #[error(transparent)]
     Resolve(#[from] ResolveError),
     /// No connection.
-    #[error("{place}: cannot connect (enrolment needs TCP)")]
+    #[error("{endpoint}: cannot connect (enrollment needs TCP)")]
     Connect {
-        place: Place,
+        endpoint: EnrollEndpoint,
         #[source]
         source: io::Error,
     },
     /// The server did not prove to be the token's.
     #[error(
-        "{place}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
-        place.suspicion(),
+        "{endpoint}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
+        endpoint.proxy_hint(),
         tls::clock_hint(source)
     )]
     Tls {
-        place: Place,
+        endpoint: EnrollEndpoint,
         #[source]
         source: io::Error,
     },
     /// Request or answer did not get through.
-    #[error("{place}: no answer to the request")]
+    #[error("{endpoint}: no answer to the request")]
     Exchange {
-        place: Place,
+        endpoint: EnrollEndpoint,
         #[source]
         source: io::Error,
     },
     /// The answer cannot be used.
-    #[error("{place}: answer is not usable: {problem}")]
-    Answer { place: Place, problem: &'static str },
+    #[error("{endpoint}: answer is not usable: {problem}")]
+    Answer {
+        endpoint: EnrollEndpoint,
+        problem: &'static str,
+    },
     /// What was issued cannot be used.
-    #[error("{place}: certificate is not usable: {problem}")]
-    Unusable { place: Place, problem: String },
+    #[error("{endpoint}: certificate is not usable: {problem}")]
+    Unusable {
+        endpoint: EnrollEndpoint,
+        problem: String,
+    },
     /// The server said no.
     #[error(
-        "server refuses to enrol {node} ({code}): {detail}{}",
+        "server refuses to enroll {node} ({code}): {detail}{}",
         if *.has_account { account_advice(*.code).to_owned() } else { advice(*.code, .node) }
     )]
     Refused {
@@ -66,7 +72,7 @@ pub(crate) enum EnrollError {
     #[error("{0}; trying again with what the kubelet writes to --token-file")]
     Stale(String),
     /// Another process is at it.
-    #[error("another tunnel-agent enrols with the same data directory")]
+    #[error("another tunnel-agent is enrolling with the same data directory")]
     Busy,
     /// The data directory.
     #[error(transparent)]
@@ -78,12 +84,12 @@ pub(crate) enum EnrollError {
 
 /// Where it was tried.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
-    pub(super) remote: Remote,
+pub(crate) struct EnrollEndpoint {
+    pub(super) remote: ServerAddr,
     pub(super) proxy: Option<Arc<HttpProxy>>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for EnrollEndpoint {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.proxy {
             Some(proxy) => write!(formatter, "{} through proxy {proxy}", self.remote),
@@ -92,9 +98,9 @@ impl fmt::Display for Place {
     }
 }
 
-impl Place {
+impl EnrollEndpoint {
     /// What else may be wrong with TLS.
-    fn suspicion(&self) -> &'static str {
+    fn proxy_hint(&self) -> &'static str {
         match self.proxy {
             Some(_) => ", and does the proxy pass TLS on unopened",
             None => "",
@@ -129,7 +135,7 @@ fn account_advice(code: EnrollCode) -> &'static str {
         EnrollCode::WrongNode => {
             "; let --node-name (NODE_NAME) be the Pod's spec.nodeName, as by the downward API"
         }
-        EnrollCode::NotOffered => "; enrol with a join token, or give --cert-file and --ca-file",
+        EnrollCode::NotOffered => "; enroll with a join token, or give --cert-file and --ca-file",
         EnrollCode::BadRequest => "; agent and server may be of different versions",
         EnrollCode::TokenExpired
         | EnrollCode::TokenUsed
@@ -154,15 +160,15 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
                 .to_owned()
         }
         EnrollCode::CertificateEnded => {
-            format!("; enrol again with --token and a new join token (tunnel-server token create --node {node})")
+            format!("; enroll again with --token and a new join token (tunnel-server token create --node {node})")
         }
         EnrollCode::Revoked => {
-            "; if it may come back, remove agent.key and agent.crt and enrol with a new token".to_owned()
+            "; to admit this node again, remove agent.key and agent.crt and enroll with a new token".to_owned()
         }
         EnrollCode::ClockWrong => "; compare the clocks of both hosts (date -u)".to_owned(),
         EnrollCode::NotOffered => "; give --cert-file, --key-file and --ca-file".to_owned(),
         EnrollCode::BadProof => {
-            "; the stored certificate is of no use here: remove agent.crt and enrol with a new token".to_owned()
+            "; the stored certificate cannot be used with this server: remove agent.crt and enroll with a new token".to_owned()
         }
         EnrollCode::BadRequest => "; agent and server may be of different versions".to_owned(),
         EnrollCode::RateLimited | EnrollCode::Unavailable | EnrollCode::Unknown(_) => String::new(),

@@ -4,44 +4,44 @@ use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
 use crate::config::Secret;
-use crate::proxy::testing::StandIn;
-use crate::testing::Scratch;
+use crate::proxy::testing::FakeProxy;
+use crate::testing::TempDir;
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
 
-fn enrolment(server: &Server, token: JoinToken, scratch: &Scratch) -> Enrolment {
-    Enrolment {
+fn enrollment(server: &Server, token: JoinToken, scratch: &TempDir) -> Enrollment {
+    Enrollment {
         servers: vec![server.address().to_string().parse().unwrap()],
         proxy: ProxyChoice::default(),
         node: "worker-1".parse().unwrap(),
-        claim: Claim::Token(token),
+        proof: EnrollProof::Token(token),
         ca: None,
-        store: Store::open(scratch.path()).unwrap(),
+        store: CredentialStore::open(scratch.path()).unwrap(),
         within: LONG,
     }
 }
 
 /// The first attempt's result, and whether the server got a request.
 async fn once(
-    enrolment: &Enrolment,
+    enrollment: &Enrollment,
     server: &Server,
     answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
 ) -> (Result<Enrolled, EnrollError>, io::Result<()>) {
-    let mut turns = Turns::default();
-    let attempt = attempt(enrolment, &mut turns);
+    let mut rotation = EndpointRotation::default();
+    let attempt = attempt(enrollment, &mut rotation);
     timeout(LONG, async {
-        tokio::join!(attempt, server.enrolment(answer))
+        tokio::join!(attempt, server.enrollment(answer))
     })
     .await
     .unwrap()
 }
 
 #[tokio::test]
-async fn certificate_for_our_key_and_name_is_kept() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let enrolment = enrolment(&server, server.token(), &scratch);
-    let (enrolled, served) = once(&enrolment, &server, |request| {
+async fn certificate_for_our_key_and_name_is_stored() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let enrollment = enrollment(&server, server.token(), &scratch);
+    let (enrolled, served) = once(&enrollment, &server, |request| {
         assert_eq!(*request.token, server.token().reveal());
         assert_eq!(request.node_name.as_str(), "worker-1");
         assert!(!request.csr.is_empty());
@@ -50,17 +50,17 @@ async fn certificate_for_our_key_and_name_is_kept() {
     .await;
     served.unwrap();
     enrolled.unwrap();
-    let stored = enrolment
+    let stored = enrollment
         .store
-        .load(&enrolment.node, None, SystemTime::now());
+        .load(&enrollment.node, None, SystemTime::now());
     assert!(matches!(stored, Ok(Stored::Valid(_))));
 }
 
 #[tokio::test]
 async fn server_of_another_ca_gets_no_byte_of_the_token() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, Scratch::new());
-    let enrolment = enrolment(&server, other.token(), &scratch);
-    let (enrolled, served) = once(&enrolment, &server, |_| panic!("a request arrived")).await;
+    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let enrollment = enrollment(&server, other.token(), &scratch);
+    let (enrolled, served) = once(&enrollment, &server, |_| panic!("a request arrived")).await;
     served.unwrap_err();
     let error = enrolled.unwrap_err();
     assert!(matches!(error, EnrollError::Tls { .. }), "{error:?}");
@@ -68,38 +68,38 @@ async fn server_of_another_ca_gets_no_byte_of_the_token() {
 }
 
 #[tokio::test]
-async fn given_ca_replaces_the_pin() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, Scratch::new());
-    let mut enrolment = enrolment(&server, other.token(), &scratch);
-    enrolment.ca = Some(vec![server.ca.der().clone()]);
-    let (enrolled, _) = once(&enrolment, &server, |_| {
+async fn configured_ca_replaces_the_pin() {
+    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let mut enrollment = enrollment(&server, other.token(), &scratch);
+    enrollment.ca = Some(vec![server.ca.der().clone()]);
+    let (enrolled, _) = once(&enrollment, &server, |_| {
         Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
     })
     .await;
     enrolled.unwrap();
 }
 
-/// An enrolment whose server has a name that only the proxy knows.
-fn behind(stand_in: &StandIn, server: &Server, scratch: &Scratch) -> Enrolment {
+/// An enrollment whose server has a name that only the proxy knows.
+fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &TempDir) -> Enrollment {
     let servers = vec!["cloud.invalid:10262".parse().unwrap()];
-    let url = Secret(format!("http://me:hunter2@{}", stand_in.address()));
-    Enrolment {
+    let url = Secret(format!("http://me:hunter2@{}", fake_proxy.address()));
+    Enrollment {
         proxy: ProxyChoice::decide(Some(&url), None, &servers).unwrap(),
         servers,
-        ..enrolment(server, server.token(), scratch)
+        ..enrollment(server, server.token(), scratch)
     }
 }
 
 #[tokio::test]
-async fn proxy_resolves_the_name_and_passes_enrolment_on() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let stand_in = StandIn::start().await;
-    let enrolment = behind(&stand_in, &server, &scratch);
+async fn proxy_resolves_the_name_and_forwards_enrollment() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let fake_proxy = FakeProxy::start().await;
+    let enrollment = behind(&fake_proxy, &server, &scratch);
     let issue = |_| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
     let ((enrolled, served), asked) = timeout(LONG, async {
         tokio::join!(
-            once(&enrolment, &server, issue),
-            stand_in.relay(server.address())
+            once(&enrollment, &server, issue),
+            fake_proxy.relay(server.address())
         )
     })
     .await
@@ -110,26 +110,26 @@ async fn proxy_resolves_the_name_and_passes_enrolment_on() {
 }
 
 #[tokio::test]
-async fn refusal_and_silence_of_a_proxy_are_told_and_tried_again() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let stand_in = StandIn::start().await;
-    let mut enrolment = behind(&stand_in, &server, &scratch);
-    let mut turns = Turns::default();
-    let refuse = stand_in.answer(b"HTTP/1.1 407 No\r\n\r\n");
-    let both = async { tokio::join!(attempt(&enrolment, &mut turns), refuse) };
+async fn refusal_and_silence_of_a_proxy_are_reported_and_retried() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let fake_proxy = FakeProxy::start().await;
+    let mut enrollment = behind(&fake_proxy, &server, &scratch);
+    let mut rotation = EndpointRotation::default();
+    let refuse = fake_proxy.answer(b"HTTP/1.1 407 No\r\n\r\n");
+    let both = async { tokio::join!(attempt(&enrollment, &mut rotation), refuse) };
     let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
     assert!(error.is_retryable());
     let text = causes(&error);
     let begin = format!(
         "cloud.invalid:10262 through proxy {}: cannot connect",
-        stand_in.address()
+        fake_proxy.address()
     );
     assert!(text.starts_with(&begin), "{text}");
     assert!(text.contains("407 No"), "{text}");
     assert!(!format!("{text} {error:?}").contains("hunter2"));
 
-    enrolment.within = Duration::from_millis(20);
-    let error = timeout(LONG, attempt(&enrolment, &mut turns)).await;
+    enrollment.within = Duration::from_millis(20);
+    let error = timeout(LONG, attempt(&enrollment, &mut rotation)).await;
     let error = error.unwrap().unwrap_err();
     assert!(matches!(error, EnrollError::Connect { .. }), "{error:?}");
     assert!(error.is_retryable());
@@ -137,37 +137,37 @@ async fn refusal_and_silence_of_a_proxy_are_told_and_tried_again() {
 
 #[tokio::test]
 async fn every_attempt_moves_on_to_the_next_server_and_address() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let mut enrolment = enrolment(&server, server.token(), &scratch);
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let mut enrollment = enrollment(&server, server.token(), &scratch);
     let names = ["127.0.0.1:1", "does-not-exist.invalid:2", "[::1]:3"];
-    enrolment.servers = names.map(|name| name.parse().unwrap()).to_vec();
-    let mut turns = Turns::default();
+    enrollment.servers = names.map(|name| name.parse().unwrap()).to_vec();
+    let mut rotation = EndpointRotation::default();
     for expected in [
         Some("127.0.0.1:1"),
         None,
         Some("[::1]:3"),
         Some("127.0.0.1:1"),
     ] {
-        let place = turns.next(&enrolment).await;
-        let place = place.ok().map(|place| place.to_string());
-        assert_eq!(place.as_deref(), expected);
+        let endpoint = rotation.next(&enrollment).await;
+        let endpoint = endpoint.ok().map(|endpoint| endpoint.to_string());
+        assert_eq!(endpoint.as_deref(), expected);
     }
-    enrolment.servers.clear();
-    let error = turns.next(&enrolment).await.unwrap_err();
+    enrollment.servers.clear();
+    let error = rotation.next(&enrollment).await.unwrap_err();
     assert!(matches!(error, ResolveError::NoServer), "{error}");
 }
 
 #[tokio::test]
 async fn refusal_says_what_to_do() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let enrolment = enrolment(&server, server.token(), &scratch);
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let enrollment = enrollment(&server, server.token(), &scratch);
     for (code, retryable, words) in [
         (EnrollCode::TokenUsed, false, "create a new token"),
         (EnrollCode::TokenExpired, false, "create a new token"),
         (EnrollCode::WrongNode, false, "--node-name"),
         (EnrollCode::Unavailable, true, "refused here"),
     ] {
-        let (enrolled, _) = once(&enrolment, &server, |_| {
+        let (enrolled, _) = once(&enrollment, &server, |_| {
             Some(EnrollReply::Refused(code, "refused here".into()))
         })
         .await;
@@ -178,16 +178,16 @@ async fn refusal_says_what_to_do() {
 }
 
 #[tokio::test]
-async fn answers_for_another_node_key_or_ca_are_not_kept() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, Scratch::new());
-    let enrolment = enrolment(&server, server.token(), &scratch);
+async fn answers_for_another_node_key_or_ca_are_not_stored() {
+    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let enrollment = enrollment(&server, server.token(), &scratch);
     let foreign_key = KeyPair::generate().unwrap();
     let uri = "culvert://agent/worker-1";
     let foreign = EnrollReply::Issued {
         chain: vec![server.ca.issue(&foreign_key, uri).to_vec()],
         roots: vec![server.ca.der().to_vec()],
     };
-    enrolment.store.key().unwrap();
+    enrollment.store.key().unwrap();
     for (reply, words) in [
         (
             server.issue(scratch.path(), "culvert://agent/worker-2"),
@@ -200,7 +200,7 @@ async fn answers_for_another_node_key_or_ca_are_not_kept() {
         (foreign, "another key"),
         (other.issue(scratch.path(), uri), "token pins"),
     ] {
-        let (enrolled, _) = once(&enrolment, &server, |_| Some(reply)).await;
+        let (enrolled, _) = once(&enrollment, &server, |_| Some(reply)).await;
         let error = enrolled.unwrap_err();
         assert!(error.to_string().contains(words), "{error}");
         assert!(!scratch.path().join("agent.crt").exists());
@@ -209,35 +209,38 @@ async fn answers_for_another_node_key_or_ca_are_not_kept() {
 
 #[tokio::test]
 async fn lost_answer_is_asked_for_again_with_the_same_key() {
-    let (server, scratch) = (Arc::new(Server::start().await), Arc::new(Scratch::new()));
-    let enrolment = enrolment(&server, server.token(), &scratch);
+    let (server, scratch) = (Arc::new(Server::start().await), Arc::new(TempDir::new()));
+    let enrollment = enrollment(&server, server.token(), &scratch);
     let mut serving = JoinSet::new();
     let (issuer, dir) = (server.clone(), scratch.clone());
     serving.spawn(async move {
         let read = || std::fs::read(dir.path().join("agent.key")).unwrap();
         let mut first = Vec::new();
         issuer
-            .enrolment(|_| {
+            .enrollment(|_| {
                 first = read();
                 None
             })
             .await
             .unwrap();
         issuer
-            .enrolment(|_| {
+            .enrollment(|_| {
                 assert_eq!(read(), first);
                 Some(issuer.issue(dir.path(), "culvert://agent/worker-1"))
             })
             .await
             .unwrap();
     });
-    timeout(LONG, enroll(&enrolment)).await.unwrap().unwrap();
+    timeout(LONG, enroll(&enrollment)).await.unwrap().unwrap();
     serving.join_next().await.unwrap().unwrap();
 }
 
 /// What the server issued to the agent before, with the key that is in the directory.
-fn ended(server: &Server, scratch: &Scratch) -> (Credentials, Issued) {
-    let key = Store::open(scratch.path()).unwrap().key().unwrap();
+fn ended(server: &Server, scratch: &TempDir) -> (Credentials, Issued) {
+    let key = CredentialStore::open(scratch.path())
+        .unwrap()
+        .key()
+        .unwrap();
     let reply = server.issue(scratch.path(), "culvert://agent/worker-1");
     let EnrollReply::Issued { chain, roots } = reply else {
         panic!("refused")
@@ -246,20 +249,20 @@ fn ended(server: &Server, scratch: &Scratch) -> (Credentials, Issued) {
     (credentials, (chain, roots))
 }
 
-fn late(server: &Server, ended: Credentials, scratch: &Scratch) -> Enrolment {
-    Enrolment {
-        claim: Claim::Ended(Box::new(ended)),
-        ..enrolment(server, server.token(), scratch)
+fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
+    Enrollment {
+        proof: EnrollProof::ExpiredCertificate(Box::new(ended)),
+        ..enrollment(server, server.token(), scratch)
     }
 }
 
 /// By the clock of this host the stored certificate is valid; the server says that it has ended.
 #[tokio::test]
 async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let (mut ended, (chain, roots)) = ended(&server, &scratch);
-    let store = Store::open(scratch.path()).unwrap();
-    store.keep(&chain, &roots).unwrap();
+    let store = CredentialStore::open(scratch.path()).unwrap();
+    store.save(&chain, &roots).unwrap();
     let (renewed, served) = once(
         &late(&server, ended.clone(), &scratch),
         &server,
@@ -274,7 +277,7 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
 
     ended.not_after = SystemTime::now() - Duration::from_secs(1);
     let late = late(&server, ended, &scratch);
-    let found = timeout(LONG, attempt(&late, &mut Turns::default())).await;
+    let found = timeout(LONG, attempt(&late, &mut EndpointRotation::default())).await;
     let found = found.unwrap().unwrap();
     assert!(found.issued.is_none());
     assert_eq!(found.credentials.own.cert[0].as_ref(), chain[0]);
@@ -282,10 +285,10 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
 
 #[tokio::test]
 async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let (ended, _) = ended(&server, &scratch);
     let issue = |_: EnrollRequest| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
-    let by_token = enrolment(&server, server.token(), &scratch);
+    let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     for (name, content) in [("enrol.lock", None), ("agent.crt", Some("damaged"))] {
         let path = scratch.path().join(name);
@@ -294,7 +297,9 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
             Some(content) => std::fs::write(&path, content).unwrap(),
             None => std::fs::create_dir(&path).unwrap(),
         }
-        let error = attempt(&by_token, &mut Turns::default()).await.unwrap_err();
+        let error = attempt(&by_token, &mut EndpointRotation::default())
+            .await
+            .unwrap_err();
         assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
         let (renewed, served) = once(&late, &server, issue).await;
         served.unwrap();
@@ -307,19 +312,19 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
 
 /// A server that was built anew has another CA, which only the token knows.
 #[tokio::test]
-async fn token_gets_its_turn_when_the_servers_ca_is_another_one() {
-    let (server, old, scratch) = (Server::start().await, Server::start().await, Scratch::new());
+async fn token_is_tried_when_the_server_has_another_ca() {
+    let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());
     let (ended, _) = ended(&old, &scratch);
-    let by_token = enrolment(&server, server.token(), &scratch);
+    let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     let serving = async {
-        let refused = server.enrolment(|_| panic!("a proof arrived")).await;
+        let refused = server.enrollment(|_| panic!("a proof arrived")).await;
         refused.unwrap_err();
         let issue = |request: EnrollRequest| {
             assert_eq!(*request.token, server.token().reveal());
             Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
         };
-        server.enrolment(issue).await.unwrap();
+        server.enrollment(issue).await.unwrap();
     };
     let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
     timeout(LONG, both).await.unwrap().0.unwrap();
@@ -328,19 +333,19 @@ async fn token_gets_its_turn_when_the_servers_ca_is_another_one() {
 
 #[tokio::test]
 async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let (ended, _) = ended(&server, &scratch);
-    let by_token = enrolment(&server, server.token(), &scratch);
+    let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     let serving = async {
-        server.enrolment(|_| None).await.unwrap();
+        server.enrollment(|_| None).await.unwrap();
         let refused = EnrollReply::Refused(EnrollCode::TokenExpired, "long ago".into());
-        server.enrolment(|_| Some(refused)).await.unwrap();
+        server.enrollment(|_| Some(refused)).await.unwrap();
         let issue = |request: EnrollRequest| {
             assert!(request.proof.is_some());
             Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
         };
-        server.enrolment(issue).await.unwrap();
+        server.enrollment(issue).await.unwrap();
     };
     let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
     let renewed = timeout(LONG, both).await.unwrap().0.unwrap();

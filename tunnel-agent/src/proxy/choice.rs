@@ -6,20 +6,20 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use tokio::net::TcpStream;
-use tunnel_proto::tcp::{Connect, Direct, Remote};
+use tunnel_proto::tcp::{Connect, Direct, ServerAddr};
 
 use super::HttpProxy;
-use super::bypass::NoProxy;
+use super::no_proxy::NoProxy;
 use crate::config::{Secret, ServerAddress};
 
 /// Which way TCP connections to servers take. As a [`Connect`] it decides by the name of the remote.
 ///
-/// Names of servers behind a proxy are for the proxy to resolve: their [`Remote`] needs no address.
+/// Names of servers behind a proxy are for the proxy to resolve: their [`ServerAddr`] needs no address.
 #[derive(Debug, Clone, Default)]
-pub struct ProxyChoice(Way);
+pub struct ProxyChoice(ProxyRoute);
 
 #[derive(Debug, Clone, Default)]
-enum Way {
+enum ProxyRoute {
     #[default]
     Direct,
     /// --proxy: every server.
@@ -75,23 +75,23 @@ impl ProxyChoice {
     ) -> Result<Self, (&'static str, String)> {
         if let Some(Secret(url)) = explicit {
             return match url.trim() {
-                "" | OFF => Ok(Self(Way::Direct)),
+                "" | OFF => Ok(Self(ProxyRoute::Direct)),
                 url => match url.parse() {
-                    Ok(proxy) => Ok(Self(Way::Explicit(Arc::new(proxy)))),
+                    Ok(proxy) => Ok(Self(ProxyRoute::Explicit(Arc::new(proxy)))),
                     Err(problem) => Err(("--proxy", problem)),
                 },
             };
         }
         let Some(environment) = environment else {
-            return Ok(Self(Way::Direct));
+            return Ok(Self(ProxyRoute::Direct));
         };
         let direct = NoProxy::new(&environment.no_proxy);
         if servers.iter().all(|server| direct.covers(server)) {
-            return Ok(Self(Way::Direct));
+            return Ok(Self(ProxyRoute::Direct));
         }
         let variable = environment.variable;
         match environment.url.0.parse() {
-            Ok(proxy) => Ok(Self(Way::Environment {
+            Ok(proxy) => Ok(Self(ProxyRoute::Environment {
                 proxy: Arc::new(proxy),
                 variable,
                 direct: Arc::new(direct),
@@ -104,8 +104,8 @@ impl ProxyChoice {
     #[must_use]
     pub fn is_explicit(&self) -> bool {
         match self.0 {
-            Way::Explicit(_) => true,
-            Way::Direct | Way::Environment { .. } => false,
+            ProxyRoute::Explicit(_) => true,
+            ProxyRoute::Direct | ProxyRoute::Environment { .. } => false,
         }
     }
 
@@ -113,9 +113,11 @@ impl ProxyChoice {
     #[must_use]
     pub fn proxy_for(&self, server: &ServerAddress) -> Option<&Arc<HttpProxy>> {
         match &self.0 {
-            Way::Direct => None,
-            Way::Explicit(proxy) => Some(proxy),
-            Way::Environment { proxy, direct, .. } => (!direct.covers(server)).then_some(proxy),
+            ProxyRoute::Direct => None,
+            ProxyRoute::Explicit(proxy) => Some(proxy),
+            ProxyRoute::Environment { proxy, direct, .. } => {
+                (!direct.covers(server)).then_some(proxy)
+            }
         }
     }
 
@@ -129,9 +131,9 @@ impl ProxyChoice {
 impl fmt::Display for ProxyChoice {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Way::Direct => formatter.write_str("none"),
-            Way::Explicit(proxy) => write!(formatter, "{proxy} (--proxy)"),
-            Way::Environment {
+            ProxyRoute::Direct => formatter.write_str("none"),
+            ProxyRoute::Explicit(proxy) => write!(formatter, "{proxy} (--proxy)"),
+            ProxyRoute::Environment {
                 proxy, variable, ..
             } => write!(formatter, "{proxy} ({variable})"),
         }
@@ -141,7 +143,7 @@ impl fmt::Display for ProxyChoice {
 // By hand what `#[async_trait]` writes, as for HttpProxy.
 #[async_trait]
 impl Connect for ProxyChoice {
-    async fn connect(&self, remote: &Remote) -> io::Result<TcpStream> {
+    async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream> {
         let server: ServerAddress = remote
             .name
             .parse()

@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 
-pub(crate) struct StandIn(TcpListener);
+pub(crate) struct FakeProxy(TcpListener);
 
-impl StandIn {
+impl FakeProxy {
     pub(crate) async fn start() -> Self {
         Self(TcpListener::bind("127.0.0.1:0").await.unwrap())
     }

@@ -4,32 +4,32 @@ use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tunnel_proto::transport::TransportKind;
 
-use super::testing::StandIn;
+use super::testing::FakeProxy;
 use super::*;
 use crate::app::App;
 use crate::config::{Config, Settings};
-use crate::testing::Scratch;
+use crate::testing::TempDir;
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
 const OK: &[u8] = b"HTTP/1.1 200 Connection established\r\n\r\n";
 
-fn remote(name: &str) -> Remote {
-    Remote {
+fn remote(name: &str) -> ServerAddr {
+    ServerAddr {
         name: name.to_owned(),
         address: None,
     }
 }
 
-fn proxy(stand_in: &StandIn, user: &str) -> HttpProxy {
-    let url = format!("http://{user}{}", stand_in.address());
+fn proxy(fake_proxy: &FakeProxy, user: &str) -> HttpProxy {
+    let url = format!("http://{user}{}", fake_proxy.address());
     url.parse().unwrap()
 }
 
 /// What the client gets out of `answer`, and what it asked for.
 async fn answered(
     proxy: &HttpProxy,
-    by: &StandIn,
+    by: &FakeProxy,
     answer: &[u8],
 ) -> (io::Result<TcpStream>, String) {
     let server = remote("cloud.example.com:10262");
@@ -40,8 +40,8 @@ async fn answered(
 
 #[tokio::test]
 async fn servers_first_bytes_right_behind_the_head_are_not_lost() {
-    let stand_in = StandIn::start().await;
-    let proxy = proxy(&stand_in, "");
+    let fake_proxy = FakeProxy::start().await;
+    let proxy = proxy(&fake_proxy, "");
     for head in [
         "HTTP/1.1 200 Connection established\r\n\r\n",
         "HTTP/1.0 200 OK\r\nProxy-Agent: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -54,7 +54,7 @@ async fn servers_first_bytes_right_behind_the_head_are_not_lost() {
         ),
     ] {
         let bytes = format!("{head}\r\n\r\nserver speaks first\n\n");
-        let (connected, _) = answered(&proxy, &stand_in, bytes.as_bytes()).await;
+        let (connected, _) = answered(&proxy, &fake_proxy, bytes.as_bytes()).await;
         let mut socket = connected.unwrap_or_else(|error| panic!("{head:?}: {error}"));
         assert!(socket.nodelay().unwrap());
         let mut received = String::new();
@@ -77,7 +77,7 @@ async fn head_may_arrive_in_pieces() {
         let (mut server, _) = listener.accept().await.unwrap();
         server.write_all(&head.as_bytes()[..cut]).await.unwrap();
         client.readable().await.unwrap();
-        let mut reading = Box::pin(answer(&mut client));
+        let mut reading = Box::pin(status_line(&mut client));
         tokio::select! {
             biased;
             early = &mut reading => panic!("after {cut} bytes: {early:?}"),
@@ -94,7 +94,7 @@ async fn head_may_arrive_in_pieces() {
 
 #[tokio::test]
 async fn request_names_the_server_and_authenticates() {
-    let stand_in = StandIn::start().await;
+    let fake_proxy = FakeProxy::start().await;
     for (user, name, authorization) in [
         ("", "cloud.example.com:10262", ""),
         ("", "[2001:db8::1]:443", ""),
@@ -104,8 +104,8 @@ async fn request_names_the_server_and_authenticates() {
             "Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n",
         ),
     ] {
-        let (proxy, server) = (proxy(&stand_in, user), remote(name));
-        let both = async { tokio::join!(proxy.connect(&server), stand_in.answer(OK)) };
+        let (proxy, server) = (proxy(&fake_proxy, user), remote(name));
+        let both = async { tokio::join!(proxy.connect(&server), fake_proxy.answer(OK)) };
         let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
         connected.unwrap();
         let version = env!("CARGO_PKG_VERSION");
@@ -118,7 +118,7 @@ async fn request_names_the_server_and_authenticates() {
 
 #[tokio::test]
 async fn refusals_say_what_to_do_and_keep_the_secret() {
-    let stand_in = StandIn::start().await;
+    let fake_proxy = FakeProxy::start().await;
     for (user, line, words) in [
         ("", "407 Proxy Authentication Required", "user:password"),
         (
@@ -136,15 +136,15 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
         ("", "500", "500"),
         ("", "599 b\u{1b}[31mell\u{7}", "599 b[31mell"),
     ] {
-        let proxy = proxy(&stand_in, user);
+        let proxy = proxy(&fake_proxy, user);
         let head = format!("HTTP/1.1 {line}\r\nContent-Length: 2\r\n\r\nno");
-        let (connected, request) = answered(&proxy, &stand_in, head.as_bytes()).await;
+        let (connected, request) = answered(&proxy, &fake_proxy, head.as_bytes()).await;
         assert_eq!(request.contains("Basic"), !user.is_empty());
         let error = connected.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         let begin = format!(
             "proxy {}: refuses cloud.example.com:10262: ",
-            stand_in.address()
+            fake_proxy.address()
         );
         let text = error.to_string();
         let shown = format!("{text} {error:?}");
@@ -157,9 +157,9 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
 }
 
 #[tokio::test]
-async fn what_is_no_answer_is_told_at_once() {
-    let stand_in = StandIn::start().await;
-    let proxy = proxy(&stand_in, "me:hunter2@");
+async fn invalid_response_is_reported_at_once() {
+    let fake_proxy = FakeProxy::start().await;
+    let proxy = proxy(&fake_proxy, "me:hunter2@");
     let long = format!("HTTP/1.1 200 OK\r\nA: {}", "a".repeat(HEAD_MAX));
     let interim = "HTTP/1.1 100 Continue\r\n\r\n".repeat(HEAD_MAX / 25 + 1);
     // The stand-in keeps its connection open meanwhile.
@@ -176,7 +176,7 @@ async fn what_is_no_answer_is_told_at_once() {
         (&long, "longer than 16384"),
         (&interim, "longer than 16384"),
     ] {
-        let (connected, _) = answered(&proxy, &stand_in, answer.as_bytes()).await;
+        let (connected, _) = answered(&proxy, &fake_proxy, answer.as_bytes()).await;
         let error = connected.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}");
         assert!(error.to_string().contains(words), "{answer:?}: {error}");
@@ -184,14 +184,14 @@ async fn what_is_no_answer_is_told_at_once() {
 }
 
 #[tokio::test]
-async fn proxy_that_echoes_or_closes_is_told_from_one_that_refuses() {
-    let stand_in = StandIn::start().await;
-    let (proxy, server) = (proxy(&stand_in, "me:hunter2@"), remote("cloud:1"));
+async fn proxy_that_echoes_or_closes_is_distinguished_from_one_that_refuses() {
+    let fake_proxy = FakeProxy::start().await;
+    let (proxy, server) = (proxy(&fake_proxy, "me:hunter2@"), remote("cloud:1"));
     for (answer, kind) in [
         (&b""[..], io::ErrorKind::UnexpectedEof),
         (b"HTTP/1.1 200 OK\r\nA: b\r\n", io::ErrorKind::UnexpectedEof),
     ] {
-        let serve = async { drop(stand_in.answer(answer).await) };
+        let serve = async { drop(fake_proxy.answer(answer).await) };
         let both = async { tokio::join!(proxy.connect(&server), serve) };
         let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
@@ -201,7 +201,7 @@ async fn proxy_that_echoes_or_closes_is_told_from_one_that_refuses() {
         );
     }
     let echo = async {
-        let (request, mut socket) = stand_in.request().await;
+        let (request, mut socket) = fake_proxy.request().await;
         socket.write_all(request.as_bytes()).await.unwrap();
     };
     let both = async { tokio::join!(proxy.connect(&server), echo) };
@@ -212,9 +212,9 @@ async fn proxy_that_echoes_or_closes_is_told_from_one_that_refuses() {
 
 #[tokio::test]
 async fn proxy_that_is_not_there_is_named() {
-    let stand_in = StandIn::start().await;
-    let gone = proxy(&stand_in, "me:hunter2@");
-    drop(stand_in);
+    let fake_proxy = FakeProxy::start().await;
+    let gone = proxy(&fake_proxy, "me:hunter2@");
+    drop(fake_proxy);
     let error = gone.connect(&remote("cloud:1")).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     assert!(
@@ -233,7 +233,7 @@ async fn proxy_that_is_not_there_is_named() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("does-not-exist.invalid:1: its name cannot be resolved"),
+        error.contains("does-not-exist.invalid:1: cannot resolve the proxy name"),
         "{error}"
     );
     assert!(!error.contains("hunter2"), "{error}");
@@ -241,8 +241,8 @@ async fn proxy_that_is_not_there_is_named() {
 
 #[tokio::test]
 async fn names_that_would_break_the_request_are_not_sent() {
-    let stand_in = StandIn::start().await;
-    let proxy = proxy(&stand_in, "");
+    let fake_proxy = FakeProxy::start().await;
+    let proxy = proxy(&fake_proxy, "");
     for name in ["", "cloud:1 HTTP/1.1\r\nX: y", "a b:1", "cl\u{f6}ud:1"] {
         let server = remote(name);
         let connected = timeout(LONG, proxy.connect(&server)).await.unwrap();
@@ -253,12 +253,12 @@ async fn names_that_would_break_the_request_are_not_sent() {
 
 #[tokio::test]
 async fn dropped_attempt_closes_its_connection() {
-    let stand_in = StandIn::start().await;
-    let (proxy, server) = (proxy(&stand_in, ""), remote("cloud:1"));
+    let fake_proxy = FakeProxy::start().await;
+    let (proxy, server) = (proxy(&fake_proxy, ""), remote("cloud:1"));
     let mut attempt = proxy.connect(&server);
     let (_, mut socket) = tokio::select! {
         _ = &mut attempt => panic!("nobody answered"),
-        asked = timeout(LONG, stand_in.request()) => asked.unwrap(),
+        asked = timeout(LONG, fake_proxy.request()) => asked.unwrap(),
     };
     drop(attempt);
     let end = timeout(LONG, socket.read(&mut [0; 16])).await.unwrap();
@@ -273,40 +273,42 @@ async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
         || -> Attempt { Box::pin(async { Err(io::ErrorKind::ConnectionRefused.into()) }) };
     let fine = |which| -> Attempt { Box::pin(async move { Ok(which) }) };
     let began = tokio::time::Instant::now();
-    let found = race([refused(), refused(), fine(3)].into_iter()).await;
+    let found = connect_any([refused(), refused(), fine(3)].into_iter()).await;
     assert_eq!(found.unwrap(), 3);
     assert_eq!(began.elapsed(), Duration::ZERO);
-    let found = race([silent(), silent(), fine(3), fine(4)].into_iter()).await;
+    let found = connect_any([silent(), silent(), fine(3), fine(4)].into_iter()).await;
     assert_eq!(found.unwrap(), 3);
     assert!((STAGGER * 2..STAGGER * 3).contains(&began.elapsed()));
-    let error = race([refused()].into_iter()).await.unwrap_err();
+    let error = connect_any([refused()].into_iter()).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-    let error = race(std::iter::empty::<Attempt>()).await.unwrap_err();
+    let error = connect_any(std::iter::empty::<Attempt>())
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound);
 }
 
 #[tokio::test]
-async fn choice_as_a_connect_takes_the_way_of_each_server() {
-    let stand_in = StandIn::start().await;
+async fn proxy_choice_connects_by_the_route_of_each_server() {
+    let fake_proxy = FakeProxy::start().await;
     let direct = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let near = direct.local_addr().unwrap();
     let environment = EnvironmentProxy {
         variable: "HTTPS_PROXY",
-        url: Secret(format!("http://{}", stand_in.address())),
+        url: Secret(format!("http://{}", fake_proxy.address())),
         no_proxy: "near.example.com".to_owned(),
     };
     let names = ["near.example.com:1", "far.example.com:1"];
     let servers = names.map(|name| name.parse().unwrap());
     let choice = ProxyChoice::decide(None, Some(&environment), &servers).unwrap();
     let far = remote(names[1]);
-    let both = async { tokio::join!(choice.connect(&far), stand_in.answer(OK)) };
+    let both = async { tokio::join!(choice.connect(&far), fake_proxy.answer(OK)) };
     let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
     connected.unwrap();
     assert!(
         request.starts_with("CONNECT far.example.com:1 "),
         "{request}"
     );
-    let near = Remote {
+    let near = ServerAddr {
         name: names[0].to_owned(),
         address: Some(near),
     };
@@ -316,12 +318,15 @@ async fn choice_as_a_connect_takes_the_way_of_each_server() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_behind_a_proxy_enrols_and_holds_its_session_through_it() {
-    let (server, scratch) = (Server::start().await, Scratch::new());
-    let stand_in = StandIn::start().await;
+async fn agent_behind_a_proxy_enrolls_and_connects_through_it() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let fake_proxy = FakeProxy::start().await;
     let settings = Settings {
         server: vec!["cloud.invalid:10262".into()],
-        proxy: Some(Secret(format!("http://me:hunter2@{}", stand_in.address()))),
+        proxy: Some(Secret(format!(
+            "http://me:hunter2@{}",
+            fake_proxy.address()
+        ))),
         node_name: Some("worker-1".into()),
         token: Some(Secret(server.token().reveal())),
         data_dir: Some(scratch.path().to_owned()),
@@ -334,14 +339,14 @@ async fn agent_behind_a_proxy_enrols_and_holds_its_session_through_it() {
     let address = server.address();
     running.spawn(async move {
         loop {
-            let asked = stand_in.relay(address).await;
+            let asked = fake_proxy.relay(address).await;
             assert!(asked.contains("CONNECT cloud.invalid:10262 "), "{asked}");
             assert!(asked.contains("Basic bWU6aHVudGVyMg=="), "{asked}");
         }
     });
     let issue = |_| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
     let session = timeout(LONG, async {
-        server.enrolment(issue).await.unwrap();
+        server.enrollment(issue).await.unwrap();
         server.session_over_tcp().await
     });
     let session = session.await.unwrap();

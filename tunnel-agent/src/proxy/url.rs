@@ -26,12 +26,12 @@ impl FromStr for HttpProxy {
             ));
         }
         // The last one, as browsers do: an @ in a password is often forgotten to be encoded.
-        let (user, place) = match rest.rsplit_once('@') {
-            Some((user, place)) => (Some(user), place),
+        let (user, authority) = match rest.rsplit_once('@') {
+            Some((user, authority)) => (Some(user), authority),
             None => (None, rest),
         };
-        let (host, port) = place_of(place)?;
-        let authorization = user.map(basic).transpose()?;
+        let (host, port) = parse_authority(authority)?;
+        let authorization = user.map(basic_credentials).transpose()?;
         Ok(Self {
             host,
             port,
@@ -49,8 +49,8 @@ fn unsupported(scheme: &str) -> String {
 }
 
 /// Host without brackets, and port.
-fn place_of(place: &str) -> Result<(String, Port), String> {
-    let (host, port) = match place.strip_prefix('[') {
+fn parse_authority(authority: &str) -> Result<(String, Port), String> {
+    let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, port) = rest
                 .split_once(']')
@@ -66,7 +66,7 @@ fn place_of(place: &str) -> Result<(String, Port), String> {
             }
         }
         None => {
-            let (host, port) = place.split_once(':').unwrap_or((place, ""));
+            let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
             if port.contains(':') {
                 return Err(
                     "needs brackets around an IPv6 address, as in http://[2001:db8::1]:3128"
@@ -91,19 +91,19 @@ fn place_of(place: &str) -> Result<(String, Port), String> {
 }
 
 /// Basic credentials (RFC 7617) from the part of the URL before the @.
-fn basic(user: &str) -> Result<Secret, String> {
+fn basic_credentials(user: &str) -> Result<Secret, String> {
     let (user, password) = user.split_once(':').unwrap_or((user, ""));
-    let mut credentials = Zeroizing::new(decoded(user)?);
+    let mut credentials = Zeroizing::new(percent_decode(user)?);
     if credentials.contains(&b':') {
         return Err("has a colon in the user, which proxies cannot tell from its end".to_owned());
     }
     credentials.push(b':');
-    credentials.extend_from_slice(&Zeroizing::new(decoded(password)?));
+    credentials.extend_from_slice(&Zeroizing::new(percent_decode(password)?));
     Ok(Secret(format!("Basic {}", base64::encode(&credentials))))
 }
 
 /// Percent-encoding undone (RFC 3986, section 2.1).
-fn decoded(text: &str) -> Result<Vec<u8>, String> {
+fn percent_decode(text: &str) -> Result<Vec<u8>, String> {
     let digit = |byte: Option<u8>| char::from(byte?).to_digit(16);
     let mut bytes = text.bytes();
     let mut plain = Vec::new();
@@ -139,8 +139,8 @@ mod tests {
     }
 
     #[test]
-    fn urls_give_a_place_and_credentials() {
-        for (url, place, user) in [
+    fn urls_give_an_authority_and_credentials() {
+        for (url, authority, user) in [
             ("http://proxy.corp:3128", "proxy.corp:3128", None),
             ("http://proxy.corp:3128/", "proxy.corp:3128", None),
             ("HTTP://proxy.corp", "proxy.corp:80", None),
@@ -170,7 +170,7 @@ mod tests {
             ),
         ] {
             let proxy = parse(url);
-            assert_eq!(proxy.to_string(), place, "{url}");
+            assert_eq!(proxy.to_string(), authority, "{url}");
             let expected =
                 user.map(|user| Secret(format!("Basic {}", base64::encode(user.as_bytes()))));
             assert_eq!(proxy.authorization, expected, "{url}");

@@ -11,7 +11,7 @@ use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
-use super::{REASON_WITHIN, STOPPING, Shared};
+use super::{CLOSE_REASON_TIMEOUT, STOPPING, SessionContext};
 use crate::egress::NodeIp;
 
 /// Why a connection did not become a ready session.
@@ -24,7 +24,7 @@ pub(crate) enum AdmitError {
     #[error(transparent)]
     Closed(#[from] CloseReason),
     /// Welcome did not come.
-    #[error("server did not welcome this agent in time")]
+    #[error("no Welcome from the server in time")]
     Timeout,
     /// No version in common.
     #[error(
@@ -62,18 +62,18 @@ pub(super) struct Admitted {
 /// Waits for Welcome, within the limit and unless a drain begins; otherwise the session is closed.
 pub(super) async fn admit(
     session: &Arc<dyn Session>,
-    shared: &Shared,
+    context: &SessionContext,
     node_ip: Option<NodeIp>,
 ) -> Result<Admitted, AdmitError> {
-    let within = shared.limits.handshake_timeout;
+    let within = context.limits.handshake_timeout;
     let admitted = tokio::select! {
         biased;
-        () = shared.shutdown.drain().cancelled() => Err(AdmitError::Closed(CloseReason {
+        () = context.shutdown.drain().cancelled() => Err(AdmitError::Closed(CloseReason {
             by: ClosedBy::Local,
             code: CloseCode::Draining,
             reason: STOPPING.to_owned(),
         })),
-        admitted = timeout(within, converse(&**session, shared, node_ip)) => {
+        admitted = timeout(within, handshake(&**session, context, node_ip)) => {
             admitted.unwrap_or(Err(AdmitError::Timeout))
         }
     };
@@ -89,9 +89,9 @@ pub(super) async fn admit(
     admitted
 }
 
-async fn converse(
+async fn handshake(
     session: &dyn Session,
-    shared: &Shared,
+    context: &SessionContext,
     node_ip: Option<NodeIp>,
 ) -> Result<Admitted, AdmitError> {
     let incoming = match session.accept().await {
@@ -101,8 +101,8 @@ async fn converse(
             return Err(AdmitError::Protocol("session accepts no streams"));
         }
     };
-    let converse = async {
-        let deadline = Instant::now() + shared.limits.handshake_timeout;
+    let handshake = async {
+        let deadline = Instant::now() + context.limits.handshake_timeout;
         let (header, mut stream) = incoming.header(deadline).await?;
         let StreamKind::Control {
             version_min,
@@ -118,7 +118,7 @@ async fn converse(
         stream.accept("").await?;
         let (mut reader, mut writer) = control::split(stream);
         writer
-            .send(&ControlMessage::Hello(hello(shared, node_ip)))
+            .send(&ControlMessage::Hello(hello(context, node_ip)))
             .await?;
         loop {
             match reader.receive().await? {
@@ -140,7 +140,7 @@ async fn converse(
                     | ControlMessage::Bye(_)
                     | ControlMessage::Renew(_)
                     | ControlMessage::Renewed(_)
-                    | ControlMessage::Doubt(_),
+                    | ControlMessage::Suspect(_),
                 ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
                 None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
             }
@@ -149,13 +149,13 @@ async fn converse(
     let outcome = tokio::select! {
         biased;
         // First, since what the server said before it closed is more than the code of the close.
-        outcome = converse => outcome,
+        outcome = handshake => outcome,
         reason = session.closed() => Err(reason.into()),
     };
     match outcome {
         Err(error @ (AdmitError::Control(_) | AdmitError::Protocol(_))) => {
             // The reason of a closed session says more than the failure of its streams.
-            match timeout(REASON_WITHIN, session.closed()).await {
+            match timeout(CLOSE_REASON_TIMEOUT, session.closed()).await {
                 Ok(reason) => Err(reason.into()),
                 Err(_still_open) => Err(error),
             }
@@ -164,12 +164,12 @@ async fn converse(
     }
 }
 
-fn hello(shared: &Shared, node_ip: Option<NodeIp>) -> Hello {
+fn hello(context: &SessionContext, node_ip: Option<NodeIp>) -> Hello {
     Hello {
         versions: (VERSION_MIN, VERSION_MAX),
         capabilities: Vec::new(),
-        node_name: shared.node.clone(),
-        instance: shared.instance,
+        node_name: context.node.clone(),
+        instance: context.instance,
         software: env!("CARGO_PKG_VERSION").to_owned(),
         node_ip: node_ip.map_or_else(String::new, |node| node.ip.to_string()),
     }

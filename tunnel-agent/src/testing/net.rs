@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tunnel_proto::identity::PeerIdentity;
-use tunnel_proto::tcp::Remote;
+use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{
     CloseReason, Dialer, HandshakeError, Health, IncomingStream, RawStream, Session, SessionError,
@@ -44,14 +44,14 @@ pub(crate) enum Path {
 }
 
 /// A transport whose dials meet what the test says.
-pub(crate) struct Way {
+pub(crate) struct FakeDialer {
     kind: TransportKind,
     path: watch::Sender<Path>,
     dials: Mutex<Vec<Instant>>,
     arrivals: mpsc::Sender<Arrival>,
 }
 
-impl Way {
+impl FakeDialer {
     fn new(kind: TransportKind, arrivals: mpsc::Sender<Arrival>) -> Arc<Self> {
         Arc::new(Self {
             kind,
@@ -72,8 +72,8 @@ impl Way {
 }
 
 #[async_trait]
-impl Dialer for Way {
-    async fn dial(&self, remote: &Remote) -> Result<Arc<dyn Session>, HandshakeError> {
+impl Dialer for FakeDialer {
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
         let began = Instant::now();
         self.dials.lock().unwrap().push(began);
         for repeat in [0, 1, 3, 7, 15, 31, 63] {
@@ -93,15 +93,15 @@ impl Dialer for Way {
                 }
             }
             let (server, agent) = sessions();
-            let line = Line::new(self.kind, agent);
+            let fake_session = FakeSession::new(self.kind, agent);
             let arrival = Arrival {
                 transport: self.kind,
                 name: remote.name.clone(),
                 session: server,
-                line: line.clone(),
+                fake_session: fake_session.clone(),
             };
             self.arrivals.send(arrival).await.unwrap();
-            return Ok(line);
+            return Ok(fake_session);
         }
         Err(HandshakeError::Timeout)
     }
@@ -114,18 +114,18 @@ impl Dialer for Way {
 }
 
 /// A server and the two ways to it.
-pub(crate) struct Net {
-    pub(crate) quic: Arc<Way>,
-    pub(crate) h2: Arc<Way>,
+pub(crate) struct FakeNetwork {
+    pub(crate) quic: Arc<FakeDialer>,
+    pub(crate) h2: Arc<FakeDialer>,
     arrivals: mpsc::Receiver<Arrival>,
 }
 
-impl Net {
+impl FakeNetwork {
     pub(crate) fn new() -> Self {
         let (sender, arrivals) = mpsc::channel(64);
         Self {
-            quic: Way::new(TransportKind::Quic, sender.clone()),
-            h2: Way::new(TransportKind::H2, sender),
+            quic: FakeDialer::new(TransportKind::Quic, sender.clone()),
+            h2: FakeDialer::new(TransportKind::H2, sender),
             arrivals,
         }
     }
@@ -152,7 +152,7 @@ pub(crate) struct Arrival {
     /// Whom the agent dialled.
     pub(crate) name: String,
     pub(crate) session: Arc<dyn Session>,
-    pub(crate) line: Arc<Line>,
+    pub(crate) fake_session: Arc<FakeSession>,
 }
 
 impl Arrival {
@@ -183,13 +183,13 @@ impl Arrival {
         Peer {
             transport: self.transport,
             session: self.session,
-            line: self.line,
+            fake_session: self.fake_session,
             reader,
             writer,
         }
     }
 
-    pub(crate) async fn turn_away(self, code: CloseCode) {
+    pub(crate) async fn reject(self, code: CloseCode) {
         let (mut reader, mut writer) = self.hello().await;
         let message = ControlMessage::NotAdmitted(code, "not now".into());
         writer.send(&message).await.unwrap();
@@ -201,7 +201,7 @@ impl Arrival {
 pub(crate) struct Peer {
     pub(crate) transport: TransportKind,
     pub(crate) session: Arc<dyn Session>,
-    pub(crate) line: Arc<Line>,
+    pub(crate) fake_session: Arc<FakeSession>,
     pub(crate) reader: ControlReader,
     writer: ControlWriter,
 }
@@ -214,18 +214,18 @@ impl Peer {
     }
 
     /// What the agent says next; `None` when it has said all.
-    pub(crate) async fn hears(&mut self) -> Option<ControlMessage> {
+    pub(crate) async fn recv_control(&mut self) -> Option<ControlMessage> {
         timeout(AGES, self.reader.receive()).await.unwrap().unwrap()
     }
 
     /// The server says that it does not hear the agent.
     pub(crate) async fn doubts(&mut self) {
-        let message = ControlMessage::Doubt(true);
+        let message = ControlMessage::Suspect(true);
         self.writer.send(&message).await.unwrap();
     }
 
     /// The server says that it is stopping.
-    pub(crate) async fn drains(&mut self) {
+    pub(crate) async fn send_drain(&mut self) {
         let message = ControlMessage::Drain(Duration::from_secs(30));
         self.writer.send(&message).await.unwrap();
     }
@@ -237,7 +237,7 @@ impl Peer {
 
 /// The agent's end of a session, whose path can be cut: it then looks as if nothing came from the server.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct FakeSession {
     kind: TransportKind,
     session: Arc<dyn Session>,
     cut: AtomicBool,
@@ -245,7 +245,7 @@ pub(crate) struct Line {
     offered: Mutex<Option<DuplexStream>>,
 }
 
-impl Line {
+impl FakeSession {
     pub(crate) fn new(kind: TransportKind, session: Arc<dyn Session>) -> Arc<Self> {
         Arc::new(Self {
             kind,
@@ -268,7 +268,7 @@ impl Line {
 }
 
 #[async_trait]
-impl Session for Line {
+impl Session for FakeSession {
     async fn open(&self, header: &StreamHeader, within: Duration) -> Result<Stream, SessionError> {
         self.session.open(header, within).await
     }
@@ -276,7 +276,7 @@ impl Session for Line {
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
         let offered = self.offered.lock().unwrap().take();
         if let Some(stream) = offered {
-            let raw = Box::new(Offered(stream));
+            let raw = Box::new(DuplexRawStream(stream));
             return Ok(IncomingStream::new(raw, Arc::default(), Arc::default()));
         }
         self.session.accept().await
@@ -289,14 +289,14 @@ impl Session for Line {
     fn health(&self) -> Health {
         let now = self.session.health();
         let mut last = self.last.lock().unwrap();
-        let heard = if self.cut.load(Ordering::Relaxed) {
+        let received = if self.cut.load(Ordering::Relaxed) {
             *last
         } else {
             now
         };
         *last = Health {
-            heard: heard.heard,
-            acknowledged: heard.acknowledged,
+            received: received.received,
+            acknowledged: received.acknowledged,
             ..now
         };
         *last
@@ -306,8 +306,8 @@ impl Session for Line {
         self.session.stop_opening();
     }
 
-    fn allow_streams(&self, count: u32) {
-        self.session.allow_streams(count);
+    fn set_max_concurrent_streams(&self, count: u32) {
+        self.session.set_max_concurrent_streams(count);
     }
 
     fn has_room(&self) -> bool {
@@ -332,14 +332,14 @@ impl Session for Line {
 }
 
 /// A stream without a transport; only a test that fills it needs one.
-struct Offered(DuplexStream);
+struct DuplexRawStream(DuplexStream);
 
-impl RawStream for Offered {
+impl RawStream for DuplexRawStream {
     fn reset(&mut self, _code: ResetCode) {}
     fn stop(&mut self, _code: ResetCode) {}
 }
 
-impl AsyncRead for Offered {
+impl AsyncRead for DuplexRawStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -349,7 +349,7 @@ impl AsyncRead for Offered {
     }
 }
 
-impl AsyncWrite for Offered {
+impl AsyncWrite for DuplexRawStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

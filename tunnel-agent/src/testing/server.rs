@@ -1,4 +1,4 @@
-//! A scripted server: enrolment over TCP and sessions over both transports on one port, with a CA of its own.
+//! A scripted server: enrollment over TCP and sessions over both transports on one port, with a CA of its own.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -80,8 +80,8 @@ impl Server {
         JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], Some(hash)).unwrap()
     }
 
-    /// Takes one connection for enrolment; an error when the client gave up in the handshake.
-    pub(crate) async fn enrolment(
+    /// Takes one connection for enrollment; an error when the client gave up in the handshake.
+    pub(crate) async fn enrollment(
         &self,
         answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
     ) -> std::io::Result<()> {

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CreateToken, CreatedToken, Problem, RevokedNode};
+use super::{CreateToken, CreatedToken, ErrorBody, RevokedNode};
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
@@ -28,16 +28,16 @@ pub struct AdminClient {
 pub enum AdminError {
     /// Its socket cannot be opened.
     #[error("cannot reach the running server at {0}")]
-    Reach(PathBuf, #[source] io::Error),
+    Unreachable(PathBuf, #[source] io::Error),
     /// The connection broke.
-    #[error("the connection to the running server broke")]
-    Broken(#[source] hyper::Error),
+    #[error("connection to the running server was lost")]
+    ConnectionLost(#[source] hyper::Error),
     /// The answer did not come in time.
-    #[error("the running server gave no answer in {} s", ANSWER_LIMIT.as_secs())]
+    #[error("the running server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
     /// The answer cannot be read, or is larger than any of ours.
     #[error("cannot read the answer of the running server: {0}")]
-    Answer(String),
+    InvalidResponse(String),
     /// It says no.
     #[error("{problem}")]
     Refused {
@@ -60,7 +60,7 @@ impl AdminClient {
     /// Finds the running server; `None` when there is none.
     ///
     /// # Errors
-    /// [`AdminError::Reach`] when there is a socket that may not be opened.
+    /// [`AdminError::Unreachable`] when there is a socket that may not be opened.
     pub async fn connect(dir: &DataDir) -> Result<Option<Self>, AdminError> {
         let path = dir.admin_socket();
         match UnixStream::connect(&path).await {
@@ -73,7 +73,7 @@ impl AdminClient {
             {
                 Ok(None)
             }
-            Err(error) => Err(AdminError::Reach(path, error)),
+            Err(error) => Err(AdminError::Unreachable(path, error)),
         }
     }
 
@@ -81,9 +81,12 @@ impl AdminClient {
     ///
     /// # Errors
     /// [`AdminError`].
-    pub async fn create_token(&self, wish: &CreateToken) -> Result<CreatedToken, AdminError> {
-        let body =
-            serde_json::to_vec(wish).map_err(|error| AdminError::Answer(error.to_string()))?;
+    pub async fn create_token(
+        &self,
+        token_request: &CreateToken,
+    ) -> Result<CreatedToken, AdminError> {
+        let body = serde_json::to_vec(token_request)
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
         parse(&self.call(Method::POST, "/tokens", body).await?)
     }
 
@@ -138,7 +141,8 @@ impl AdminClient {
     /// [`AdminError`].
     pub async fn ca(&self) -> Result<String, AdminError> {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
-        String::from_utf8(body.to_vec()).map_err(|error| AdminError::Answer(error.to_string()))
+        String::from_utf8(body.to_vec())
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))
     }
 
     async fn delete(&self, path: &str) -> Result<bool, AdminError> {
@@ -150,7 +154,7 @@ impl AdminClient {
     }
 
     async fn call(&self, method: Method, path: &str, body: Vec<u8>) -> Result<Bytes, AdminError> {
-        tokio::time::timeout(ANSWER_LIMIT, self.exchange(method, path, body))
+        tokio::time::timeout(RESPONSE_TIMEOUT, self.exchange(method, path, body))
             .await
             .map_err(|_elapsed| AdminError::Timeout)?
     }
@@ -163,26 +167,26 @@ impl AdminClient {
     ) -> Result<Bytes, AdminError> {
         let socket = UnixStream::connect(&self.path)
             .await
-            .map_err(|error| AdminError::Reach(self.path.clone(), error))?;
+            .map_err(|error| AdminError::Unreachable(self.path.clone(), error))?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
             .await
-            .map_err(AdminError::Broken)?;
+            .map_err(AdminError::ConnectionLost)?;
         let request = Request::builder()
             .method(method)
             .uri(path)
             .header(http::header::HOST, "tunnel-server")
             .body(Full::new(Bytes::from(body)))
-            .map_err(|error| AdminError::Answer(error.to_string()))?;
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
         let exchange = async move {
             let answer = sender
                 .send_request(request)
                 .await
-                .map_err(AdminError::Broken)?;
+                .map_err(AdminError::ConnectionLost)?;
             let status = answer.status();
-            let body = Limited::new(answer.into_body(), ANSWER_MAX_BYTES)
+            let body = Limited::new(answer.into_body(), RESPONSE_MAX_BYTES)
                 .collect()
                 .await
-                .map_err(|error| AdminError::Answer(error.to_string()))?;
+                .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
             // The connection ends with its sender.
             drop(sender);
             Ok((status, body.to_bytes()))
@@ -192,7 +196,7 @@ impl AdminClient {
         if status.is_success() {
             return Ok(body);
         }
-        let problem = serde_json::from_slice::<Problem>(&body).map_or_else(
+        let problem = serde_json::from_slice::<ErrorBody>(&body).map_or_else(
             |_not_ours| format!("the running server answered {status}"),
             |problem| problem.error,
         );
@@ -201,10 +205,10 @@ impl AdminClient {
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, AdminError> {
-    serde_json::from_slice(body).map_err(|error| AdminError::Answer(error.to_string()))
+    serde_json::from_slice(body).map_err(|error| AdminError::InvalidResponse(error.to_string()))
 }
 
 /// A busy disk may need seconds.
-const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Largest answer; a list of 10,000 nodes is about 4 MiB.
-const ANSWER_MAX_BYTES: usize = 64 * 1024 * 1024;
+const RESPONSE_MAX_BYTES: usize = 64 * 1024 * 1024;

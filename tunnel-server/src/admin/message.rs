@@ -83,7 +83,7 @@ impl fmt::Debug for CreatedToken {
 
 /// Why the server refuses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Problem {
+pub struct ErrorBody {
     /// A line for people.
     pub error: String,
 }

@@ -56,9 +56,9 @@ pub struct NodeStatus {
 pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> Vec<NodeStatus> {
     let known = nodes.snapshot();
     let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> = BTreeMap::new();
-    let given = known.iter().map(|(name, node)| (name, &node.addresses));
-    let told = cluster.iter().map(|node| (&node.name, &node.addresses));
-    for (name, more) in given.chain(told) {
+    let configured = known.iter().map(|(name, node)| (name, &node.addresses));
+    let observed = cluster.iter().map(|node| (&node.name, &node.addresses));
+    for (name, more) in configured.chain(observed) {
         let all = addresses.entry(name).or_default();
         for address in more {
             if !all.contains(address) {
@@ -93,7 +93,7 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
                 let health = agent.session.health();
                 status.connected = true;
                 status.transport = Some(agent.session.transport().to_string());
-                let state = agent.suspicion().map_or("live", |_| "suspect");
+                let state = agent.suspect_reason().map_or("live", |_| "suspect");
                 status.state = Some(state.to_owned());
                 status.address = Some(health.remote.to_string());
                 status.version = Some(agent.software.clone());
@@ -124,7 +124,7 @@ fn timestamp(time: SystemTime) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::routing::registry::Suspicion;
+    use crate::routing::registry::SuspectReason;
     use crate::testing::{Bench, node};
 
     #[tokio::test(start_paused = true)]
@@ -141,13 +141,13 @@ mod tests {
         let _on_the_new = bench.open().await.unwrap();
         assert_eq!(shown().streams, 2);
         let sessions = registry.of_node(&node());
-        sessions[0].set_suspicion(Some(Suspicion::Unheard));
+        sessions[0].set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
         assert_eq!(
             shown().state.as_deref(),
             Some("live"),
             "the older one takes over"
         );
-        sessions[1].set_suspicion(Some(Suspicion::Unheard));
+        sessions[1].set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
         assert_eq!(shown().state.as_deref(), Some("suspect"));
     }
 

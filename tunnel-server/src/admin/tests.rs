@@ -27,7 +27,7 @@ impl Fixture {
                 vec![status]
             }),
             advertised: vec!["tunnel.example:10262".into()],
-            issues: true,
+            can_issue: true,
             tunnels: None,
         };
         Self {
@@ -46,7 +46,7 @@ impl Fixture {
     }
 }
 
-fn wish(node: &str) -> CreateToken {
+fn token_request(node: &str) -> CreateToken {
     CreateToken {
         node: node.parse().unwrap(),
         ttl_seconds: 60,
@@ -60,7 +60,10 @@ async fn token_is_made_listed_and_revoked_over_the_socket() {
     fixture.start().unwrap();
     let client = fixture.client().await.unwrap();
 
-    let created = client.create_token(&wish("worker-1")).await.unwrap();
+    let created = client
+        .create_token(&token_request("worker-1"))
+        .await
+        .unwrap();
     assert_eq!(
         created.command,
         format!(
@@ -71,8 +74,8 @@ async fn token_is_made_listed_and_revoked_over_the_socket() {
     assert!(!format!("{created:?}").contains(&created.token));
     let known = fixture.state.nodes.snapshot();
     assert_eq!(
-        known[&wish("worker-1").node].addresses,
-        wish("worker-1").ips
+        known[&token_request("worker-1").node].addresses,
+        token_request("worker-1").ips
     );
 
     let list = client.tokens().await.unwrap();
@@ -120,7 +123,7 @@ async fn refusals_carry_their_reason() {
     let client = fixture.client().await.unwrap();
     let forever = CreateToken {
         ttl_seconds: u64::MAX,
-        ..wish("worker-1")
+        ..token_request("worker-1")
     };
     let error = client.create_token(&forever).await.unwrap_err();
     assert!(error.to_string().contains("365 days"), "{error}");
@@ -164,10 +167,13 @@ async fn socket_of_a_dead_server_is_replaced_but_no_other_file() {
 #[tokio::test]
 async fn no_token_is_made_where_it_would_be_of_no_use() {
     let mut fixture = Fixture::new();
-    fixture.state.issues = false;
+    fixture.state.can_issue = false;
     fixture.start().unwrap();
     let client = fixture.client().await.unwrap();
-    let error = client.create_token(&wish("worker-1")).await.unwrap_err();
+    let error = client
+        .create_token(&token_request("worker-1"))
+        .await
+        .unwrap_err();
     let text = error.to_string();
     for words in ["--agent-ca", "culvert://agent/worker-1", "--cert-file"] {
         assert!(text.contains(words), "{text}");
@@ -178,7 +184,7 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
 #[test]
 fn tokens_are_taken_back_before_the_certificates_are_revoked() {
     let fixture = Fixture::new();
-    let created = create_token(&fixture.state, wish("worker-1"));
+    let created = create_token(&fixture.state, token_request("worker-1"));
     created.unwrap_or_else(|refusal| panic!("{}", refusal.problem));
     let node: NodeName = "worker-1".parse().unwrap();
     let AdminState {

@@ -38,7 +38,7 @@ pub struct DataDirArg {
 
 /// The form of a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OutputForm {
+pub enum OutputFormat {
     /// For people.
     Table,
     /// For programs.
@@ -67,12 +67,12 @@ pub enum TokenVerb {
     List {
         /// Form of the list
         #[arg(short, long, value_enum, default_value = "table")]
-        output: OutputForm,
+        output: OutputFormat,
         /// The data directory.
         #[command(flatten)]
         data_dir: DataDirArg,
     },
-    /// Take a token back; certificates that it bought stay valid
+    /// Revoke a token; certificates issued with it stay valid
     Revoke {
         /// First part of the token, as in the list
         id: String,
@@ -90,7 +90,7 @@ pub struct NodesArgs {
     pub verb: Option<NodesVerb>,
     /// Form of the list
     #[arg(short, long, value_enum, default_value = "table")]
-    pub output: OutputForm,
+    pub output: OutputFormat,
     /// The data directory.
     #[command(flatten)]
     pub data_dir: DataDirArg,
@@ -113,7 +113,7 @@ pub enum NodesVerb {
     },
 }
 
-/// Print the CA's certificate; callers of the TLS door need it.
+/// Print the CA's certificate; callers of the HTTPS listener need it.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CaArgs {
     /// The data directory.
@@ -151,10 +151,10 @@ pub enum VerbError {
     Server(#[from] AdminError),
     /// There is no such token.
     #[error("no token has the id {0:?}; 'tunnel-server token list' shows them")]
-    NoToken(String),
+    UnknownToken(String),
     /// There is no such node.
-    #[error("no node is called {0}; 'tunnel-server nodes' shows them")]
-    NoNode(NodeName),
+    #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
+    UnknownNode(NodeName),
     /// The server does not run, or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
@@ -164,10 +164,10 @@ pub enum VerbError {
          kubectl exec",
         .0.display()
     )]
-    OfCluster(PathBuf),
+    ClusterManaged(PathBuf),
     /// The directory is a server's of a cluster that has not kept the CA's certificate.
-    #[error("{} is not there yet; the cluster's ConfigMap for agents has the CA's certificate", .0.display())]
-    NotKept(PathBuf),
+    #[error("{} does not exist yet; the CA's certificate is in the cluster's ConfigMap for agents", .0.display())]
+    CaNotStored(PathBuf),
     /// There is no connection to a node.
     #[error(transparent)]
     Connect(#[from] connect::ConnectError),
@@ -181,7 +181,7 @@ impl VerbError {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Token(CreateTokenError::Life) => 64,
+            Self::Token(CreateTokenError::InvalidTtl) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
             {
@@ -191,11 +191,11 @@ impl VerbError {
             | Self::Ca(_)
             | Self::Token(_)
             | Self::Server(_)
-            | Self::NoToken(_)
-            | Self::NoNode(_)
+            | Self::UnknownToken(_)
+            | Self::UnknownNode(_)
             | Self::NotReady(_)
-            | Self::OfCluster(_)
-            | Self::NotKept(_)
+            | Self::ClusterManaged(_)
+            | Self::CaNotStored(_)
             | Self::Connect(_)
             | Self::Json(_) => 1,
         }
@@ -208,10 +208,10 @@ impl TokenVerb {
     /// # Errors
     /// [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        self.perform().await?.print()
+        self.execute().await?.print()
     }
 
-    async fn perform(self) -> Result<Printed, VerbError> {
+    async fn execute(self) -> Result<VerbOutput, VerbError> {
         match self {
             Self::Create {
                 node,
@@ -223,26 +223,27 @@ impl TokenVerb {
                 create_token(&dir, node, ttl, ips).await
             }
             Self::List { output, data_dir } => {
-                let dir = DataDir::existing(&data_dir.data_dir)?;
+                let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let tokens = match AdminClient::connect(&dir).await? {
                     Some(server) => server.tokens().await?,
-                    None => TokenStore::open(own(&dir)?)?.list(SystemTime::now()),
+                    None => TokenStore::open(require_standalone(&dir)?)?.list(SystemTime::now()),
                 };
-                Ok(Printed::out(match output {
-                    OutputForm::Table => table::tokens(&tokens),
-                    OutputForm::Json => json(&tokens)?,
+                Ok(VerbOutput::out(match output {
+                    OutputFormat::Table => table::tokens(&tokens),
+                    OutputFormat::Json => json(&tokens)?,
                 }))
             }
             Self::Revoke { id, data_dir } => {
-                let dir = DataDir::existing(&data_dir.data_dir)?;
+                let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
-                    None => TokenStore::open(own(&dir)?)?.revoke(&id, SystemTime::now())?,
+                    None => TokenStore::open(require_standalone(&dir)?)?
+                        .revoke(&id, SystemTime::now())?,
                 };
                 if found {
-                    Ok(Printed::out(format!("token {id} revoked\n")))
+                    Ok(VerbOutput::out(format!("token {id} revoked\n")))
                 } else {
-                    Err(VerbError::NoToken(id))
+                    Err(VerbError::UnknownToken(id))
                 }
             }
         }
@@ -255,11 +256,11 @@ impl NodesArgs {
     /// # Errors
     /// [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        self.perform().await?.print()
+        self.execute().await?.print()
     }
 
-    async fn perform(self) -> Result<Printed, VerbError> {
-        let dir = DataDir::existing(&self.data_dir.data_dir)?;
+    async fn execute(self) -> Result<VerbOutput, VerbError> {
+        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
         let server = AdminClient::connect(&dir).await?;
         if let Some(NodesVerb::Revoke { name }) = self.verb {
             return revoke_node(&dir, server, &name).await;
@@ -274,9 +275,9 @@ impl NodesArgs {
                 found
             };
             return if found {
-                Ok(Printed::out(format!("node {name} forgotten\n")))
+                Ok(VerbOutput::out(format!("node {name} forgotten\n")))
             } else {
-                Err(VerbError::NoNode(name))
+                Err(VerbError::UnknownNode(name))
             };
         }
         let is_running = server.is_some();
@@ -284,10 +285,10 @@ impl NodesArgs {
             Some(server) => server.nodes().await?,
             None => stored_nodes(&KnownNodes::open(&dir)?),
         };
-        Ok(Printed {
+        Ok(VerbOutput {
             out: match self.output {
-                OutputForm::Table => table::nodes(&nodes, SystemTime::now()),
-                OutputForm::Json => json(&nodes)?,
+                OutputFormat::Table => table::nodes(&nodes, SystemTime::now()),
+                OutputFormat::Json => json(&nodes)?,
             },
             err: if is_running {
                 String::new()
@@ -304,16 +305,16 @@ impl CaArgs {
     /// # Errors
     /// [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        self.perform().await?.print()
+        self.execute().await?.print()
     }
 
-    async fn perform(self) -> Result<Printed, VerbError> {
+    async fn execute(self) -> Result<VerbOutput, VerbError> {
         let dir = DataDir::open(&self.data_dir.data_dir)?;
-        Ok(Printed::out(match AdminClient::connect(&dir).await? {
+        Ok(VerbOutput::out(match AdminClient::connect(&dir).await? {
             Some(server) => server.ca().await?,
-            None if dir.is_of_cluster() => {
+            None if dir.is_cluster_managed() => {
                 let path = dir.ca_certificate();
-                let kept = files::read(&path)?.ok_or(VerbError::NotKept(path))?;
+                let kept = files::read(&path)?.ok_or(VerbError::CaNotStored(path))?;
                 String::from_utf8_lossy(&kept).into_owned()
             }
             None => LocalCa::load_or_create(&dir)?.root_pem(),
@@ -327,16 +328,16 @@ impl HealthcheckArgs {
     /// # Errors
     /// [`VerbError::NotReady`].
     pub async fn run(self) -> Result<(), VerbError> {
-        healthcheck::ask(&self.meta_listen).await?;
-        Printed::out("ready\n".into()).print()
+        healthcheck::check_ready(&self.meta_listen).await?;
+        VerbOutput::out("ready\n".into()).print()
     }
 }
 
 /// A directory whose files are what a server of it follows. In a cluster a change of them would be told as done and have no
 /// effect.
-fn own(dir: &DataDir) -> Result<&DataDir, VerbError> {
-    if dir.is_of_cluster() {
-        return Err(VerbError::OfCluster(dir.path().to_owned()));
+fn require_standalone(dir: &DataDir) -> Result<&DataDir, VerbError> {
+    if dir.is_cluster_managed() {
+        return Err(VerbError::ClusterManaged(dir.path().to_owned()));
     }
     Ok(dir)
 }
@@ -345,14 +346,14 @@ async fn revoke_node(
     dir: &DataDir,
     server: Option<AdminClient>,
     node: &NodeName,
-) -> Result<Printed, VerbError> {
+) -> Result<VerbOutput, VerbError> {
     let (tokens, when) = if let Some(server) = server {
         (
             server.revoke_node(node).await?.tokens,
             "its sessions end now",
         )
     } else {
-        let dir = own(dir)?;
+        let dir = require_standalone(dir)?;
         // Whether certificates are ours matters to the running server only.
         let revocations = Revocations::open(dir, true)?;
         let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
@@ -362,9 +363,9 @@ async fn revoke_node(
     let hint = if is_known {
         ""
     } else {
-        "note: no node of this name is known; is it spelled right?\n"
+        "note: no node of this name is known; check the spelling\n"
     };
-    Ok(Printed {
+    Ok(VerbOutput {
         out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
         err: hint.to_owned(),
     })
@@ -375,17 +376,17 @@ async fn create_token(
     node: NodeName,
     ttl: Duration,
     ips: Vec<IpAddr>,
-) -> Result<Printed, VerbError> {
+) -> Result<VerbOutput, VerbError> {
     let created = if let Some(server) = AdminClient::connect(dir).await? {
         let ttl_seconds = ttl.as_secs();
-        let wish = CreateToken {
+        let token_request = CreateToken {
             node,
             ttl_seconds,
             ips,
         };
-        server.create_token(&wish).await?
+        server.create_token(&token_request).await?
     } else {
-        let ca = LocalCa::load_or_create(own(dir)?)?;
+        let ca = LocalCa::load_or_create(require_standalone(dir)?)?;
         let now = SystemTime::now();
         let tokens = TokenStore::open(dir)?;
         let token = tokens.create(&node, ttl, ips.clone(), ca.spki_sha256(), now)?;
@@ -395,7 +396,7 @@ async fn create_token(
         CreatedToken::new(&token, &node, now + ttl, &dir.advertised()?)
     };
     let hint = created.hint.map(|hint| format!("note: {hint}\n"));
-    Ok(Printed {
+    Ok(VerbOutput {
         out: format!("{}\n", created.token),
         err: format!(
             "token {} can be used until {}; on the node run:\n  {}\n{}",
@@ -434,12 +435,12 @@ fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
 }
 
 /// What a verb prints.
-struct Printed {
+struct VerbOutput {
     out: String,
     err: String,
 }
 
-impl Printed {
+impl VerbOutput {
     fn out(out: String) -> Self {
         Self {
             out,

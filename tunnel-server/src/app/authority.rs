@@ -18,10 +18,10 @@ use crate::store::data_dir::DataDir;
 
 /// The way to the cluster.
 #[cfg(feature = "kubernetes")]
-pub(super) type Side = crate::cluster::ClusterSide;
+pub(super) type ClusterHandle = crate::cluster::ClusterHandle;
 /// This build has none.
 #[cfg(not(feature = "kubernetes"))]
-pub(super) type Side = std::convert::Infallible;
+pub(super) type ClusterHandle = std::convert::Infallible;
 
 /// What a server proves itself with and admits agents by.
 pub(super) struct Authority {
@@ -30,18 +30,18 @@ pub(super) struct Authority {
     pub(super) revocations: Arc<Revocations>,
     pub(super) keys: QuicKeys,
     /// Present in a cluster.
-    pub(super) side: Option<Side>,
-    pub(super) holding: Holding,
+    pub(super) cluster_handle: Option<ClusterHandle>,
+    pub(super) lease_guard: LeaseGuard,
 }
 
 /// The right to the QUIC keys, where others could get it.
 #[derive(Debug, Default)]
-pub(super) struct Holding {
+pub(super) struct LeaseGuard {
     #[cfg(feature = "kubernetes")]
-    lease: Option<crate::cluster::Holding>,
+    lease: Option<crate::cluster::LeaseGuard>,
 }
 
-impl Holding {
+impl LeaseGuard {
     /// Gives the right back; the sessions that have the keys may go on. Cancel-safe.
     pub(super) async fn release(self, stop: &CancellationToken) {
         #[cfg(feature = "kubernetes")]
@@ -58,14 +58,14 @@ impl Holding {
 }
 
 /// What finding it takes.
-pub(super) struct Opening<'a> {
+pub(super) struct AuthorityContext<'a> {
     pub(super) config: &'a Config,
     pub(super) data: &'a DataDir,
     pub(super) readiness: &'a Readiness,
     pub(super) shutdown: &'a Shutdown,
 }
 
-impl Opening<'_> {
+impl AuthorityContext<'_> {
     /// Finds all of it. In a cluster this may take until somebody mends the cluster; meanwhile the meta port tells what
     /// is wrong.
     ///
@@ -78,7 +78,7 @@ impl Opening<'_> {
     ) -> anyhow::Result<Authority> {
         #[cfg(feature = "kubernetes")]
         if let Some(settings) = &self.config.kubernetes {
-            return self.of_cluster(settings, meta, registry).await;
+            return self.from_cluster(settings, meta, registry).await;
         }
         let _only_a_cluster_is_waited_for = (meta, registry, self.readiness, self.shutdown);
         std::future::ready(()).await;
@@ -88,13 +88,13 @@ impl Opening<'_> {
             tokens: Arc::new(TokenStore::open(self.data)?),
             revocations: Arc::new(Revocations::open(self.data, self.is_issuer())?),
             keys: self.data.quic_keys()?,
-            side: None,
-            holding: Holding::default(),
+            cluster_handle: None,
+            lease_guard: LeaseGuard::default(),
         })
     }
 
     #[cfg(feature = "kubernetes")]
-    async fn of_cluster(
+    async fn from_cluster(
         self,
         settings: &crate::config::KubernetesSettings,
         meta: &TcpListener,
@@ -104,31 +104,34 @@ impl Opening<'_> {
         use tracing::info;
         use tunnel_proto::process::meta::Meta;
 
-        let side = Side::open(settings, self.readiness, registry).await?;
+        let cluster_handle = ClusterHandle::open(settings, self.readiness, registry).await?;
         let waiting = self.readiness.block("ca");
         // The metrics are not complete yet, so that this one has none.
         let meanwhile = Shutdown::new();
         let told = Meta::new(self.readiness.clone(), MetricsRegistry::default());
-        info!(address = %meta.local_addr()?, "waiting for the CA of the cluster, meta port is open");
-        told.start(again(meta).context("--meta-listen")?, &meanwhile);
+        info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
+        told.start(
+            duplicate_listener(meta).context("--meta-listen")?,
+            &meanwhile,
+        );
         let life = self.config.limits.certificate_life;
         let shared = tokio::select! {
-            shared = side.authority(settings, (self.data, life), self.shutdown) => Some(shared),
+            shared = cluster_handle.cluster_ca(settings, (self.data, life), self.shutdown) => Some(shared),
             () = self.shutdown.drain().cancelled() => None,
             () = self.shutdown.stop().cancelled() => None,
         };
         meanwhile.finish().await;
         drop(waiting);
-        let shared = shared.context("stopped before the cluster gave a CA")??;
+        let shared = shared.context("stopped before the CA was loaded from the cluster")??;
         let (tokens, revocations) = (shared.tokens, shared.revocations);
         Ok(Authority {
             ca: shared.ca,
-            tokens: Arc::new(TokenStore::over(tokens)?),
-            revocations: Arc::new(Revocations::over(revocations, self.is_issuer())?),
+            tokens: Arc::new(TokenStore::from_document(tokens)?),
+            revocations: Arc::new(Revocations::from_document(revocations, self.is_issuer())?),
             keys: shared.keys,
-            side: Some(side),
-            holding: Holding {
-                lease: shared.holding,
+            cluster_handle: Some(cluster_handle),
+            lease_guard: LeaseGuard {
+                lease: shared.lease_guard,
             },
         })
     }
@@ -141,7 +144,7 @@ impl Opening<'_> {
 
 /// Another handle to the same listener.
 #[cfg(feature = "kubernetes")]
-fn again(listener: &TcpListener) -> std::io::Result<TcpListener> {
+fn duplicate_listener(listener: &TcpListener) -> std::io::Result<TcpListener> {
     use std::os::fd::AsFd as _;
 
     let handle = listener.as_fd().try_clone_to_owned()?;

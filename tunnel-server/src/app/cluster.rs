@@ -5,18 +5,18 @@ use std::sync::Arc;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 
-use super::Bound;
-use super::authority::Side;
-use super::identity::AgentSide;
-use crate::ca::DoorNames;
+use super::BoundAddrs;
+use super::authority::ClusterHandle;
+use super::identity::AgentAuth;
+use crate::ca::ServingNames;
 use crate::ca::attestation::Attestor;
 use crate::config::Config;
 use crate::dns::Records;
-use crate::ingress::target_tls::Targets;
+use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
-use crate::policy::LivePolicy;
-use crate::routing::dial_policy::LiveRanges;
-use crate::routing::pod_lookup::PodFinder;
+use crate::policy::SharedPortPolicy;
+use crate::routing::dial_policy::LiveClusterNetworks;
+use crate::routing::pod_lookup::PodResolver;
 use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
@@ -26,34 +26,34 @@ use crate::store::data_dir::DataDir;
     not(feature = "kubernetes"),
     expect(dead_code, reason = "nobody follows a cluster in this build")
 )]
-pub(super) struct Following<'a> {
+pub(super) struct ClusterContext<'a> {
     pub(super) routes: &'a Routes,
     pub(super) records: &'a Records,
-    pub(super) policy: &'a LivePolicy,
-    pub(super) ranges: &'a LiveRanges,
+    pub(super) policy: &'a SharedPortPolicy,
+    pub(super) ranges: &'a LiveClusterNetworks,
     pub(super) registry: &'a Arc<Registry>,
     pub(super) metrics: &'a Metrics,
     pub(super) readiness: &'a Readiness,
     pub(super) data: &'a DataDir,
-    pub(super) bound: &'a Bound,
-    pub(super) agents: &'a AgentSide,
-    pub(super) targets: &'a Arc<Targets>,
-    pub(super) door_names: &'a DoorNames,
+    pub(super) bound: &'a BoundAddrs,
+    pub(super) agents: &'a AgentAuth,
+    pub(super) targets: &'a Arc<TargetTls>,
+    pub(super) serving_names: &'a ServingNames,
     pub(super) shutdown: &'a Shutdown,
 }
 
 /// A cluster that is followed.
 #[derive(Debug, Default)]
-pub(super) struct FollowedCluster {
+pub(super) struct ClusterServices {
     /// Whom doors may ask for pods.
-    pub(super) pods: Option<PodFinder>,
-    /// Whom enrolments may ask about tokens.
+    pub(super) pods: Option<PodResolver>,
+    /// Whom enrollments may ask about tokens.
     pub(super) attestor: Option<Attestor>,
     #[cfg(feature = "kubernetes")]
-    writing: Option<crate::cluster::Writing>,
+    writing: Option<crate::cluster::WritersHandle>,
 }
 
-impl FollowedCluster {
+impl ClusterServices {
     /// Waits until nothing is written to the cluster any more. The drain must have begun.
     pub(super) async fn ended(&mut self) {
         #[cfg(feature = "kubernetes")]
@@ -67,25 +67,25 @@ impl FollowedCluster {
 
 /// Follows the cluster of the configuration, if there is one.
 #[cfg(feature = "kubernetes")]
-pub(super) fn follow_cluster(
+pub(super) fn start_cluster(
     config: &Config,
-    side: Option<Side>,
-    parts: Following<'_>,
-) -> FollowedCluster {
+    cluster_handle: Option<ClusterHandle>,
+    parts: ClusterContext<'_>,
+) -> ClusterServices {
     use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
-    use crate::cluster::{self, DoorPorts, Parts, Signer};
+    use crate::cluster::{self, ClusterInputs, ListenerPorts, SignerConfig};
     use crate::config::KubeletCa;
 
-    let (Some(settings), Some(side)) = (&config.kubernetes, side) else {
-        return FollowedCluster::default();
+    let (Some(settings), Some(cluster_handle)) = (&config.kubernetes, cluster_handle) else {
+        return ClusterServices::default();
     };
-    let pods = settings.pod_lookup.then(PodFinder::new);
+    let pods = settings.pod_lookup.then(PodResolver::new);
     let (finder, questions) = pods.unzip();
     // Tokens buy certificates of the local CA; without it there is nothing to be had for them.
     let reviews = parts.agents.renewals.is_some().then(Attestor::new);
     let (attestor, attestations) = reviews.unzip();
-    let parts = Parts {
+    let parts = ClusterInputs {
         routes: parts.routes.clone(),
         records: parts.records.clone(),
         policy: parts.policy.clone(),
@@ -96,21 +96,24 @@ pub(super) fn follow_cluster(
         readiness: parts.readiness.clone(),
         data: parts.data.clone(),
         shutdown: parts.shutdown.clone(),
-        doors: DoorPorts {
-            http: parts.bound.http.map_or(PORT_HTTP, |door| door.port()),
-            https: parts.bound.https.map_or(PORT_HTTPS, |door| door.port()),
+        listener_ports: ListenerPorts {
+            http: parts.bound.http.map_or(PORT_HTTP, |address| address.port()),
+            https: parts
+                .bound
+                .https
+                .map_or(PORT_HTTPS, |address| address.port()),
         },
-        door_names: parts.door_names.clone(),
+        serving_names: parts.serving_names.clone(),
         questions,
         attestations,
-        kubelets: (config.kubelet_ca == KubeletCa::Cluster).then(|| parts.agents.trust.clone()),
-        signer: config.targets.signer.clone().map(|name| Signer {
+        kubelet_ca: (config.kubelet_ca == KubeletCa::Cluster).then(|| parts.agents.trust.clone()),
+        signer: config.targets.signer.clone().map(|name| SignerConfig {
             name,
             targets: parts.targets.clone(),
         }),
     };
-    let writing = cluster::start(settings, side, parts);
-    FollowedCluster {
+    let writing = cluster::start(settings, cluster_handle, parts);
+    ClusterServices {
         pods: finder,
         attestor,
         writing: Some(writing),
@@ -119,10 +122,10 @@ pub(super) fn follow_cluster(
 
 /// This build follows none, and the configuration has none.
 #[cfg(not(feature = "kubernetes"))]
-pub(super) fn follow_cluster(
+pub(super) fn start_cluster(
     _config: &Config,
-    _side: Option<Side>,
-    _parts: Following<'_>,
-) -> FollowedCluster {
-    FollowedCluster::default()
+    _side: Option<ClusterHandle>,
+    _parts: ClusterContext<'_>,
+) -> ClusterServices {
+    ClusterServices::default()
 }

@@ -8,19 +8,19 @@ use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use tokio::net::{TcpListener, UnixListener};
 use tracing::info;
-use tunnel_proto::process::reload::Fresh;
+use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::settings::ConfigError;
 
-use super::identity::Followed;
-use super::sockets::{Bound, bound_ports, listen};
-use super::targets::door_tls;
+use super::identity::CredentialWatcher;
+use super::sockets::{BoundAddrs, bound_ports, listen};
+use super::targets::listener_tls;
 use crate::config::{Config, ConnectSettings};
-use crate::ingress::connect::basic_auth::{LivePasswords, Passwords, PasswordsError};
-use crate::ingress::connect::{Direct, Gate, Tunnels};
-use crate::ingress::{Door, DoorLimits, Doors, Mode};
+use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
+use crate::ingress::connect::{AdminTunnels, ConnectProxy, Direct};
+use crate::ingress::{HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::decision::Scheme;
-use crate::routing::dial_policy::{Allowed, LiveRanges};
-use crate::unix::{self, Access, SocketFile};
+use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
+use crate::unix::{self, SocketFile, SocketPermissions};
 
 /// Opening a stream takes at most this long here: a scrape that gives up after 10 s is to have heard why.
 const OPEN_MAX: Duration = Duration::from_secs(8);
@@ -39,13 +39,13 @@ impl ConnectSockets {
             None => None,
         };
         let unix = settings.and_then(|settings| settings.unix.as_ref());
-        let unix = unix.map(|door| {
-            let access = Access {
-                mode: door.mode,
-                owner: door.owner,
+        let unix = unix.map(|connect_listener| {
+            let access = SocketPermissions {
+                mode: connect_listener.mode,
+                owner: connect_listener.owner,
             };
-            let bound = unix::bind(&door.path, access).context("--connect-uds")?;
-            info!(listener = "connect", path = %door.path.display(), "listening");
+            let bound = unix::bind(&connect_listener.path, access).context("--connect-uds")?;
+            info!(listener = "connect", path = %connect_listener.path.display(), "listening");
             anyhow::Ok(bound)
         });
         Ok(Self {
@@ -62,83 +62,87 @@ impl ConnectSockets {
     pub(super) fn start(
         self,
         config: &Config,
-        (shared, ranges, bound): (&Arc<Doors>, &LiveRanges, &Bound),
-        (certificates, followed): (Arc<dyn ResolvesServerCert>, &Followed<'_>),
-    ) -> anyhow::Result<Tunnels> {
-        let doors = Arc::new(Doors {
-            limits: DoorLimits {
+        (shared, ranges, bound): (&Arc<IngressContext>, &LiveClusterNetworks, &BoundAddrs),
+        (certificates, watcher): (Arc<dyn ResolvesServerCert>, &CredentialWatcher<'_>),
+    ) -> anyhow::Result<AdminTunnels> {
+        let ingress = Arc::new(IngressContext {
+            limits: ListenerLimits {
                 open: shared.limits.open.min(OPEN_MAX),
                 ..shared.limits
             },
-            ..Doors::clone(shared)
+            ..IngressContext::clone(shared)
         });
         let dial_limit = config.limits.target_dial_timeout;
         let settings = config.connect.as_ref();
-        let allowed = match settings.and_then(|settings| settings.direct.clone()) {
-            Some(listed) => Allowed::Listed(listed, ranges.clone()),
-            None => Allowed::Cluster(ranges.clone()),
+        let dial_policy = match settings.and_then(|settings| settings.direct.clone()) {
+            Some(listed) => DialPolicy::Listed(listed, ranges.clone()),
+            None => DialPolicy::Cluster(ranges.clone()),
         };
-        let direct = Direct::new(allowed, dial_limit).with_own_ports(bound_ports(bound));
+        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(bound_ports(bound));
         let direct = Arc::new(direct);
-        let door = |tls, passwords, also_plain| {
-            Arc::new(Door {
+        let connect_listener = |tls, passwords, is_tls_optional| {
+            Arc::new(HttpListener {
                 name: "connect",
                 scheme: Scheme::Http,
                 implied_port: None,
                 tls,
-                connect: Some(Gate {
+                connect: Some(ConnectProxy {
                     passwords,
-                    also_plain,
+                    is_tls_optional,
                     direct: direct.clone(),
                 }),
             })
         };
         if let (Some(listener), Some(settings)) = (self.tcp, settings) {
-            let passwords = passwords(settings, followed)?;
+            let passwords = passwords(settings, watcher)?;
             let tls = match &settings.client_ca {
                 Some(path) => {
                     let callers = Some((&**path, passwords.is_none()));
-                    Some(door_tls(
+                    Some(listener_tls(
                         "connect_client_ca",
                         certificates,
                         callers,
-                        followed,
+                        watcher,
                     )?)
                 }
                 None => None,
             };
-            let also_plain = passwords.is_some();
-            doors.start(listener, Mode::Http(door(tls, passwords, also_plain)));
+            let is_tls_optional = passwords.is_some();
+            ingress.start(
+                listener,
+                ListenerKind::Http(connect_listener(tls, passwords, is_tls_optional)),
+            );
         }
         if let Some((listener, file)) = self.unix {
-            doors.start_unix(listener, door(None, None, true), file);
+            ingress.start_unix(listener, connect_listener(None, None, true), file);
         }
-        Ok(Tunnels::new(doors, dial_limit))
+        Ok(AdminTunnels::new(ingress, dial_limit))
     }
 }
 
 /// Reads the passwords, and follows their file.
 fn passwords(
     settings: &ConnectSettings,
-    followed: &Followed<'_>,
-) -> anyhow::Result<Option<Arc<LivePasswords>>> {
+    watcher: &CredentialWatcher<'_>,
+) -> anyhow::Result<Option<Arc<BasicAuth>>> {
     let Some(path) = settings.auth.clone() else {
         return Ok(None);
     };
-    let (digest, first) = Passwords::load(&path).map_err(|error| match error.is_in_content() {
-        true => anyhow::Error::from(ConfigError(vec![format!("--connect-auth: {error}")])),
-        false => anyhow::Error::from(error).context("--connect-auth"),
-    })?;
-    let live = Arc::new(LivePasswords::new(first));
+    let (digest, first) =
+        BasicAuthUsers::load(&path).map_err(|error| match error.is_in_content() {
+            true => anyhow::Error::from(ConfigError(vec![format!("--connect-auth: {error}")])),
+            false => anyhow::Error::from(error).context("--connect-auth"),
+        })?;
+    let live = Arc::new(BasicAuth::new(first));
     let swapped = live.clone();
     let load = move || {
-        let (digest, value) = Passwords::load(&path)?;
-        Ok::<_, PasswordsError>(Fresh { digest, value })
+        let (digest, value) = BasicAuthUsers::load(&path)?;
+        Ok::<_, BasicAuthFileError>(Loaded { digest, value })
     };
     let apply = move |passwords| {
         swapped.replace(passwords);
         Ok(())
     };
-    followed.follow("connect_auth", digest, load, apply);
+    watcher.watch("connect_auth", digest, load, apply);
     Ok(Some(live))
 }

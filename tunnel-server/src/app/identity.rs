@@ -12,10 +12,10 @@ use rustls::sign::CertifiedKey;
 use rustls_pki_types::CertificateDer;
 use tracing::{error, warn};
 use tunnel_proto::identity::{sha256, validity};
-use tunnel_proto::process::reload::{Follow, Fresh};
+use tunnel_proto::process::file_watch::{FileWatcher, Loaded};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::tls::files::{FileError, PairFiles, load_roots};
-use tunnel_proto::tls::{self, AgentTrust, HeldKey};
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+use tunnel_proto::tls::{self, AgentTrust, ReloadableKey};
 
 use crate::ca::LocalCa;
 use crate::ca::renewal::Renewals;
@@ -24,59 +24,59 @@ use crate::config::{Config, KubeletCa};
 use crate::metrics::Metrics;
 
 /// A certificate that ends sooner than this is told at start and when it is replaced.
-const ENDS_SOON: Duration = Duration::from_secs(7 * 86400);
+const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
 
 /// The server's part in agents' handshakes.
-pub(super) struct AgentSide {
+pub(super) struct AgentAuth {
     pub(super) own: Arc<dyn ResolvesServerCert>,
     pub(super) trust: Arc<AgentTrust>,
     /// Present when the local CA issues.
     pub(super) renewals: Option<Arc<Renewals>>,
-    /// What enrolment's connections show; it goes with the join tokens, which pin the local CA.
-    pub(super) enrolment: Arc<dyn ResolvesServerCert>,
+    /// What enrollment's connections show; it goes with the join tokens, which pin the local CA.
+    pub(super) enrollment: Arc<dyn ResolvesServerCert>,
 }
 
 /// What following files takes.
-pub(super) struct Followed<'a> {
-    pub(super) every: Duration,
+pub(super) struct CredentialWatcher<'a> {
+    pub(super) interval: Duration,
     pub(super) metrics: &'a Metrics,
     pub(super) shutdown: &'a Shutdown,
 }
 
 /// Builds the agents' side and follows its files.
-pub(super) fn agent_side(
+pub(super) fn agent_auth(
     config: &Config,
     ca: &Arc<LocalCa>,
     revocations: &Arc<Revocations>,
-    followed: &Followed<'_>,
-) -> anyhow::Result<AgentSide> {
-    let metrics = followed.metrics.clone();
-    let Some(given) = &config.agent_files else {
+    watcher: &CredentialWatcher<'_>,
+) -> anyhow::Result<AgentAuth> {
+    let metrics = watcher.metrics.clone();
+    let Some(files) = &config.agent_files else {
         let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
-        let trust = AgentTrust::new(tls::roots(ca.roots())?, revocations.judge())?;
-        follow_ca(ca, &trust, followed.shutdown);
+        let trust = AgentTrust::new(tls::roots(ca.roots())?, revocations.revocation_check())?;
+        watch_ca(ca, &trust, watcher.shutdown);
         let renewals = Renewals {
             ca: ca.clone(),
             trust: trust.clone(),
             revocations: revocations.clone(),
         };
-        return Ok(AgentSide {
-            enrolment: own.clone(),
+        return Ok(AgentAuth {
+            enrollment: own.clone(),
             own,
             trust,
             renewals: Some(Arc::new(renewals)),
         });
     };
-    let note = move |not_after| metrics.certificate(not_after);
-    let own = follow_pair("agent_certificate", &given.pair, followed, note)
+    let record_expiry = move |not_after| metrics.certificate(not_after);
+    let own = watch_pair("agent_certificate", &files.pair, watcher, record_expiry)
         .context("--agent-cert-file, --agent-key-file")?;
-    let roots = fresh_roots(&given.ca).context("--agent-ca")?;
-    let trust = AgentTrust::new(roots.value, revocations.judge())?;
+    let roots = read_roots(&files.ca).context("--agent-ca")?;
+    let trust = AgentTrust::new(roots.value, revocations.revocation_check())?;
     let swapped = trust.clone();
     let apply = move |roots| swapped.replace(roots);
-    followed.follow_roots("agent_ca", &given.ca, roots.digest, apply);
-    Ok(AgentSide {
-        enrolment: ca.server_resolver(Box::new(|_| {})),
+    watcher.watch_roots("agent_ca", &files.ca, roots.digest, apply);
+    Ok(AgentAuth {
+        enrollment: ca.server_resolver(Box::new(|_| {})),
         own,
         trust,
         renewals: None,
@@ -84,73 +84,73 @@ pub(super) fn agent_side(
 }
 
 /// Kubelets as agents by a CA of the operator's file, followed; without one the cluster says it.
-pub(super) fn follow_kubelets(
+pub(super) fn watch_kubelet_ca(
     config: &Config,
-    agents: &AgentSide,
-    followed: &Followed<'_>,
+    agents: &AgentAuth,
+    watcher: &CredentialWatcher<'_>,
 ) -> anyhow::Result<()> {
     let KubeletCa::File(path) = &config.kubelet_ca else {
         return Ok(());
     };
-    let first = fresh_roots(path).context("--kubelet-client-ca")?;
+    let first = read_roots(path).context("--kubelet-client-ca")?;
     agents.trust.replace_cluster(first.value)?;
     let trust = agents.trust.clone();
     let replace = move |roots| trust.replace_cluster(roots);
-    followed.follow_roots("kubelet_client_ca", path, first.digest, replace);
+    watcher.watch_roots("kubelet_client_ca", path, first.digest, replace);
     Ok(())
 }
 
 /// Trusts what the CA trusts, also when it becomes another.
-fn follow_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
+fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
     let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
             let replaced = tls::roots(ca.roots()).and_then(|roots| trust.replace(roots));
             if let Err(error) = replaced {
-                error!(%error, "agents' certificates are judged by the CA before this one");
+                error!(%error, "cannot apply the new agent CA; still using the previous one");
             }
         }
     });
 }
 
-/// A chain and key from files, followed; `note` hears when each certificate ends.
-pub(super) fn follow_pair(
+/// A chain and key from files, followed; `record_expiry` hears when each certificate ends.
+pub(super) fn watch_pair(
     what: &'static str,
-    files: &PairFiles,
-    followed: &Followed<'_>,
-    note: impl Fn(SystemTime) + Send + Sync + 'static,
-) -> Result<Arc<HeldKey>, FileError> {
-    let first = fresh_pair(files)?;
-    told_end(what, &first.value, &note);
-    let held = HeldKey::new(first.value);
+    files: &KeyPairFiles,
+    watcher: &CredentialWatcher<'_>,
+    record_expiry: impl Fn(SystemTime) + Send + Sync + 'static,
+) -> Result<Arc<ReloadableKey>, FileError> {
+    let first = read_pair(files)?;
+    report_expiry(what, &first.value, &record_expiry);
+    let held = ReloadableKey::new(first.value);
     let swapped = held.clone();
     let apply = move |own: Arc<CertifiedKey>| {
-        told_end(what, &own, &note);
+        report_expiry(what, &own, &record_expiry);
         swapped.replace(own);
         Ok(())
     };
-    followed.follow_pair(what, files, first.digest, apply);
+    watcher.watch_pair(what, files, first.digest, apply);
     Ok(held)
 }
 
 /// A chain and key as their files are at this moment.
-pub(super) fn fresh_pair(files: &PairFiles) -> Result<Fresh<Arc<CertifiedKey>>, FileError> {
+pub(super) fn read_pair(files: &KeyPairFiles) -> Result<Loaded<Arc<CertifiedKey>>, FileError> {
     let value = files.load()?;
     let digest = digest_of(&value.cert);
-    Ok(Fresh { digest, value })
+    Ok(Loaded { digest, value })
 }
 
 /// CA certificates as their file is at this moment.
-pub(super) fn fresh_roots(path: &Path) -> Result<Fresh<Arc<RootCertStore>>, FileError> {
+pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
     let roots = load_roots(path)?;
     let digest = digest_of(&roots);
     let value = tls::roots(roots).map_err(|error| FileError::Root(path.to_owned(), error))?;
-    Ok(Fresh { digest, value })
+    Ok(Loaded { digest, value })
 }
 
-impl Followed<'_> {
+impl CredentialWatcher<'_> {
     /// Follows the file of CA certificates whose content of that digest is in use; `apply` takes what is new.
-    pub(super) fn follow_roots(
+    pub(super) fn watch_roots(
         &self,
         what: &'static str,
         path: &Path,
@@ -160,14 +160,14 @@ impl Followed<'_> {
         let (read, named) = (path.to_owned(), path.to_owned());
         let apply =
             move |roots| apply(roots).map_err(|error| FileError::Root(named.clone(), error));
-        self.follow(what, digest, move || fresh_roots(&read), apply);
+        self.watch(what, digest, move || read_roots(&read), apply);
     }
 
     /// Follows the files of a chain and its key in the same way.
-    pub(super) fn follow_pair(
+    pub(super) fn watch_pair(
         &self,
         what: &'static str,
-        files: &PairFiles,
+        files: &KeyPairFiles,
         digest: [u8; 32],
         mut apply: impl FnMut(Arc<CertifiedKey>) -> Result<(), rustls::Error> + Send + 'static,
     ) {
@@ -177,27 +177,27 @@ impl Followed<'_> {
                 FileError::Pair(named.certificate.clone(), named.key.clone(), error)
             })
         };
-        self.follow(what, digest, move || fresh_pair(&read), apply);
+        self.watch(what, digest, move || read_pair(&read), apply);
     }
 
     /// Follows files whose content has `digest` now.
-    pub(super) fn follow<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
+    pub(super) fn watch<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
         &self,
         what: &'static str,
         digest: [u8; 32],
-        load: impl Fn() -> Result<Fresh<T>, E> + Send + Sync + 'static,
+        load: impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static,
         apply: impl FnMut(T) -> Result<(), E> + Send + 'static,
     ) {
-        let follow = Follow {
+        let watcher = FileWatcher {
             what,
-            every: self.every,
-            asked: self.shutdown.reloads(),
+            interval: self.interval,
+            reload_signal: self.shutdown.reloads(),
             digest,
         };
         let metrics = self.metrics.clone();
         self.shutdown.spawn_service(async move {
-            let told = move |reload| metrics.reloaded(what, reload);
-            follow.run(load, apply, told).await;
+            let on_reload = move |reload| metrics.reloaded(what, reload);
+            watcher.run(load, apply, on_reload).await;
         });
     }
 }
@@ -208,17 +208,17 @@ fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
     sha256(&bytes)
 }
 
-pub(super) fn told_end(what: &str, own: &CertifiedKey, note: &impl Fn(SystemTime)) {
+pub(super) fn report_expiry(what: &str, own: &CertifiedKey, record_expiry: &impl Fn(SystemTime)) {
     let ends = own.cert.first().and_then(|leaf| validity(leaf).ok());
     let Some((_, not_after)) = ends else {
         return;
     };
-    note(not_after);
-    if not_after < SystemTime::now() + ENDS_SOON {
+    record_expiry(not_after);
+    if not_after < SystemTime::now() + EXPIRY_WARNING {
         let not_after = crate::store::data_dir::rfc3339(not_after);
         warn!(
             what,
-            not_after, "certificate ends soon or has ended; replace its file"
+            not_after, "certificate expires soon or has expired; replace its file"
         );
     }
 }

@@ -7,8 +7,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use crate::config::Config;
 use crate::dns::{
-    Dns, DnsLimits, DnsMetrics, DnsParts, DnsSettings, DnsSockets, Node, Place, RecordSet, Records,
-    restore,
+    Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
+    Records, restore,
 };
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
@@ -31,7 +31,7 @@ pub(super) fn serve(
     context: DnsContext<'_>,
 ) -> Option<Dns> {
     let (sockets, settings, limits) = (sockets?, config.dns.as_ref()?, context.limits?);
-    let parts = DnsParts {
+    let parts = DnsInputs {
         sockets,
         settings,
         records: context.records.clone(),
@@ -63,7 +63,7 @@ fn follow_nodes(
         let edges = known.keys().map(|name| Node {
             name: name.clone(),
             hostname: None,
-            place: Place::Edge,
+            location: NodeLocation::Edge,
         });
         let all: Vec<_> = edges.chain(settings.fixed.iter().cloned()).collect();
         records.replace(RecordSet::new(&all, settings.answer));

@@ -15,13 +15,13 @@ use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::wire::name::Port;
 
 use super::connect::ConnectSockets;
-use super::identity::{Followed, follow_pair};
-use crate::ca::{DoorNames, LocalCa};
+use super::identity::{CredentialWatcher, watch_pair};
+use crate::ca::{LocalCa, ServingNames};
 use crate::config::Config;
 #[cfg(feature = "dns")]
 use crate::dns::{DnsSocket, DnsSockets};
-use crate::ingress::client_auth::DoorTls;
-use crate::ingress::{Door, Mode};
+use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::{HttpListener, ListenerKind};
 use crate::routing::decision::Scheme;
 use crate::routing::routes::Routes;
 
@@ -30,7 +30,7 @@ const SAME_PORT_TRIES: usize = 16;
 
 /// The addresses really bound.
 #[derive(Debug, Clone)]
-pub struct Bound {
+pub struct BoundAddrs {
     /// Agents, UDP and TCP.
     pub agents: SocketAddr,
     /// The TLS door.
@@ -54,24 +54,24 @@ pub(super) struct Sockets {
     pub(super) tcp: TcpListener,
     pub(super) quic: Arc<QuicAcceptor>,
     pub(super) meta: TcpListener,
-    pub(super) doors: Vec<(TcpListener, Mode)>,
+    pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
     #[cfg(feature = "dns")]
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
-    pub(super) bound: Bound,
+    pub(super) bound: BoundAddrs,
 }
 
 pub(super) async fn bind(
     config: &Config,
     (quic_tls, keys, settings): (Arc<ServerConfig>, &QuicKeys, &SessionSettings),
-    door_tls: Arc<DoorTls>,
+    listener_tls: Arc<ListenerTls>,
     meta: TcpListener,
 ) -> anyhow::Result<Sockets> {
     let (tcp, quic) = bind_both(&config.agent_listen, "--agent-listen", |address| {
         QuicAcceptor::bind(address, quic_tls.clone(), keys, settings.clone())
     })
     .await?;
-    let mut bound = Bound {
+    let mut bound = BoundAddrs {
         agents: tcp.local_addr()?,
         https: None,
         http: None,
@@ -81,13 +81,13 @@ pub(super) async fn bind(
         dns: None,
         connect: None,
     };
-    let door = |name, https: bool, implied_port| {
+    let http_listener = |name, https: bool, implied_port| {
         let (scheme, tls) = if https {
-            (Scheme::Https, Some(door_tls.clone()))
+            (Scheme::Https, Some(listener_tls.clone()))
         } else {
             (Scheme::Http, None)
         };
-        Mode::Http(Arc::new(Door {
+        ListenerKind::Http(Arc::new(HttpListener {
             name,
             scheme,
             implied_port,
@@ -95,28 +95,28 @@ pub(super) async fn bind(
             connect: None,
         }))
     };
-    let mut doors = Vec::new();
+    let mut listeners = Vec::new();
     if let Some(address) = config.https_listen {
         let listener = listen(address, "--https-listen").await?;
         bound.https = Some(listener.local_addr()?);
-        doors.push((listener, door("https", true, None)));
+        listeners.push((listener, http_listener("https", true, None)));
     }
     if let Some(address) = config.http_listen {
         let listener = listen(address, "--http-listen").await?;
         bound.http = Some(listener.local_addr()?);
-        doors.push((listener, door("http", false, None)));
+        listeners.push((listener, http_listener("http", false, None)));
     }
     for (address, port, https) in config.extra_listeners() {
         let listener = listen(address, "--proxy-port-listen").await?;
         bound.proxy.push(listener.local_addr()?);
-        doors.push((listener, door("proxy", https, Some(port))));
+        listeners.push((listener, http_listener("proxy", https, Some(port))));
     }
     for (address, service) in &config.services {
         let listener = listen(*address, "services").await?;
         bound
             .services
             .push((service.name.clone(), listener.local_addr()?));
-        doors.push((listener, Mode::Service(Arc::new(service.clone()))));
+        listeners.push((listener, ListenerKind::Service(Arc::new(service.clone()))));
     }
     let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
     bound.connect = connect.address()?;
@@ -133,7 +133,7 @@ pub(super) async fn bind(
         tcp,
         quic: Arc::new(quic),
         meta,
-        doors,
+        listeners,
         #[cfg(feature = "dns")]
         dns,
         connect,
@@ -141,7 +141,7 @@ pub(super) async fn bind(
     })
 }
 
-pub(super) fn log_bound(bound: &Bound) {
+pub(super) fn log_bound(bound: &BoundAddrs) {
     let log = |listener: &str, address: &SocketAddr| info!(listener, %address, "listening");
     log("agents", &bound.agents);
     bound.https.iter().for_each(|address| log("https", address));
@@ -198,7 +198,7 @@ pub(super) async fn listen(
 }
 
 /// What the TLS door is called on this host and by the configuration.
-pub(super) fn door_names(config: &Config) -> DoorNames {
+pub(super) fn serving_names(config: &Config) -> ServingNames {
     let mut names = vec!["localhost".to_owned()];
     names.extend(
         host_name()
@@ -208,7 +208,10 @@ pub(super) fn door_names(config: &Config) -> DoorNames {
     );
     let mut addresses: Vec<IpAddr> = vec![[127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into()];
     addresses.extend(primary_address());
-    let connect = config.connect.as_ref().and_then(|door| door.listen);
+    let connect = config
+        .connect
+        .as_ref()
+        .and_then(|http_listener| http_listener.listen);
     let listening = [config.https_listen, connect]
         .into_iter()
         .flatten()
@@ -228,22 +231,22 @@ pub(super) fn door_names(config: &Config) -> DoorNames {
     }
     names.extend(config.https_names.iter().cloned());
     addresses.extend(config.https_addresses.iter().copied());
-    DoorNames::new(names, addresses)
+    ServingNames::new(names, addresses)
 }
 
 /// What the doors show of themselves.
-pub(super) fn door_certificates(
+pub(super) fn serving_certificates(
     config: &Config,
-    (ca, names): (&Arc<LocalCa>, &DoorNames),
+    (ca, names): (&Arc<LocalCa>, &ServingNames),
     routes: &Routes,
-    followed: &Followed<'_>,
+    watcher: &CredentialWatcher<'_>,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
     Ok(match &config.https_certificate {
-        Some(pair) => follow_pair("https_certificate", pair, followed, |_| {})
+        Some(pair) => watch_pair("https_certificate", pair, watcher, |_| {})
             .context("--https-cert-file, --https-key-file")?,
         None => {
             let routes = routes.clone();
-            ca.door_resolver(
+            ca.serving_resolver(
                 Arc::new(move |name| routes.load().knows(name)),
                 names.clone(),
             )
@@ -251,7 +254,7 @@ pub(super) fn door_certificates(
     })
 }
 
-pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {
+pub(super) fn reserved_ports(bound: &BoundAddrs) -> Vec<Port> {
     let own = [
         Some(bound.agents),
         bound.https,
@@ -265,7 +268,7 @@ pub(super) fn own_ports(bound: &Bound) -> Vec<Port> {
 }
 
 /// Every TCP port that is bound.
-pub(super) fn bound_ports(bound: &Bound) -> Vec<Port> {
+pub(super) fn bound_ports(bound: &BoundAddrs) -> Vec<Port> {
     let single = [bound.https, bound.http, bound.dns, bound.connect];
     let many = bound.proxy.iter().copied();
     let many = many.chain(bound.services.iter().map(|(_, address)| *address));

@@ -8,59 +8,59 @@ use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
+use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::reload::Fresh;
-use tunnel_proto::tls::files::{FileError, PairFiles};
+use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
-use super::identity::{Followed, fresh_pair, fresh_roots, told_end};
+use super::identity::{CredentialWatcher, read_pair, read_roots, report_expiry};
 use crate::config::Config;
-use crate::ingress::client_auth::DoorTls;
-use crate::ingress::target_tls::Targets;
+use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::target_tls::TargetTls;
 
 /// Label and log name of the server's own client certificate.
 const TARGET_CERTIFICATE: &str = "target_certificate";
 /// Under which `/readyz?verbose` tells that there is nothing to lend, as for a certificate that is asked of the cluster.
-const PART: &str = "kubelet certificate";
+const CONDITION: &str = "kubelet certificate";
 /// In place of the digest of files that are not there yet; no content has it.
 const ABSENT: [u8; 32] = [0; 32];
 
 /// TLS of doors with `own`, and with the CA of callers if there is one, followed as `what`; the flag says whether callers
 /// need a certificate.
-pub(super) fn door_tls(
+pub(super) fn listener_tls(
     what: &'static str,
     own: Arc<dyn ResolvesServerCert>,
     callers: Option<(&Path, bool)>,
-    followed: &Followed<'_>,
-) -> anyhow::Result<Arc<DoorTls>> {
+    watcher: &CredentialWatcher<'_>,
+) -> anyhow::Result<Arc<ListenerTls>> {
     let Some((path, required)) = callers else {
-        return Ok(DoorTls::new(own, None, false)?);
+        return Ok(ListenerTls::new(own, None, false)?);
     };
-    let roots = fresh_roots(path).context("--client-ca")?;
-    let tls = DoorTls::new(own, Some(roots.value), required).context("--client-ca")?;
+    let roots = read_roots(path).context("--client-ca")?;
+    let tls = ListenerTls::new(own, Some(roots.value), required).context("--client-ca")?;
     let swapped = tls.clone();
     let apply = move |roots| swapped.trust(roots);
-    followed.follow_roots(what, path, roots.digest, apply);
+    watcher.watch_roots(what, path, roots.digest, apply);
     Ok(tls)
 }
 
 /// TLS towards https targets, and what is lent to callers.
 pub(super) fn targets(
     config: &Config,
-    followed: &Followed<'_>,
+    watcher: &CredentialWatcher<'_>,
     readiness: &Readiness,
-) -> anyhow::Result<Arc<Targets>> {
+) -> anyhow::Result<Arc<TargetTls>> {
     let settings = &config.targets;
-    let roots = settings.ca.as_deref().map(fresh_roots).transpose();
+    let roots = settings.ca.as_deref().map(read_roots).transpose();
     let roots = roots.context("--target-ca")?;
-    let targets = Targets::new(roots.as_ref().map(|roots| roots.value.clone()))?;
+    let targets = TargetTls::new(roots.as_ref().map(|roots| roots.value.clone()))?;
     if let (Some(path), Some(roots)) = (&settings.ca, roots) {
         let swapped = targets.clone();
         let apply = move |roots| swapped.trust(roots);
-        followed.follow_roots("target_ca", path, roots.digest, apply);
+        watcher.watch_roots("target_ca", path, roots.digest, apply);
     }
     if let Some(files) = &settings.identity {
         let may_come_later = config.kubernetes.is_some();
-        lend(&targets, files, may_come_later, followed, readiness)
+        delegate(&targets, files, may_come_later, watcher, readiness)
             .context("--target-cert-file, --target-key-file")?;
     }
     Ok(targets)
@@ -68,25 +68,25 @@ pub(super) fn targets(
 
 /// Lends what the files hold, and follows them. In a cluster they are of a Secret that may be made after the server has
 /// started: while there are none, nothing is lent, and `readiness` says so.
-fn lend(
-    targets: &Arc<Targets>,
-    files: &PairFiles,
+fn delegate(
+    targets: &Arc<TargetTls>,
+    files: &KeyPairFiles,
     may_come_later: bool,
-    followed: &Followed<'_>,
+    watcher: &CredentialWatcher<'_>,
     readiness: &Readiness,
 ) -> anyhow::Result<()> {
-    let metrics = followed.metrics.clone();
+    let metrics = watcher.metrics.clone();
     let note = move |not_after| metrics.credential(TARGET_CERTIFICATE, not_after);
-    let digest = match fresh_pair(files) {
+    let digest = match read_pair(files) {
         Ok(own) => {
-            told_end(TARGET_CERTIFICATE, &own.value, &note);
-            targets.lend(own.value)?;
+            report_expiry(TARGET_CERTIFICATE, &own.value, &note);
+            targets.delegate(own.value)?;
             own.digest
         }
         Err(error) if may_come_later && error.is_absent() => {
-            let text = nothing_lent(&error);
-            warn!("{text}; it is looked for again");
-            readiness.note(PART, vec![text]);
+            let text = no_client_certificate(&error);
+            warn!("{text}; retrying");
+            readiness.set_conditions(CONDITION, vec![text]);
             ABSENT
         }
         Err(error) => return Err(error.into()),
@@ -94,10 +94,10 @@ fn lend(
     let waits = Arc::new(AtomicBool::new(digest == ABSENT));
     let (read, named) = (files.clone(), files.clone());
     let (still, waiting) = (waits.clone(), readiness.clone());
-    let load = move || match fresh_pair(&read) {
+    let load = move || match read_pair(&read) {
         Err(error) if still.load(Ordering::Relaxed) => {
-            waiting.note(PART, vec![nothing_lent(&error)]);
-            let absent = Fresh {
+            waiting.set_conditions(CONDITION, vec![no_client_certificate(&error)]);
+            let absent = Loaded {
                 digest: ABSENT,
                 value: None,
             };
@@ -107,7 +107,7 @@ fn lend(
                 Err(error)
             }
         }
-        pair => pair.map(|own| Fresh {
+        pair => pair.map(|own| Loaded {
             digest: own.digest,
             value: Some(own.value),
         }),
@@ -117,18 +117,20 @@ fn lend(
         let Some(own) = own else {
             return Ok(());
         };
-        let lent = swapped.lend(own.clone());
-        lent.map_err(|error| FileError::Pair(named.certificate.clone(), named.key.clone(), error))?;
-        told_end(TARGET_CERTIFICATE, &own, &note);
+        let delegated = swapped.delegate(own.clone());
+        delegated.map_err(|error| {
+            FileError::Pair(named.certificate.clone(), named.key.clone(), error)
+        })?;
+        report_expiry(TARGET_CERTIFICATE, &own, &note);
         if waits.swap(false, Ordering::Relaxed) {
-            readiness.note(PART, Vec::new());
+            readiness.set_conditions(CONDITION, Vec::new());
         }
         Ok(())
     };
-    followed.follow(TARGET_CERTIFICATE, digest, load, apply);
+    watcher.watch(TARGET_CERTIFICATE, digest, load, apply);
     Ok(())
 }
 
-fn nothing_lent(error: &FileError) -> String {
-    format!("no client certificate to lend for kubelets: {error}")
+fn no_client_certificate(error: &FileError) -> String {
+    format!("no client certificate for delegation to kubelets: {error}")
 }

@@ -1,4 +1,4 @@
-//! Which node a ServiceAccount token is bound to: a question that enrolments ask, and the cluster's side answers.
+//! Which node a ServiceAccount token is bound to: a question that enrollments ask, and the cluster's side answers.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,22 +11,22 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
-pub use crate::ca::key_binding::FirstKey;
-use crate::ca::key_binding::FirstKeys;
-use crate::ca::tokens::{FAILURES_PER_MINUTE, Window};
+pub use crate::ca::key_binding::KeyBinding;
+use crate::ca::key_binding::KeyBindings;
+use crate::ca::tokens::{FAILURES_PER_MINUTE, FailureWindow};
 
-/// Questions that wait to be taken; an enrolment that finds no room is told to come again.
-const QUESTIONS_MAX: usize = 64;
-/// How long an enrolment waits for an answer; its connection has 5 s in all.
-const ANSWER_LIMIT: Duration = Duration::from_millis(4500);
+/// Questions that wait to be taken; an enrollment that finds no room is told to come again.
+const QUEUE_MAX: usize = 64;
+/// How long an enrollment waits for an answer; its connection has 5 s in all.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(4500);
 /// Tokens whose failures are counted.
-const COUNTED_MAX: usize = 4096;
+const TRACKED_TOKENS_MAX: usize = 4096;
 
 /// A ServiceAccount token. Its `Debug` form tells nothing of it.
 #[derive(Clone)]
-pub struct AccountToken(Arc<Zeroizing<String>>);
+pub struct ServiceAccountToken(Arc<Zeroizing<String>>);
 
-impl AccountToken {
+impl ServiceAccountToken {
     /// Takes a token as it came.
     #[must_use]
     pub fn new(text: &str) -> Self {
@@ -40,7 +40,7 @@ impl AccountToken {
     }
 }
 
-impl fmt::Debug for AccountToken {
+impl fmt::Debug for ServiceAccountToken {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("AccountToken(..)")
     }
@@ -48,7 +48,7 @@ impl fmt::Debug for AccountToken {
 
 /// What the cluster vouches for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Attested {
+pub struct AttestedToken {
     /// The node that the token is bound to, by itself or by its Pod.
     pub node: NodeName,
     /// The ServiceAccount's user name.
@@ -68,27 +68,29 @@ pub enum AttestError {
     #[error("the API server does not accept the ServiceAccount token for the audience {0:?}")]
     NotAccepted(String),
     /// Its time is over.
-    #[error("the ServiceAccount token has ended, or this server's clock is ahead of the cluster's")]
-    Ended,
+    #[error(
+        "the ServiceAccount token has expired, or this server's clock is ahead of the cluster's"
+    )]
+    Expired,
     /// It is somebody else's.
-    #[error("the token is that of {0}, which is none of --agent-service-account")]
+    #[error("the token belongs to {0}, which is not in --agent-service-account")]
     OtherAccount(String),
     /// It is no projected token.
     #[error(
-        "the ServiceAccount token is bound to no Pod and no node; give the agent one of a projected volume"
+        "the ServiceAccount token is bound to no Pod or node; use a token of a projected volume"
     )]
     NotBound,
     /// There is no such Pod, or it is another one of the same name.
-    #[error("the Pod {0}, which the ServiceAccount token is bound to, is gone")]
+    #[error("the Pod {0} that the ServiceAccount token is bound to is gone")]
     PodGone(String),
     /// The API server says no node's name.
-    #[error("the ServiceAccount token's Pod runs on no node, or on one whose name is none")]
-    NoNode,
+    #[error("the Pod of this ServiceAccount token is not scheduled, or its node name is invalid")]
+    NotScheduled,
     /// The same token failed too often.
     #[error("too many attempts with a bad token; try again in a minute")]
-    TooOften,
+    RateLimited,
     /// Nobody can be asked in time.
-    #[error("the API server cannot be asked about ServiceAccount tokens now; try again later")]
+    #[error("cannot review ServiceAccount tokens: the API server is unavailable; try again later")]
     Unavailable,
 }
 
@@ -101,9 +103,9 @@ impl AttestError {
             | Self::OtherAccount(_)
             | Self::NotBound
             | Self::PodGone(_)
-            | Self::NoNode => EnrollCode::BadToken,
-            Self::Ended => EnrollCode::TokenExpired,
-            Self::TooOften => EnrollCode::RateLimited,
+            | Self::NotScheduled => EnrollCode::BadToken,
+            Self::Expired => EnrollCode::TokenExpired,
+            Self::RateLimited => EnrollCode::RateLimited,
             Self::Unavailable => EnrollCode::Unavailable,
         }
     }
@@ -113,9 +115,9 @@ impl AttestError {
 #[derive(Debug)]
 pub struct Question {
     /// The token.
-    pub token: AccountToken,
+    pub token: ServiceAccountToken,
     /// Where the answer goes.
-    pub answer: oneshot::Sender<Result<Attested, AttestError>>,
+    pub answer: oneshot::Sender<Result<AttestedToken, AttestError>>,
 }
 
 /// Asks whose node a token proves. Clones ask the same side.
@@ -123,21 +125,21 @@ pub struct Question {
 pub struct Attestor {
     questions: mpsc::Sender<Question>,
     /// By the hash of the token.
-    failures: Arc<Mutex<HashMap<[u8; 32], Window>>>,
-    first_keys: FirstKeys,
+    failures: Arc<Mutex<HashMap<[u8; 32], FailureWindow>>>,
+    first_keys: KeyBindings,
 }
 
 impl Attestor {
     /// An attestor and the questions it asks.
     #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<Question>) {
-        let (questions, taken) = mpsc::channel(QUESTIONS_MAX);
+        let (questions, receiver) = mpsc::channel(QUEUE_MAX);
         let attestor = Self {
             questions,
             failures: Arc::default(),
-            first_keys: FirstKeys::default(),
+            first_keys: KeyBindings::default(),
         };
-        (attestor, taken)
+        (attestor, receiver)
     }
 
     /// The node of a token, within 4.5 s. A token that failed often is refused without asking; others' failures refuse
@@ -147,19 +149,19 @@ impl Attestor {
     /// Why it proves none.
     pub async fn node_of(
         &self,
-        token: AccountToken,
+        token: ServiceAccountToken,
         now: SystemTime,
-    ) -> Result<Attested, AttestError> {
+    ) -> Result<AttestedToken, AttestError> {
         let id = sha256(token.reveal().as_bytes());
         if self.is_exhausted(&id, now) {
-            return Err(AttestError::TooOften);
+            return Err(AttestError::RateLimited);
         }
         let (answer, answered) = oneshot::channel();
         let question = Question { token, answer };
         self.questions
             .try_send(question)
             .map_err(|_full| AttestError::Unavailable)?;
-        let answered = tokio::time::timeout(ANSWER_LIMIT, answered).await;
+        let answered = tokio::time::timeout(ANSWER_TIMEOUT, answered).await;
         let Ok(Ok(answered)) = answered else {
             return Err(AttestError::Unavailable);
         };
@@ -173,7 +175,7 @@ impl Attestor {
 
     /// Binds the token to the first key that uses it here; the same key may use it again, as after a lost answer.
     #[must_use]
-    pub fn bind(&self, attested: &Attested, key: [u8; 32], now: SystemTime) -> FirstKey {
+    pub fn bind(&self, attested: &AttestedToken, key: [u8; 32], now: SystemTime) -> KeyBinding {
         self.first_keys
             .bind(attested.token, key, attested.ends, now)
     }
@@ -187,11 +189,11 @@ impl Attestor {
 
     fn count(&self, id: [u8; 32], now: SystemTime) {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
-        if failures.len() >= COUNTED_MAX {
+        if failures.len() >= TRACKED_TOKENS_MAX {
             failures.retain(|_, window| window.is_current(now));
         }
         // Beyond that, tokens are asked about every time; how many at once has its own bound.
-        if failures.len() < COUNTED_MAX || failures.contains_key(&id) {
+        if failures.len() < TRACKED_TOKENS_MAX || failures.contains_key(&id) {
             failures
                 .entry(id)
                 .or_default()
@@ -207,7 +209,7 @@ mod tests {
     /// Answers every question so, and says how many there were.
     async fn answered(
         mut questions: mpsc::Receiver<Question>,
-        with: Result<Attested, AttestError>,
+        with: Result<AttestedToken, AttestError>,
     ) -> usize {
         let mut count = 0;
         while let Some(question) = questions.recv().await {
@@ -224,12 +226,13 @@ mod tests {
         let side = answered(questions, Err(refusal.clone()));
         let asking = async move {
             let now = SystemTime::now();
-            let ask =
-                async |token: &str, now| attestor.node_of(AccountToken::new(token), now).await;
+            let ask = async |token: &str, now| {
+                attestor.node_of(ServiceAccountToken::new(token), now).await
+            };
             for _ in 0..5 {
                 assert_eq!(ask("bad", now).await, Err(refusal.clone()));
             }
-            assert_eq!(ask("bad", now).await, Err(AttestError::TooOften));
+            assert_eq!(ask("bad", now).await, Err(AttestError::RateLimited));
             assert_eq!(ask("other", now).await, Err(refusal.clone()));
             let later = now + Duration::from_secs(61);
             assert_eq!(ask("bad", later).await, Err(refusal));
@@ -242,7 +245,7 @@ mod tests {
     async fn nobody_who_answers_is_a_reason_to_come_again_and_counts_for_nothing() {
         let (attestor, questions) = Attestor::new();
         let ask = async || {
-            let token = AccountToken::new("good");
+            let token = ServiceAccountToken::new("good");
             attestor.node_of(token, SystemTime::now()).await
         };
         for _ in 0..2 * FAILURES_PER_MINUTE {
@@ -256,7 +259,7 @@ mod tests {
 
     #[test]
     fn token_is_never_shown() {
-        let token = AccountToken::new("eyJsecret");
+        let token = ServiceAccountToken::new("eyJsecret");
         assert!(!format!("{token:?}").contains("secret"));
     }
 }

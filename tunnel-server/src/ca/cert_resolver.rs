@@ -11,24 +11,24 @@ use rcgen::string::Ia5String;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tracing::error;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{DoorNames, IsKnown, IssueError, LocalCa, OnIssue};
+use super::{IsKnown, IssueError, LocalCa, OnIssue, ServingNames};
 
 /// The server's credential towards agents.
-pub(super) struct ServerCredential {
+pub(super) struct ServerCertResolver {
     ca: Arc<LocalCa>,
-    held: Mutex<Option<Held>>,
+    cached: Mutex<Option<CachedCert>>,
     on_issue: OnIssue,
 }
 
-impl ServerCredential {
+impl ServerCertResolver {
     /// Issues the first credential at once, so that a CA that cannot sign is noticed at start.
     pub(super) fn new(ca: Arc<LocalCa>, on_issue: OnIssue) -> Self {
         let this = Self {
             ca,
-            held: Mutex::default(),
+            cached: Mutex::default(),
             on_issue,
         };
         this.credential(SystemTime::now());
@@ -36,60 +36,60 @@ impl ServerCredential {
     }
 
     pub(super) fn credential(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        if !held
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if !cached
             .as_ref()
-            .is_some_and(|held| held.is_fresh(&self.ca, 0, now))
+            .is_some_and(|cached| cached.is_fresh(&self.ca, 0, now))
         {
             let generation = (self.ca.generation(), 0);
             let issued = self.ca.server_leaf(now);
             if issued.is_ok() {
                 (self.on_issue)(now + self.ca.life());
             }
-            renew(&mut held, issued, generation, now);
+            update_cached(&mut cached, issued, generation, now);
         }
-        held.as_ref().map(|held| held.credential.clone())
+        cached.as_ref().map(|cached| cached.credential.clone())
     }
 }
 
-impl fmt::Debug for ServerCredential {
+impl fmt::Debug for ServerCertResolver {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("ServerCredential")
-            .field("held", &self.held)
+            .field("held", &self.cached)
             .finish_non_exhaustive()
     }
 }
 
-impl ResolvesServerCert for ServerCredential {
+impl ResolvesServerCert for ServerCertResolver {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.credential(SystemTime::now())
     }
 }
 
 /// Serving certificates of the TLS door.
-pub(super) struct DoorCertificates {
+pub(super) struct ServingCertResolver {
     ca: Arc<LocalCa>,
     is_known: IsKnown,
-    own: DoorNames,
-    leaves: Mutex<Leaves>,
+    own: ServingNames,
+    cache: Mutex<CertCache>,
 }
 
 #[derive(Default)]
-struct Leaves {
-    default: Option<Held>,
-    nodes: HashMap<NodeName, Held>,
+struct CertCache {
+    default: Option<CachedCert>,
+    nodes: HashMap<NodeName, CachedCert>,
     /// The nodes in the order of their first leaf; the oldest goes first.
     order: VecDeque<NodeName>,
 }
 
-impl DoorCertificates {
-    pub(super) fn new(ca: Arc<LocalCa>, is_known: IsKnown, own: DoorNames) -> Self {
+impl ServingCertResolver {
+    pub(super) fn new(ca: Arc<LocalCa>, is_known: IsKnown, own: ServingNames) -> Self {
         Self {
             ca,
             is_known,
             own,
-            leaves: Mutex::default(),
+            cache: Mutex::default(),
         }
     }
 
@@ -110,44 +110,44 @@ impl DoorCertificates {
 
     /// How many leaves of nodes are kept.
     #[cfg(test)]
-    pub(super) fn kept(&self) -> usize {
-        self.leaves.lock().unwrap().nodes.len()
+    pub(super) fn cached_nodes(&self) -> usize {
+        self.cache.lock().unwrap().nodes.len()
     }
 
     fn of_node(&self, node: NodeName, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
-        let held = leaves.nodes.get(&node);
-        if let Some(held) = held.filter(|held| held.is_fresh(&self.ca, 0, now)) {
-            return Some(held.credential.clone());
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let cached = cache.nodes.get(&node);
+        if let Some(cached) = cached.filter(|cached| cached.is_fresh(&self.ca, 0, now)) {
+            return Some(cached.credential.clone());
         }
         let generation = (self.ca.generation(), 0);
         let issued = dns(node.as_str())
             .map_err(IssueError::Sign)
-            .and_then(|name| self.ca.door_leaf(node.as_str(), vec![name], now));
-        let mut held = leaves.nodes.remove(&node);
-        let is_new = held.is_none();
-        renew(&mut held, issued, generation, now);
-        let held = held?;
-        let credential = held.credential.clone();
+            .and_then(|name| self.ca.serving_leaf(node.as_str(), vec![name], now));
+        let mut cached = cache.nodes.remove(&node);
+        let is_new = cached.is_none();
+        update_cached(&mut cached, issued, generation, now);
+        let cached = cached?;
+        let credential = cached.credential.clone();
         if is_new {
-            if leaves.order.len() >= LEAVES_MAX
-                && let Some(oldest) = leaves.order.pop_front()
+            if cache.order.len() >= CACHED_CERTS_MAX
+                && let Some(oldest) = cache.order.pop_front()
             {
-                leaves.nodes.remove(&oldest);
+                cache.nodes.remove(&oldest);
             }
-            leaves.order.push_back(node.clone());
+            cache.order.push_back(node.clone());
         }
-        leaves.nodes.insert(node, held);
+        cache.nodes.insert(node, cached);
         Some(credential)
     }
 
     fn default(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let own = self.own.load();
-        if !leaves
+        if !cache
             .default
             .as_ref()
-            .is_some_and(|held| held.is_fresh(&self.ca, own.generation, now))
+            .is_some_and(|cached| cached.is_fresh(&self.ca, own.generation, now))
         {
             let generation = (self.ca.generation(), own.generation);
             // A name that is not ASCII cannot be in a certificate; clients send such names in another form.
@@ -155,20 +155,23 @@ impl DoorCertificates {
                 own.names.iter().filter_map(|name| dns(name).ok()).collect();
             let ips = own.addresses.iter().filter(|ip| !ip.is_unspecified());
             names.extend(ips.map(|ip| SanType::IpAddress(*ip)));
-            let issued = self.ca.door_leaf("culvert door", names, now);
-            renew(&mut leaves.default, issued, generation, now);
+            let issued = self.ca.serving_leaf("culvert listener", names, now);
+            update_cached(&mut cache.default, issued, generation, now);
         }
-        leaves.default.as_ref().map(|held| held.credential.clone())
+        cache
+            .default
+            .as_ref()
+            .map(|cached| cached.credential.clone())
     }
 }
 
-impl ResolvesServerCert for DoorCertificates {
+impl ResolvesServerCert for ServingCertResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.certificate(hello.server_name(), SystemTime::now())
     }
 }
 
-impl fmt::Debug for DoorCertificates {
+impl fmt::Debug for ServingCertResolver {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("DoorCertificates")
@@ -179,14 +182,14 @@ impl fmt::Debug for DoorCertificates {
 
 /// A credential with the moment of its issue.
 #[derive(Debug)]
-struct Held {
+struct CachedCert {
     credential: Arc<CertifiedKey>,
     issued: SystemTime,
     /// Of the CA that issued it, and of the names that it has.
     generation: (u64, u64),
 }
 
-impl Held {
+impl CachedCert {
     /// Before half life, of the CA that signs now and with the names of now. A clock that was set back makes it stale too,
     /// since it may lie before its beginning.
     fn is_fresh(&self, ca: &LocalCa, names: u64, now: SystemTime) -> bool {
@@ -199,22 +202,23 @@ impl Held {
 }
 
 /// Takes what was issued; when that failed, what is held serves on.
-fn renew(
-    held: &mut Option<Held>,
+fn update_cached(
+    cached: &mut Option<CachedCert>,
     issued: Result<CertifiedKey, IssueError>,
     generation: (u64, u64),
     now: SystemTime,
 ) {
     match issued {
         Ok(credential) => {
-            *held = Some(Held {
+            *cached = Some(CachedCert {
                 credential: Arc::new(credential),
                 issued: now,
                 generation,
             });
         }
         Err(error) => {
-            static FAILED: LineLimit = LineLimit::new("serving certificates cannot be issued");
+            static FAILED: LogRateLimit =
+                LogRateLimit::new("serving certificates cannot be issued");
             if FAILED.admit() {
                 error!(%error, "cannot issue a serving certificate");
             }
@@ -226,5 +230,5 @@ fn dns(name: &str) -> Result<SanType, rcgen::Error> {
     Ia5String::try_from(name).map(SanType::DnsName)
 }
 
-/// Leaves kept; each is about 1 KiB, and a dropped one costs one signature when it is asked for again.
-pub(super) const LEAVES_MAX: usize = 1024;
+/// CertCache kept; each is about 1 KiB, and a dropped one costs one signature when it is asked for again.
+pub(super) const CACHED_CERTS_MAX: usize = 1024;

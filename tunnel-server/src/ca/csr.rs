@@ -12,11 +12,11 @@ use super::IssueError;
 
 /// A request whose sender holds the private key. Its names and wishes were dropped.
 #[derive(Debug, Clone)]
-pub struct AgentRequest {
+pub struct AgentCsr {
     key: PublicKey,
 }
 
-impl AgentRequest {
+impl AgentCsr {
     /// Checks a PKCS#10 request in DER.
     ///
     /// # Errors
@@ -26,7 +26,7 @@ impl AgentRequest {
             CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(csr_der))
                 .map_err(IssueError::Request)?;
         let key = request.public_key;
-        if is_fit(&key) {
+        if is_supported(&key) {
             Ok(Self { key })
         } else {
             Err(IssueError::Key)
@@ -46,7 +46,7 @@ impl AgentRequest {
 
 /// The parser takes the kind of key from the signature algorithm, which may be of another curve than the key; the
 /// length of the key tells.
-fn is_fit(key: &PublicKey) -> bool {
+fn is_supported(key: &PublicKey) -> bool {
     let kind = key.algorithm();
     let bytes = key.der_bytes();
     if *kind == PKCS_ECDSA_P256_SHA256 {
@@ -90,9 +90,9 @@ mod tests {
             &PKCS_ED25519,
             &PKCS_RSA_SHA256,
         ] {
-            AgentRequest::parse(&request(kind)).unwrap();
+            AgentCsr::parse(&request(kind)).unwrap();
         }
-        let error = AgentRequest::parse(&request(&PKCS_ECDSA_P521_SHA512)).unwrap_err();
+        let error = AgentCsr::parse(&request(&PKCS_ECDSA_P521_SHA512)).unwrap_err();
         assert!(matches!(error, IssueError::Key | IssueError::Request(_)));
     }
 
@@ -103,7 +103,7 @@ mod tests {
         csr[last] ^= 1;
         for bytes in [&csr[..], &csr[..last], &[], b"text"] {
             assert!(matches!(
-                AgentRequest::parse(bytes),
+                AgentCsr::parse(bytes),
                 Err(IssueError::Request(_))
             ));
         }
@@ -119,7 +119,7 @@ mod tests {
             .push(rcgen::DnType::CommonName, "other");
         let second = params.serialize_request(&key).unwrap();
         let hash = |csr: &rcgen::CertificateSigningRequest| {
-            AgentRequest::parse(csr.der()).unwrap().key_sha256()
+            AgentCsr::parse(csr.der()).unwrap().key_sha256()
         };
         assert_eq!(hash(&first), hash(&second));
         assert_eq!(hash(&first), sha256(&key.subject_public_key_info()));

@@ -23,13 +23,13 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
     shutdown.spawn_service(async move {
         while replaced.changed().await.is_ok() {
             let (trust, registry) = (trust.clone(), registry.clone());
-            let judging = move || judge(&trust, &registry);
+            let checking = move || find_distrusted(&trust, &registry);
             // Thousands of signatures take a while.
-            let Ok(distrusted) = tokio::task::spawn_blocking(judging).await else {
+            let Ok(distrusted) = tokio::task::spawn_blocking(checking).await else {
                 return;
             };
             for agent in distrusted {
-                info!(agent = %agent.node, session = %agent.id, "CA is no longer trusted, ending the session");
+                info!(agent = %agent.node, session = %agent.id, "CA is no longer trusted, closing the session");
                 agent.withdraw();
                 tasks.spawn_service(async move {
                     agent.close(CloseCode::CredentialRevoked, DISTRUSTED).await;
@@ -39,7 +39,7 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
     });
 }
 
-fn judge(
+fn find_distrusted(
     trust: &AgentTrust,
     registry: &Registry,
 ) -> Vec<Arc<crate::routing::registry::AgentSession>> {

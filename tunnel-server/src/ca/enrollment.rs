@@ -1,4 +1,4 @@
-//! Enrolment: one framed request over TLS without a client certificate; a join token, in a cluster a ServiceAccount token,
+//! Enrollment: one framed request over TLS without a client certificate; a join token, in a cluster a ServiceAccount token,
 //! or the proof by the key of a certificate that has ended, buys a certificate.
 
 use std::net::SocketAddr;
@@ -8,25 +8,25 @@ use std::time::{Duration, SystemTime};
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
-    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_account_token,
+    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_service_account_token,
 };
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 use zeroize::Zeroize as _;
 
-use crate::ca::AgentRequest;
-use crate::ca::attestation::{AccountToken, Attested, Attestor, FirstKey};
-use crate::ca::renewal::{Refusal, Renewals, refusal};
+use crate::ca::AgentCsr;
+use crate::ca::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
+use crate::ca::renewal::{EnrollRefusal, Renewals, refusal};
 use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::rfc3339;
 
 /// Anybody who reaches the port can cause these lines.
-static REFUSED: LineLimit = LineLimit::new("enrolments refused");
+static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
 
-/// What enrolments need. Clones share it.
+/// What enrollments need. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Enrollment {
     /// Issues the certificates; without it their operator brings them.
@@ -46,7 +46,7 @@ impl Enrollment {
         &self,
         mut stream: S,
         peer: SocketAddr,
-        exported: Exported,
+        exported: ExporterValue,
     ) -> &'static str
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -55,12 +55,12 @@ impl Enrollment {
             Ok(request) => self.answer(request, peer, exported).await,
             Err(ReadError::Frame(error)) => {
                 if REFUSED.admit() {
-                    warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrolment refused");
+                    warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrollment refused");
                 }
                 Err((EnrollCode::BadRequest, error.to_string()))
             }
             Err(ReadError::Cut(error)) => {
-                debug!(%peer, %error, "enrolment ended before its request");
+                debug!(%peer, %error, "enrollment connection closed before the request");
                 return "cut";
             }
         };
@@ -69,7 +69,7 @@ impl Enrollment {
             Err((code, detail)) => (EnrollReply::Refused(code, detail), code.label()),
         };
         if let Err(error) = send_reply(&mut stream, &reply).await {
-            debug!(%peer, %error, "enrolment ended before its reply was sent");
+            debug!(%peer, %error, "enrollment connection closed before the reply was sent");
             return "cut";
         }
         result
@@ -79,29 +79,29 @@ impl Enrollment {
         &self,
         request: EnrollRequest,
         peer: SocketAddr,
-        exported: Exported,
-    ) -> Result<EnrollReply, Refusal> {
+        exported: ExporterValue,
+    ) -> Result<EnrollReply, EnrollRefusal> {
         let agent = request.node_name.clone();
         let issued = match self.attested(&request).await {
-            Ok(vouched) => self.issued(request, vouched, exported).await,
+            Ok(attestation) => self.issued(request, attestation, exported).await,
             Err(refusal) => Err(refusal),
         };
         match issued {
-            Ok((By::Token(token), reply)) => {
+            Ok((EnrolledBy::Token(token), reply)) => {
                 info!(%agent, %peer, token, "agent enrolled");
                 Ok(reply)
             }
-            Ok((By::Account(account), reply)) => {
+            Ok((EnrolledBy::Account(account), reply)) => {
                 info!(%agent, %peer, account, "agent enrolled with a ServiceAccount token");
                 Ok(reply)
             }
-            Ok((By::Proof, reply)) => {
-                info!(%agent, %peer, "certificate that had ended was renewed");
+            Ok((EnrolledBy::Proof, reply)) => {
+                info!(%agent, %peer, "expired certificate renewed");
                 Ok(reply)
             }
             Err((code, detail)) => {
                 if REFUSED.admit() {
-                    warn!(%agent, %peer, %code, detail, "enrolment refused");
+                    warn!(%agent, %peer, %code, detail, "enrollment refused");
                 }
                 Err((code, detail))
             }
@@ -109,20 +109,23 @@ impl Enrollment {
     }
 
     /// What the cluster says of a ServiceAccount token; `None` for everything else.
-    async fn attested(&self, request: &EnrollRequest) -> Result<Option<Vouched>, Refusal> {
-        if request.proof.is_some() || !is_account_token(&request.token) {
+    async fn attested(
+        &self,
+        request: &EnrollRequest,
+    ) -> Result<Option<Attestation>, EnrollRefusal> {
+        if request.proof.is_some() || !is_service_account_token(&request.token) {
             return Ok(None);
         }
         let Some(renewals) = &self.renewals else {
             return Err(not_offered());
         };
         let Some(attestor) = &self.attestor else {
-            let detail = "this server follows no cluster, so it takes join tokens and no ServiceAccount tokens";
+            let detail = "this server is not connected to a cluster and accepts join tokens only, not ServiceAccount tokens";
             return Err((EnrollCode::NotOffered, detail.to_owned()));
         };
         // Before the token is judged, so that a revocation meanwhile refuses the certificate.
         let revoked = renewals.revocations.of_node(&request.node_name);
-        let token = AccountToken::new(&request.token);
+        let token = ServiceAccountToken::new(&request.token);
         let attested = attestor
             .node_of(token, SystemTime::now())
             .await
@@ -141,23 +144,25 @@ impl Enrollment {
             );
             return Err((EnrollCode::Revoked, detail));
         }
-        Ok(Some(Vouched { attested, revoked }))
+        Ok(Some(Attestation { attested, revoked }))
     }
 
     /// A ServiceAccount token is good for the first key that uses it, as a join token is.
     fn bind(
         &self,
-        attested: &Attested,
-        request: &AgentRequest,
+        attested: &AttestedToken,
+        request: &AgentCsr,
         now: SystemTime,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), EnrollRefusal> {
         let Some(attestor) = &self.attestor else {
             return Err(not_offered());
         };
         match attestor.bind(attested, request.key_sha256(), now) {
-            FirstKey::Granted => Ok(()),
-            FirstKey::Taken => Err((EnrollCode::TokenUsed, OF_ANOTHER_KEY.to_owned())),
-            FirstKey::Full => {
+            KeyBinding::Granted => Ok(()),
+            KeyBinding::BoundToOtherKey => {
+                Err((EnrollCode::TokenUsed, TOKEN_BOUND_TO_OTHER_KEY.to_owned()))
+            }
+            KeyBinding::Full => {
                 let detail = "too many tokens are in use; try again later";
                 Err((EnrollCode::Unavailable, detail.to_owned()))
             }
@@ -167,17 +172,17 @@ impl Enrollment {
     async fn issued(
         &self,
         request: EnrollRequest,
-        vouched: Option<Vouched>,
-        exported: Exported,
-    ) -> Result<(By, EnrollReply), Refusal> {
+        attestation: Option<Attestation>,
+        exported: ExporterValue,
+    ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
         let this = self.clone();
         // Signatures and files: nothing for the runtime's own threads.
         let work = tokio::task::spawn_blocking(move || {
-            this.issue(&request, vouched, &exported, SystemTime::now())
+            this.issue(&request, attestation, &exported, SystemTime::now())
         });
         work.await.unwrap_or_else(|panic| {
-            warn!(error = %panic, "enrolment broke");
-            Err((EnrollCode::Unavailable, "the server broke".to_owned()))
+            warn!(error = %panic, "enrollment task failed");
+            Err((EnrollCode::Unavailable, "internal server error".to_owned()))
         })
     }
 
@@ -185,27 +190,28 @@ impl Enrollment {
     fn issue(
         &self,
         request: &EnrollRequest,
-        vouched: Option<Vouched>,
-        exported: &Exported,
+        attestation: Option<Attestation>,
+        exported: &ExporterValue,
         now: SystemTime,
-    ) -> Result<(By, EnrollReply), Refusal> {
+    ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
         let Some(renewals) = &self.renewals else {
             return Err(not_offered());
         };
         if let Some(proof) = &request.proof {
-            let wish = (&request.csr[..], exported);
-            let renewed = renewals.late(&request.node_name, proof, wish, now)?;
+            let csr_and_exporter = (&request.csr[..], exported);
+            let renewed =
+                renewals.renew_expired(&request.node_name, proof, csr_and_exporter, now)?;
             self.nodes.record(&request.node_name, &[]);
-            return Ok((By::Proof, renewed.reply));
+            return Ok((EnrolledBy::Proof, renewed.reply));
         }
         // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
-        let certificate_request = AgentRequest::parse(&request.csr).map_err(refusal)?;
-        if let Some(Vouched { attested, revoked }) = vouched {
+        let certificate_request = AgentCsr::parse(&request.csr).map_err(refusal)?;
+        if let Some(Attestation { attested, revoked }) = attestation {
             let node = &attested.node;
             self.bind(&attested, &certificate_request, now)?;
             let issued = renewals.issue(&certificate_request, node, revoked, now)?;
             self.nodes.record(node, &[]);
-            return Ok((By::Account(attested.account), issued.reply));
+            return Ok((EnrolledBy::Account(attested.account), issued.reply));
         }
         // Before the token is judged: revoking a node takes its tokens back first and its certificates after that.
         let revoked = renewals.revocations.of_node(&request.node_name);
@@ -217,22 +223,22 @@ impl Enrollment {
         )?;
         let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
         self.nodes.record(&grant.node, &[]);
-        Ok((By::Token(grant.id), issued.reply))
+        Ok((EnrolledBy::Token(grant.id), issued.reply))
     }
 }
 
 /// What another key than the first is told.
-const OF_ANOTHER_KEY: &str =
-    "another key has used this ServiceAccount token; the kubelet's next token is accepted";
+const TOKEN_BOUND_TO_OTHER_KEY: &str =
+    "this ServiceAccount token is bound to another key; wait for the kubelet's next token";
 
 /// What the cluster vouches for, and the node's revocation as it was before.
-struct Vouched {
-    attested: Attested,
+struct Attestation {
+    attested: AttestedToken,
     revoked: Option<SystemTime>,
 }
 
 /// What bought a certificate.
-enum By {
+enum EnrolledBy {
     /// The join token of this id.
     Token(String),
     /// A token of this ServiceAccount.
@@ -241,13 +247,13 @@ enum By {
     Proof,
 }
 
-fn not_offered() -> Refusal {
-    let detail = "this server takes certificates of --agent-ca only; give the agent --cert-file and --key-file";
+fn not_offered() -> EnrollRefusal {
+    let detail = "this server accepts certificates of --agent-ca only; start the agent with --cert-file and --key-file";
     (EnrollCode::NotOffered, detail.to_owned())
 }
 
 /// A value that only the two ends of a TLS connection can compute.
-pub type Exported = [u8; RENEW_EXPORT_BYTES];
+pub type ExporterValue = [u8; RENEW_EXPORT_BYTES];
 
 enum ReadError {
     Frame(FrameError),
@@ -257,7 +263,7 @@ enum ReadError {
 async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollRequest, ReadError> {
     let mut buffer = BytesMut::new();
     loop {
-        let missing = frame::missing(&buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
+        let missing = frame::bytes_needed(&buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
         if missing == 0 {
             break;
         }
@@ -290,11 +296,11 @@ where
     stream.write_all(&bytes).await?;
     stream.shutdown().await?;
     // Closing with unread bytes would reset the connection and may take the reply along.
-    let rest = async {
+    let draining = async {
         let mut scratch = [0; 1024];
         while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
     };
-    let _patience_is_over = tokio::time::timeout(LINGER, rest).await;
+    let _patience_is_over = tokio::time::timeout(LINGER, draining).await;
     Ok(())
 }
 
@@ -437,7 +443,7 @@ mod tests {
             EnrollReply::Refused(EnrollCode::BadRequest, _)
         ));
         let mut oversized = BytesMut::new();
-        frame::put_prefix(ENROLL_MESSAGE_MAX as u64 + 1, &mut oversized);
+        frame::encode_length_prefix(ENROLL_MESSAGE_MAX as u64 + 1, &mut oversized);
         assert_eq!(fixture.send(&oversized).await.0, "bad_request");
         assert_eq!(fixture.send(&[3, 0xff, 0xff, 0xff]).await.0, "bad_request");
         assert_eq!(fixture.send(&[10, 1]).await.0, "cut");

@@ -9,26 +9,26 @@ const TOKENS_MAX: usize = 65_536;
 
 /// The first key of each token, for as long as the token is good and this process runs. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct FirstKeys(Arc<Mutex<HashMap<[u8; 32], Bought>>>);
+pub(crate) struct KeyBindings(Arc<Mutex<HashMap<[u8; 32], BoundKey>>>);
 
 #[derive(Debug)]
-struct Bought {
+struct BoundKey {
     key: [u8; 32],
     ends: SystemTime,
 }
 
 /// Whether a token is good for a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FirstKey {
+pub enum KeyBinding {
     /// No other key used the token.
     Granted,
     /// Another key did.
-    Taken,
+    BoundToOtherKey,
     /// Too many tokens are remembered.
     Full,
 }
 
-impl FirstKeys {
+impl KeyBindings {
     /// Binds a token, by its hash, to the first key that asks; the same key may ask again.
     pub(crate) fn bind(
         &self,
@@ -36,18 +36,18 @@ impl FirstKeys {
         key: [u8; 32],
         ends: SystemTime,
         now: SystemTime,
-    ) -> FirstKey {
+    ) -> KeyBinding {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() >= TOKENS_MAX {
-            all.retain(|_, bought| bought.ends > now);
+            all.retain(|_, bound| bound.ends > now);
         }
         match all.get(&token) {
-            Some(bought) if bought.key == key => FirstKey::Granted,
-            Some(_) => FirstKey::Taken,
-            None if all.len() >= TOKENS_MAX => FirstKey::Full,
+            Some(bound) if bound.key == key => KeyBinding::Granted,
+            Some(_) => KeyBinding::BoundToOtherKey,
+            None if all.len() >= TOKENS_MAX => KeyBinding::Full,
             None => {
-                all.insert(token, Bought { key, ends });
-                FirstKey::Granted
+                all.insert(token, BoundKey { key, ends });
+                KeyBinding::Granted
             }
         }
     }
@@ -67,29 +67,32 @@ mod tests {
 
     #[test]
     fn first_key_has_the_token_and_may_ask_again() {
-        let (keys, now) = (FirstKeys::default(), SystemTime::now());
+        let (keys, now) = (KeyBindings::default(), SystemTime::now());
         let ends = now + Duration::from_secs(3600);
         let bind = |token, key| keys.bind(hash(token), hash(key), ends, now);
-        assert_eq!(bind(1, 1), FirstKey::Granted);
-        assert_eq!(bind(1, 1), FirstKey::Granted);
-        assert_eq!(bind(1, 2), FirstKey::Taken);
-        assert_eq!(bind(2, 2), FirstKey::Granted);
+        assert_eq!(bind(1, 1), KeyBinding::Granted);
+        assert_eq!(bind(1, 1), KeyBinding::Granted);
+        assert_eq!(bind(1, 2), KeyBinding::BoundToOtherKey);
+        assert_eq!(bind(2, 2), KeyBinding::Granted);
     }
 
     #[test]
     fn tokens_are_forgotten_when_they_end_and_never_before() {
-        let (keys, now) = (FirstKeys::default(), SystemTime::now());
+        let (keys, now) = (KeyBindings::default(), SystemTime::now());
         let ends = now + Duration::from_secs(3600);
         for token in 0..TOKENS_MAX {
             assert_eq!(
                 keys.bind(hash(token), hash(1), ends, now),
-                FirstKey::Granted
+                KeyBinding::Granted
             );
         }
         let next = hash(TOKENS_MAX);
-        assert_eq!(keys.bind(next, hash(1), ends, now), FirstKey::Full);
-        assert_eq!(keys.bind(hash(7), hash(2), ends, now), FirstKey::Taken);
+        assert_eq!(keys.bind(next, hash(1), ends, now), KeyBinding::Full);
+        assert_eq!(
+            keys.bind(hash(7), hash(2), ends, now),
+            KeyBinding::BoundToOtherKey
+        );
         let later = ends + Duration::from_secs(1);
-        assert_eq!(keys.bind(next, hash(1), later, later), FirstKey::Granted);
+        assert_eq!(keys.bind(next, hash(1), later, later), KeyBinding::Granted);
     }
 }

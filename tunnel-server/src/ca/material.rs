@@ -34,7 +34,7 @@ impl CaMaterial {
     /// # Errors
     /// When no key or certificate can be made.
     pub fn generate(now: SystemTime) -> Result<Self, CaError> {
-        let key = KeyPair::generate().map_err(CaError::Make)?;
+        let key = KeyPair::generate().map_err(CaError::Generate)?;
         let certificate = self_signed(&key, now)?.pem();
         Self::new(certificate, key, ("new certificate", "new key"))
     }
@@ -74,7 +74,7 @@ impl CaMaterial {
             ));
         };
         let key_pem = Zeroizing::new(key.serialize_pem());
-        let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Make)?;
+        let issuer = Issuer::from_ca_cert_der(&root, key).map_err(CaError::Generate)?;
         Ok(Self {
             root,
             roots,
@@ -135,7 +135,7 @@ pub(super) fn self_signed(key: &KeyPair, now: SystemTime) -> Result<Certificate,
     params.distinguished_name = common_name(&format!("culvert CA {}", &hash[..8]));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    params.self_signed(key).map_err(CaError::Make)
+    params.self_signed(key).map_err(CaError::Generate)
 }
 
 /// Life of the CA itself: 10 years.

@@ -1,5 +1,5 @@
 //! Another certificate for a node that has one: on the control stream of a live session, or, when it has ended, over
-//! enrolment's connection with a proof by its key.
+//! enrollment's connection with a proof by its key.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -7,19 +7,19 @@ use std::time::{Duration, SystemTime};
 use rustls::{CertificateError, Error};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use tracing::warn;
-use tunnel_proto::identity::{Domain, PeerIdentity, spki_sha256, validity};
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::identity::{PeerIdentity, TrustDomain, spki_sha256, validity};
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, RENEW_EXPORT_BYTES, RenewalProof};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::revocation::{self, Revocations};
-use crate::ca::{AgentRequest, IssueError, LocalCa};
+use crate::ca::{AgentCsr, IssueError, LocalCa};
 use crate::store::data_dir::rfc3339;
 
 /// How long after its end a certificate may be renewed by its key alone.
-pub const GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);
+pub const RENEWAL_GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 
 /// What the local CA issues, and to whom. Its calls block the thread for a signature.
 #[derive(Debug)]
@@ -33,11 +33,11 @@ pub struct Renewals {
 }
 
 /// A refusal: its code, and a line for people.
-pub type Refusal = (EnrollCode, String);
+pub type EnrollRefusal = (EnrollCode, String);
 
 /// What was issued.
 #[derive(Debug, Clone)]
-pub struct Renewed {
+pub struct RenewedCertificate {
     /// What the agent is sent.
     pub reply: EnrollReply,
     /// The certificate, with what leads to its root.
@@ -51,17 +51,18 @@ impl Renewals {
     ///
     /// # Errors
     /// Why there is none.
-    pub fn live(
+    pub fn renew_on_session(
         &self,
         peer: &PeerIdentity,
         csr: &[u8],
         now: SystemTime,
-    ) -> Result<Renewed, Refusal> {
+    ) -> Result<RenewedCertificate, EnrollRefusal> {
         let Some(node) = peer.node() else {
             return Err((EnrollCode::WrongNode, "not an agent".to_owned()));
         };
-        if peer.domain != Domain::Tunnel {
-            let detail = "the certificate is the cluster's to renew".to_owned();
+        if peer.domain != TrustDomain::Tunnel {
+            let detail =
+                "certificate was issued by the cluster and cannot be renewed here".to_owned();
             return Err((EnrollCode::NotOffered, detail));
         }
         // Read once: what the certificate is judged by is also what the next one is dated after.
@@ -69,22 +70,22 @@ impl Renewals {
         if self.revocations.covers(revoked, peer) {
             return Err(self.revoked(node));
         }
-        let request = AgentRequest::parse(csr).map_err(refusal)?;
+        let request = AgentCsr::parse(csr).map_err(refusal)?;
         self.issue(&request, node, revoked, now)
     }
 
-    /// For whoever proves to hold the key of a certificate that ended at most [`GRACE`] ago: its chain is judged as of
+    /// For whoever proves to hold the key of a certificate that ended at most [`RENEWAL_GRACE`] ago: its chain is judged as of
     /// its end, its name and revocation as of now.
     ///
     /// # Errors
     /// Why there is none.
-    pub fn late(
+    pub fn renew_expired(
         &self,
         claimed: &NodeName,
         proof: &RenewalProof,
         (csr, exported): (&[u8], &[u8; RENEW_EXPORT_BYTES]),
         now: SystemTime,
-    ) -> Result<Renewed, Refusal> {
+    ) -> Result<RenewedCertificate, EnrollRefusal> {
         let bad = |detail: &str| (EnrollCode::BadProof, detail.to_owned());
         let chain: Vec<CertificateDer<'_>> = proof
             .chain
@@ -111,14 +112,14 @@ impl Renewals {
             }
             Err(error) => return Err(bad(&format!("the certificate is not accepted: {error}"))),
         };
-        if peer.domain != Domain::Tunnel {
+        if peer.domain != TrustDomain::Tunnel {
             return Err(bad("the certificate is not of the CA of this server"));
         }
-        if now > not_after + GRACE {
+        if now > not_after + RENEWAL_GRACE {
             let detail = format!(
                 "the certificate ended at {}, more than {} days ago by this server's clock ({})",
                 rfc3339(not_after),
-                GRACE.as_secs() / 86400,
+                RENEWAL_GRACE.as_secs() / 86400,
                 rfc3339(now)
             );
             return Err((EnrollCode::CertificateEnded, detail));
@@ -127,7 +128,7 @@ impl Renewals {
             let detail = format!("the certificate is not that of {claimed}");
             return Err((EnrollCode::WrongNode, detail));
         };
-        let request = AgentRequest::parse(csr).map_err(refusal)?;
+        let request = AgentCsr::parse(csr).map_err(refusal)?;
         if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
             return Err(bad("the request is not for the certificate's key"));
         }
@@ -141,11 +142,11 @@ impl Renewals {
     /// When the CA cannot sign, or the node was revoked meanwhile.
     pub fn issue(
         &self,
-        request: &AgentRequest,
+        request: &AgentCsr,
         node: &NodeName,
         revoked: Option<SystemTime>,
         now: SystemTime,
-    ) -> Result<Renewed, Refusal> {
+    ) -> Result<RenewedCertificate, EnrollRefusal> {
         let dated = revocation::issue_time(revoked, now);
         let issued = self.ca.issue(request, node, dated).map_err(refusal)?;
         if !self.revocations.confirm(node, revoked, dated) {
@@ -154,7 +155,7 @@ impl Renewals {
         let bytes = |certificates: &[CertificateDer<'_>]| {
             certificates.iter().map(|der| der.to_vec()).collect()
         };
-        Ok(Renewed {
+        Ok(RenewedCertificate {
             reply: EnrollReply::Issued {
                 chain: bytes(&issued.chain),
                 roots: bytes(&issued.roots),
@@ -164,18 +165,22 @@ impl Renewals {
         })
     }
 
-    fn revoked(&self, node: &NodeName) -> Refusal {
+    fn revoked(&self, node: &NodeName) -> EnrollRefusal {
         let at = self.revocations.of_node(node);
-        let detail = at.map_or_else(|| "the node is revoked".to_owned(), revocation::told);
+        let detail = at.map_or_else(
+            || "the node is revoked".to_owned(),
+            revocation::revoked_message,
+        );
         (EnrollCode::Revoked, detail)
     }
 }
 
 /// Names both clocks and by how much they differ at least.
-fn clock_wrong(not_before: SystemTime, now: SystemTime) -> Refusal {
+fn clock_wrong(not_before: SystemTime, now: SystemTime) -> EnrollRefusal {
     let behind = not_before.duration_since(now).unwrap_or_default();
     let behind = humantime::format_duration(Duration::from_secs(behind.as_secs()));
-    static WRONG: LineLimit = LineLimit::new("certificates of this CA that begin in the future");
+    static WRONG: LogRateLimit =
+        LogRateLimit::new("certificates of this CA that begin in the future");
     if WRONG.admit() {
         warn!(
             clock = rfc3339(now),
@@ -192,7 +197,7 @@ fn clock_wrong(not_before: SystemTime, now: SystemTime) -> Refusal {
     (EnrollCode::ClockWrong, detail)
 }
 
-pub(crate) fn refusal(error: IssueError) -> Refusal {
+pub(crate) fn refusal(error: IssueError) -> EnrollRefusal {
     let code = match &error {
         IssueError::Request(_) | IssueError::Key => EnrollCode::BadRequest,
         IssueError::Sign(_) | IssueError::Serial(_) => EnrollCode::Unavailable,

@@ -8,22 +8,22 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::{info, warn};
-use tunnel_proto::identity::{BACKDATED, Domain, PeerIdentity};
+use tunnel_proto::identity::{BACKDATED, PeerIdentity, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::LineLimit;
-use tunnel_proto::tls::{Judge, Revoked};
+use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::tls::{RevocationCheck, Revoked};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, SharedFile, rfc3339, time_text, whole_seconds};
-use crate::store::document::{SharedDoc, Version};
+use crate::store::document::{DocumentVersion, SharedDocument};
 
 /// The revocations of a data directory or of a cluster. One holds for every certificate of its node that was issued until then; a later
 /// one, bought with a new token, is accepted.
 #[derive(Debug)]
 pub struct Revocations {
-    doc: SharedDoc,
+    doc: SharedDocument,
     state: Mutex<State>,
     /// Held while writing, so that an older state never replaces a newer one.
     writing: Mutex<()>,
@@ -38,20 +38,20 @@ struct State {
     /// When the newest certificate of each node that was shown or issued here was issued.
     issued: BTreeMap<NodeName, SystemTime>,
     /// The document as last read or written.
-    seen: Option<Version>,
+    last_version: Option<DocumentVersion>,
     /// A revocation was made later here than what others wrote, and is not written yet.
-    owed: bool,
+    has_unwritten: bool,
 }
 
 /// The form of the document.
 #[derive(Debug, Serialize, Deserialize)]
-struct Content {
-    nodes: BTreeMap<String, Entry>,
+struct RevocationsDocument {
+    nodes: BTreeMap<String, RevocationEntry>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Entry {
+struct RevocationEntry {
     #[serde(with = "time_text")]
     revoked_at: SystemTime,
 }
@@ -63,14 +63,17 @@ impl Revocations {
     /// # Errors
     /// When the file cannot be read or is damaged, with its path.
     pub fn open(dir: &DataDir, ours: bool) -> io::Result<Self> {
-        Self::over(SharedDoc::File(SharedFile::new(dir, dir.revoked())), ours)
+        Self::from_document(
+            SharedDocument::File(SharedFile::new(dir, dir.revoked())),
+            ours,
+        )
     }
 
     /// The revocations of a document; `ours` as for [`Revocations::open`].
     ///
     /// # Errors
     /// When it cannot be read or is damaged, with its name.
-    pub(crate) fn over(doc: SharedDoc, ours: bool) -> io::Result<Self> {
+    pub(crate) fn from_document(doc: SharedDocument, ours: bool) -> io::Result<Self> {
         let mut state = State::default();
         state.refresh(&doc)?;
         Ok(Self {
@@ -96,8 +99,8 @@ impl Revocations {
     }
 
     /// Writes what was raised here since others wrote. Blocks the thread.
-    fn settle(&self) -> io::Result<()> {
-        if !self.lock().owed {
+    fn flush(&self) -> io::Result<()> {
+        if !self.lock().has_unwritten {
             return Ok(());
         }
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -105,16 +108,16 @@ impl Revocations {
     }
 
     fn write(&self) -> io::Result<()> {
-        let seen = self.doc.change(|theirs: Option<Content>| {
+        let last_version = self.doc.change(|theirs: Option<RevocationsDocument>| {
             let mut state = self.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs, &self.doc)?;
             }
-            Ok(Content::of(&state.nodes))
+            Ok(RevocationsDocument::of(&state.nodes))
         })?;
         let mut state = self.lock();
-        state.seen = seen;
-        state.owed = false;
+        state.last_version = last_version;
+        state.has_unwritten = false;
         Ok(())
     }
 
@@ -126,13 +129,13 @@ impl Revocations {
 
     /// Whether a certificate is revoked.
     #[must_use]
-    pub fn holds_for(&self, peer: &PeerIdentity) -> bool {
+    pub fn is_revoked(&self, peer: &PeerIdentity) -> bool {
         let Some(node) = peer.node() else {
             return false;
         };
         let mut state = self.lock();
         let revoked = state.of_node(node, &self.doc);
-        state.note(node, self.issued(peer));
+        state.record_issued(node, self.issued(peer));
         self.covers(revoked, peer)
     }
 
@@ -149,26 +152,26 @@ impl Revocations {
         let mut state = self.lock();
         let is_same = state.of_node(node, &self.doc) == revoked;
         if is_same {
-            state.note(node, whole_seconds(dated));
+            state.record_issued(node, whole_seconds(dated));
         }
         is_same
     }
 
     fn issued(&self, peer: &PeerIdentity) -> SystemTime {
         let backdated = match peer.domain {
-            Domain::Tunnel => self.backdated,
+            TrustDomain::Tunnel => self.backdated,
             // Signers of clusters backdate as they like: rather a certificate too many is covered.
-            Domain::Cluster => Duration::ZERO,
+            TrustDomain::Cluster => Duration::ZERO,
         };
         whole_seconds(peer.not_before + backdated)
     }
 
     /// The judge of handshakes.
     #[must_use]
-    pub fn judge(self: &Arc<Self>) -> Judge {
+    pub fn revocation_check(self: &Arc<Self>) -> RevocationCheck {
         let revocations = self.clone();
         Arc::new(move |peer| {
-            if revocations.holds_for(peer) {
+            if revocations.is_revoked(peer) {
                 Err(Revoked)
             } else {
                 Ok(())
@@ -185,18 +188,18 @@ impl Revocations {
             loop {
                 tokio::select! {
                     _ = changed.changed() => {}
-                    () = tokio::time::sleep(LOOK_EVERY) => {}
+                    () = tokio::time::sleep(POLL_INTERVAL) => {}
                 }
-                let owing = revocations.clone();
-                let settled = tokio::task::spawn_blocking(move || owing.settle()).await;
-                if let Ok(Err(error)) = settled {
-                    warn!(%error, "cannot tell other servers of a later revocation, trying again");
+                let flushing = revocations.clone();
+                let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
+                if let Ok(Err(error)) = flushed {
+                    warn!(%error, "cannot publish a revocation to other servers, trying again");
                 }
                 for agent in registry.all() {
-                    if !revocations.holds_for(agent.session.peer()) || agent.is_closing() {
+                    if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
                         continue;
                     }
-                    info!(agent = %agent.node, session = %agent.id, "certificate is revoked, ending the session");
+                    info!(agent = %agent.node, session = %agent.id, "certificate is revoked, closing the session");
                     agent.withdraw();
                     tasks.spawn_service(async move {
                         agent.close(CloseCode::CredentialRevoked, REVOKED).await;
@@ -213,7 +216,7 @@ impl Revocations {
 
 impl State {
     /// Later than the node's last revocation, so that whoever read that one notices.
-    fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDoc) {
+    fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDocument) {
         let last = self.of_node(node, doc);
         let newest = self.issued.get(node).copied();
         let at = issue_time(last, whole_seconds(now));
@@ -221,18 +224,18 @@ impl State {
         self.nodes.insert(node.clone(), at);
     }
 
-    fn of_node(&mut self, node: &NodeName, doc: &SharedDoc) -> Option<SystemTime> {
+    fn of_node(&mut self, node: &NodeName, doc: &SharedDocument) -> Option<SystemTime> {
         if let Err(error) = self.refresh(doc) {
-            static UNREAD: LineLimit = LineLimit::new("revocations cannot be read again");
+            static UNREAD: LogRateLimit = LogRateLimit::new("revocations cannot be reloaded");
             if UNREAD.admit() {
-                warn!(%error, "cannot read the revocations again; those that are known hold");
+                warn!(%error, "cannot reload the revocations; the known ones stay in force");
             }
         }
         self.nodes.get(node).copied()
     }
 
     /// Remembers the newest certificate of a node.
-    fn note(&mut self, node: &NodeName, issued: SystemTime) {
+    fn record_issued(&mut self, node: &NodeName, issued: SystemTime) {
         match self.issued.get_mut(node) {
             Some(newest) => *newest = issued.max(*newest),
             None => {
@@ -242,20 +245,20 @@ impl State {
     }
 
     /// Takes in what others wrote meanwhile. A document that is gone takes nothing back.
-    fn refresh(&mut self, doc: &SharedDoc) -> io::Result<()> {
+    fn refresh(&mut self, doc: &SharedDocument) -> io::Result<()> {
         let version = doc.version();
-        if version.is_none() || version == self.seen {
+        if version.is_none() || version == self.last_version {
             return Ok(());
         }
-        let Some(content) = doc.read::<Content>()? else {
+        let Some(content) = doc.read::<RevocationsDocument>()? else {
             return Ok(());
         };
-        self.seen = version;
+        self.last_version = version;
         self.merge(content, doc)
     }
 
     /// Damaged names are told and hold up nothing else.
-    fn merge(&mut self, content: Content, doc: &SharedDoc) -> io::Result<()> {
+    fn merge(&mut self, content: RevocationsDocument, doc: &SharedDocument) -> io::Result<()> {
         let mut damaged = None;
         for (name, entry) in content.nodes {
             let node: NodeName = match name.parse() {
@@ -271,10 +274,10 @@ impl State {
             }
             // Who revoked may not have known of what was issued or shown here before this was heard. One that is hardly
             // later than the known one is that one, raised by such a server: what was bought since then stays good.
-            let is_new = known.is_none_or(|known| entry.revoked_at > known + RAISED_MAX);
+            let is_new = known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
-            self.owed |= at > entry.revoked_at;
+            self.has_unwritten |= at > entry.revoked_at;
             self.nodes.insert(node, at);
         }
         match damaged {
@@ -284,10 +287,10 @@ impl State {
     }
 }
 
-impl Content {
+impl RevocationsDocument {
     fn of(nodes: &BTreeMap<NodeName, SystemTime>) -> Self {
         let entry = |(node, at): (&NodeName, &SystemTime)| {
-            let entry = Entry { revoked_at: *at };
+            let entry = RevocationEntry { revoked_at: *at };
             (node.to_string(), entry)
         };
         Self {
@@ -306,9 +309,9 @@ pub fn issue_time(revoked: Option<SystemTime>, now: SystemTime) -> SystemTime {
 
 /// What a revoked node is told.
 #[must_use]
-pub fn told(at: SystemTime) -> String {
+pub fn revoked_message(at: SystemTime) -> String {
     format!(
-        "the node's certificates were revoked at {}; remove agent.key and agent.crt on the node and enrol with a new token",
+        "the node's certificates were revoked at {}; remove agent.key and agent.crt on the node and enroll with a new token",
         rfc3339(at)
     )
 }
@@ -316,9 +319,9 @@ pub fn told(at: SystemTime) -> String {
 /// Reason of the close.
 const REVOKED: &str = "the node's certificate was revoked";
 /// How often the document is looked at for revocations that another process wrote.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Clocks of servers differ by less, and a server hears of a revocation sooner.
-const RAISED_MAX: Duration = Duration::from_secs(60);
+const RAISE_TOLERANCE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -329,7 +332,7 @@ mod tests {
 
     fn peer(node: &str, issued: SystemTime) -> PeerIdentity {
         PeerIdentity {
-            domain: Domain::Tunnel,
+            domain: TrustDomain::Tunnel,
             role: Role::Agent(node.parse().unwrap()),
             not_before: issued - BACKDATED,
             not_after: issued + Duration::from_secs(86400),
@@ -345,14 +348,14 @@ mod tests {
             whole_seconds(SystemTime::now()),
         );
         let old = peer("worker-1", now - Duration::from_secs(60));
-        assert!(!revocations.holds_for(&old));
+        assert!(!revocations.is_revoked(&old));
         revocations.revoke(&node, now).unwrap();
         for revocations in [revocations, Revocations::open(&scratch.0, true).unwrap()] {
-            assert!(revocations.holds_for(&old));
-            assert!(revocations.holds_for(&peer("worker-1", now)));
-            assert!(!revocations.holds_for(&peer("worker-2", now)));
+            assert!(revocations.is_revoked(&old));
+            assert!(revocations.is_revoked(&peer("worker-1", now)));
+            assert!(!revocations.is_revoked(&peer("worker-2", now)));
             let issued = issue_time(revocations.of_node(&node), now);
-            assert!(!revocations.holds_for(&peer("worker-1", issued)));
+            assert!(!revocations.is_revoked(&peer("worker-1", issued)));
         }
     }
 
@@ -365,12 +368,12 @@ mod tests {
         let behind = now - Duration::from_secs(3600);
         // A session that is live when the clock goes back.
         let live = peer("worker-1", now);
-        assert!(!revocations.holds_for(&live));
+        assert!(!revocations.is_revoked(&live));
         revocations.revoke(&node, behind).unwrap();
-        assert!(revocations.holds_for(&live));
+        assert!(revocations.is_revoked(&live));
         revocations.revoke(&node, behind).unwrap();
         for revocations in [revocations, Revocations::open(&scratch.0, true).unwrap()] {
-            assert!(revocations.holds_for(&live));
+            assert!(revocations.is_revoked(&live));
             revocations.revoke(&node, behind).unwrap();
             assert!(revocations.of_node(&node) > Some(now));
         }
@@ -386,19 +389,19 @@ mod tests {
         // This server's clock is ahead, and it has not heard yet.
         let ahead = now + Duration::from_secs(2);
         there.revoke(&node, now).unwrap();
-        here.lock().note(&node, ahead);
+        here.lock().record_issued(&node, ahead);
         let stolen = peer("worker-1", ahead);
-        assert!(here.holds_for(&stolen));
-        assert!(!there.holds_for(&peer("worker-1", ahead + Duration::from_secs(1))));
-        here.settle().unwrap();
-        assert!(there.holds_for(&stolen) && open().holds_for(&stolen));
+        assert!(here.is_revoked(&stolen));
+        assert!(!there.is_revoked(&peer("worker-1", ahead + Duration::from_secs(1))));
+        here.flush().unwrap();
+        assert!(there.is_revoked(&stolen) && open().is_revoked(&stolen));
         // What is issued from then on is good, and nothing is raised again.
         let next = issue_time(here.of_node(&node), now);
         for revocations in [&here, &there] {
-            assert!(!revocations.holds_for(&peer("worker-1", next)));
+            assert!(!revocations.is_revoked(&peer("worker-1", next)));
         }
-        here.settle().unwrap();
-        assert!(!open().holds_for(&peer("worker-1", next)));
+        here.flush().unwrap();
+        assert!(!open().is_revoked(&peer("worker-1", next)));
     }
 
     #[test]

@@ -8,25 +8,25 @@ use arc_swap::ArcSwap;
 
 /// Names and addresses that the door's default certificate has. Clones share them.
 #[derive(Debug, Clone)]
-pub struct DoorNames {
+pub struct ServingNames {
     base: Arc<(Vec<String>, Vec<IpAddr>)>,
-    all: Arc<ArcSwap<Own>>,
+    all: Arc<ArcSwap<NameSet>>,
 }
 
 /// All of them at one moment.
 #[derive(Debug)]
-pub(super) struct Own {
+pub(super) struct NameSet {
     pub(super) names: Vec<String>,
     pub(super) addresses: Vec<IpAddr>,
     /// Counts the changes.
     pub(super) generation: u64,
 }
 
-impl DoorNames {
+impl ServingNames {
     /// Those that stay for the life of the process.
     #[must_use]
     pub fn new(names: Vec<String>, addresses: Vec<IpAddr>) -> Self {
-        let own = Own {
+        let own = NameSet {
             names: names.clone(),
             addresses: addresses.clone(),
             generation: 0,
@@ -38,17 +38,17 @@ impl DoorNames {
     }
 
     /// Replaces those beside the first ones. Says whether anything changed. Only one task may call this.
-    pub fn set_further(&self, names: &BTreeSet<String>, addresses: &BTreeSet<IpAddr>) -> bool {
+    pub fn set_additional(&self, names: &BTreeSet<String>, addresses: &BTreeSet<IpAddr>) -> bool {
         let (base_names, base_addresses) = &*self.base;
-        let further = names.iter().filter(|name| !base_names.contains(name));
-        let names: Vec<String> = base_names.iter().chain(further).cloned().collect();
-        let further = addresses.iter().filter(|ip| !base_addresses.contains(ip));
-        let addresses: Vec<IpAddr> = base_addresses.iter().chain(further).copied().collect();
+        let additional = names.iter().filter(|name| !base_names.contains(name));
+        let names: Vec<String> = base_names.iter().chain(additional).cloned().collect();
+        let additional = addresses.iter().filter(|ip| !base_addresses.contains(ip));
+        let addresses: Vec<IpAddr> = base_addresses.iter().chain(additional).copied().collect();
         let last = self.all.load();
         if last.names == names && last.addresses == addresses {
             return false;
         }
-        self.all.store(Arc::new(Own {
+        self.all.store(Arc::new(NameSet {
             names,
             addresses,
             generation: last.generation + 1,
@@ -62,7 +62,7 @@ impl DoorNames {
         all.names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 
-    pub(super) fn load(&self) -> Arc<Own> {
+    pub(super) fn load(&self) -> Arc<NameSet> {
         self.all.load_full()
     }
 }

@@ -19,10 +19,14 @@ fn knows_worker_1() -> IsKnown {
     Arc::new(|node| node.as_str() == "worker-1")
 }
 
-fn door(ca: &Arc<LocalCa>) -> cert_resolver::DoorCertificates {
+fn door(ca: &Arc<LocalCa>) -> cert_resolver::ServingCertResolver {
     let names = vec!["localhost".into(), "tunnel.example".into(), "ümlaut".into()];
     let ips = vec!["127.0.0.1".parse().unwrap(), "0.0.0.0".parse().unwrap()];
-    cert_resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), DoorNames::new(names, ips))
+    cert_resolver::ServingCertResolver::new(
+        ca.clone(),
+        knows_worker_1(),
+        ServingNames::new(names, ips),
+    )
 }
 
 /// Shakes hands in memory. The client's verdict, or the certificates that it saw.
@@ -174,9 +178,9 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
 fn serving_certificates_never_act_as_the_tunnel_server() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = ca.door_resolver(
+    let door = ca.serving_resolver(
         knows_worker_1(),
-        DoorNames::new(vec!["culvert.example".into()], vec![]),
+        ServingNames::new(vec!["culvert.example".into()], vec![]),
     );
     let server = tls::enroll_server(door).unwrap();
     for name in [
@@ -203,7 +207,7 @@ fn serving_certificates_never_act_as_the_tunnel_server() {
 fn door_is_verified_by_node_name_own_name_and_own_address() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let server = tls::door_server(Arc::new(door(&ca)), None).unwrap();
+    let server = tls::https_server(Arc::new(door(&ca)), None).unwrap();
     for (name, is_good) in [
         ("worker-1", true),
         ("WORKER-1", true),
@@ -223,7 +227,7 @@ fn certificates_are_kept_and_renewed_at_half_life() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
     let now = SystemTime::now();
-    let server = cert_resolver::ServerCredential::new(ca.clone(), Box::new(|_| {}));
+    let server = cert_resolver::ServerCertResolver::new(ca.clone(), Box::new(|_| {}));
     let door = door(&ca);
     let at = |time| {
         [
@@ -247,18 +251,18 @@ fn certificates_are_kept_and_renewed_at_half_life() {
 fn certificates_kept_for_the_door_are_bounded() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = cert_resolver::DoorCertificates::new(
+    let door = cert_resolver::ServingCertResolver::new(
         ca,
         Arc::new(|_| true),
-        DoorNames::new(vec![], vec![]),
+        ServingNames::new(vec![], vec![]),
     );
     let now = SystemTime::now();
     let first = door.certificate(Some("node-0"), now).unwrap();
-    for number in 1..=cert_resolver::LEAVES_MAX {
+    for number in 1..=cert_resolver::CACHED_CERTS_MAX {
         door.certificate(Some(&format!("node-{number}")), now)
             .unwrap();
     }
-    assert_eq!(door.kept(), cert_resolver::LEAVES_MAX);
+    assert_eq!(door.cached_nodes(), cert_resolver::CACHED_CERTS_MAX);
     let again = door.certificate(Some("node-0"), now).unwrap();
     assert!(!Arc::ptr_eq(&first, &again), "the oldest was dropped");
 }
@@ -267,8 +271,8 @@ fn certificates_kept_for_the_door_are_bounded() {
 fn another_ca_or_name_makes_new_serving_certificates_at_once() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let names = DoorNames::new(vec!["localhost".into()], vec![]);
-    let door = cert_resolver::DoorCertificates::new(ca.clone(), knows_worker_1(), names.clone());
+    let names = ServingNames::new(vec!["localhost".into()], vec![]);
+    let door = cert_resolver::ServingCertResolver::new(ca.clone(), knows_worker_1(), names.clone());
     let now = SystemTime::now();
     let leaf = |sni: &str| door.certificate(Some(sni), now).unwrap().cert[0].clone();
     let (own, node) = (leaf("localhost"), leaf("worker-1"));
@@ -278,8 +282,8 @@ fn another_ca_or_name_makes_new_serving_certificates_at_once() {
     );
 
     let further = std::collections::BTreeSet::from(["doors.ns.svc".to_owned()]);
-    assert!(names.set_further(&further, &Default::default()));
-    assert!(!names.set_further(&further, &Default::default()));
+    assert!(names.set_additional(&further, &Default::default()));
+    assert!(!names.set_additional(&further, &Default::default()));
     let renamed = leaf("doors.ns.svc");
     assert_ne!(renamed, own);
     assert!(String::from_utf8_lossy(&renamed).contains("doors.ns.svc"));

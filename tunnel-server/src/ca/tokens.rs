@@ -11,19 +11,19 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::store::data_dir::{DataDir, SharedFile, name_text, random, time_text, whole_seconds};
-use crate::store::document::{SharedDoc, Version};
+use crate::store::document::{DocumentVersion, SharedDocument};
 
 /// The join tokens of a data directory or of a cluster. Its calls that change something block the thread until that is on
 /// disk or in the cluster.
 #[derive(Debug)]
 pub struct TokenStore {
-    doc: SharedDoc,
+    doc: SharedDocument,
     state: Mutex<State>,
     /// The generation that is kept. Held while writing, so that callers who wait find their change written by the first.
     written: Mutex<u64>,
@@ -80,12 +80,12 @@ pub struct TokenGrant {
 pub enum CreateTokenError {
     /// It would never or almost always be valid.
     #[error("a token's life must be between 1 second and 365 days")]
-    Life,
+    InvalidTtl,
     /// It cannot be made or kept; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
     /// Its parts do not make a token.
-    #[error("cannot put the token together")]
+    #[error("cannot encode the token")]
     Parts(#[from] TokenError),
 }
 
@@ -95,14 +95,14 @@ impl TokenStore {
     /// # Errors
     /// When the file cannot be read or is damaged, with its path.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
-        Self::over(SharedDoc::File(SharedFile::new(dir, dir.tokens())))
+        Self::from_document(SharedDocument::File(SharedFile::new(dir, dir.tokens())))
     }
 
     /// The tokens of a document.
     ///
     /// # Errors
     /// When it cannot be read or is damaged, with its name.
-    pub(crate) fn over(doc: SharedDoc) -> io::Result<Self> {
+    pub(crate) fn from_document(doc: SharedDocument) -> io::Result<Self> {
         let mut state = State::default();
         state.refresh(&doc)?;
         Ok(Self {
@@ -125,13 +125,13 @@ impl TokenStore {
         now: SystemTime,
     ) -> Result<JoinToken, CreateTokenError> {
         if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
-            return Err(CreateTokenError::Life);
+            return Err(CreateTokenError::InvalidTtl);
         }
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
         let secret = random::<TOKEN_SECRET_BYTES>()?;
         let token = JoinToken::new(&id, &secret, Some(ca_hash))?;
         let created = whole_seconds(now);
-        let stored = Stored {
+        let stored = StoredToken {
             node: node.clone(),
             secret_sha256: hex(&sha256(&secret)),
             ips,
@@ -154,7 +154,7 @@ impl TokenStore {
     #[must_use]
     pub fn list(&self, now: SystemTime) -> Vec<TokenInfo> {
         let mut state = self.lock();
-        self.look(&mut state, now);
+        self.reload(&mut state, now);
         let mut tokens: Vec<TokenInfo> = state
             .tokens
             .iter()
@@ -186,7 +186,7 @@ impl TokenStore {
     ///
     /// # Errors
     /// When the change cannot be kept; they are revoked until the process ends.
-    pub fn revoke_of(&self, node: &NodeName, now: SystemTime) -> io::Result<usize> {
+    pub fn revoke_node_tokens(&self, node: &NodeName, now: SystemTime) -> io::Result<usize> {
         let mut count = 0;
         let generation = self.change(now, |state| {
             for stored in state.tokens.values_mut() {
@@ -215,17 +215,17 @@ impl TokenStore {
     ) -> Result<TokenGrant, (EnrollCode, String)> {
         let (grant, generation) = {
             let mut state = self.lock();
-            self.look(&mut state, now);
+            self.reload(&mut state, now);
             let grant = state.redeem(token_text, node, csr_public_key_sha256, now)?;
             (grant, state.generation)
         };
         // Also when this key is a repeater: the first time may have failed here.
         self.save(generation, now).map_err(|error| {
-            static UNSAVED: LineLimit = LineLimit::new("uses of join tokens cannot be kept");
+            static UNSAVED: LogRateLimit = LogRateLimit::new("uses of join tokens cannot be saved");
             if UNSAVED.admit() {
-                warn!(%error, "cannot keep the use of a join token");
+                warn!(%error, "cannot save the use of a join token");
             }
-            let detail = "the server cannot keep its files; try again later";
+            let detail = "the server cannot save its files; try again later";
             (EnrollCode::Unavailable, detail.to_owned())
         })?;
         self.lock().is_bound(&grant.id, csr_public_key_sha256)?;
@@ -237,11 +237,11 @@ impl TokenStore {
     }
 
     /// Takes in what a verb wrote meanwhile, and forgets what is over.
-    fn look(&self, state: &mut State, now: SystemTime) {
+    fn reload(&self, state: &mut State, now: SystemTime) {
         if let Err(error) = state.refresh(&self.doc) {
-            static UNREAD: LineLimit = LineLimit::new("join tokens cannot be read again");
+            static UNREAD: LogRateLimit = LogRateLimit::new("join tokens cannot be reloaded");
             if UNREAD.admit() {
-                warn!(%error, "cannot read the join tokens again");
+                warn!(%error, "cannot reload the join tokens");
             }
         }
         state.prune(now);
@@ -249,7 +249,7 @@ impl TokenStore {
 
     fn change(&self, now: SystemTime, change: impl FnOnce(&mut State)) -> u64 {
         let mut state = self.lock();
-        self.look(&mut state, now);
+        self.reload(&mut state, now);
         change(&mut state);
         state.generation += 1;
         state.generation
@@ -261,14 +261,14 @@ impl TokenStore {
             return Ok(());
         }
         let mut latest = generation;
-        let version = self.doc.change(|theirs: Option<Content>| {
+        let version = self.doc.change(|theirs: Option<TokensDocument>| {
             let mut state = self.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs);
             }
             state.prune(now);
             latest = state.generation;
-            Ok(Content {
+            Ok(TokensDocument {
                 tokens: state.tokens.clone(),
             })
         })?;
@@ -280,26 +280,26 @@ impl TokenStore {
 
 #[derive(Debug, Default)]
 struct State {
-    tokens: BTreeMap<String, Stored>,
+    tokens: BTreeMap<String, StoredToken>,
     /// Counts changes in memory.
     generation: u64,
     /// The document as last read or written.
-    version: Option<Version>,
+    version: Option<DocumentVersion>,
     /// Wrong secrets, by the ids that exist.
-    failures: HashMap<String, Window>,
+    failures: HashMap<String, FailureWindow>,
     /// Ids that do not exist.
-    unknown: Window,
+    unknown: FailureWindow,
 }
 
 /// The form of the document.
 #[derive(Debug, Serialize, Deserialize)]
-struct Content {
-    tokens: BTreeMap<String, Stored>,
+struct TokensDocument {
+    tokens: BTreeMap<String, StoredToken>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Stored {
+struct StoredToken {
     #[serde(with = "name_text")]
     node: NodeName,
     secret_sha256: String,
@@ -316,12 +316,12 @@ struct Stored {
 }
 
 impl State {
-    fn refresh(&mut self, doc: &SharedDoc) -> io::Result<()> {
+    fn refresh(&mut self, doc: &SharedDocument) -> io::Result<()> {
         let version = doc.version();
         if version.is_none() || version == self.version {
             return Ok(());
         }
-        if let Some(content) = doc.read::<Content>()? {
+        if let Some(content) = doc.read::<TokensDocument>()? {
             self.merge(content);
             self.version = version;
         }
@@ -329,7 +329,7 @@ impl State {
     }
 
     /// Takes in what others wrote. A key that is written there was first, whatever was meant here meanwhile.
-    fn merge(&mut self, content: Content) {
+    fn merge(&mut self, content: TokensDocument) {
         for (id, theirs) in content.tokens {
             match self.tokens.get_mut(&id) {
                 None => {
@@ -359,7 +359,7 @@ impl State {
 
     fn prune(&mut self, now: SystemTime) {
         self.tokens
-            .retain(|_, stored| stored.expires + KEPT_AFTER_END > now);
+            .retain(|_, stored| stored.expires + RETENTION_AFTER_EXPIRY > now);
         let tokens = &self.tokens;
         self.failures.retain(|id, _| tokens.contains_key(id));
     }
@@ -376,8 +376,8 @@ impl State {
         let Some((stored, token)) = known else {
             return Err(bad_token(self.unknown.count(now, UNKNOWN_PER_MINUTE)));
         };
-        let given = hex(&sha256(token.secret()));
-        if verify_slices_are_equal(given.as_bytes(), stored.secret_sha256.as_bytes()).is_err() {
+        let presented = hex(&sha256(token.secret()));
+        if verify_slices_are_equal(presented.as_bytes(), stored.secret_sha256.as_bytes()).is_err() {
             let failures = self.failures.entry(token.id().to_owned()).or_default();
             return Err(bad_token(failures.count(now, FAILURES_PER_MINUTE)));
         }
@@ -410,7 +410,7 @@ impl State {
     }
 }
 
-impl Stored {
+impl StoredToken {
     fn info(&self, id: &str, now: SystemTime) -> TokenInfo {
         let state = if self.revoked {
             TokenState::Revoked
@@ -435,12 +435,12 @@ impl Stored {
 
 /// Failures in the current minute.
 #[derive(Debug, Default)]
-pub(crate) struct Window {
+pub(crate) struct FailureWindow {
     since: Option<SystemTime>,
     count: u32,
 }
 
-impl Window {
+impl FailureWindow {
     /// Counts one and says whether it is still within the limit.
     pub(crate) fn count(&mut self, now: SystemTime, limit: u32) -> bool {
         if !self.is_current(now) {
@@ -483,7 +483,7 @@ const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// Longest life of a token.
 const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// How long an ended token stays in the list, so that "expired" can be told from "unknown".
-const KEPT_AFTER_END: Duration = DAY;
+const RETENTION_AFTER_EXPIRY: Duration = DAY;
 /// Wrong secrets a minute that are answered in detail, per token.
 pub(crate) const FAILURES_PER_MINUTE: u32 = 5;
 /// Unknown tokens a minute that are answered in detail, all senders together: a whole site is behind one address.

@@ -73,13 +73,13 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
     let namespace = settings.namespace.as_ref();
     let namespace = namespace.unwrap_or(&config.default_namespace).clone();
     let throttle = Throttle::default();
-    let noting = throttle.clone();
+    let observer = throttle.clone();
     let builder = ClientBuilder::try_from(config)
         .map_err(|error| ConfigError(vec![format!("--kubeconfig: {error}")]))?;
     let client = builder
         .with_layer(&layer_fn(HeadLimit))
         .with_layer(&MapResponseLayer::new(move |response: Response<_>| {
-            noting.note(response.status(), response.headers());
+            observer.observe(response.status(), response.headers());
             response
         }))
         .build();

@@ -11,61 +11,70 @@ use super::metrics::{ClusterMetrics, Object};
 /// Lines that are kept of one part; the rest is counted.
 const LINES_MAX: usize = 32;
 
-/// Problems of the parts. Clones share them.
+/// Conditions of the parts. Clones share them.
 #[derive(Debug, Clone)]
-pub(super) struct Problems {
+pub(super) struct Conditions {
     readiness: Readiness,
     metrics: ClusterMetrics,
-    parts: Arc<Mutex<BTreeMap<&'static str, Vec<String>>>>,
+    by_condition: Arc<Mutex<BTreeMap<&'static str, Vec<String>>>>,
 }
 
-impl Problems {
+impl Conditions {
     pub(super) fn new(readiness: Readiness, metrics: ClusterMetrics) -> Self {
         Self {
             readiness,
             metrics,
-            parts: Arc::default(),
+            by_condition: Arc::default(),
         }
     }
 
     /// Replaces the problems of a part; none clears it.
-    pub(super) fn set(&self, part: Part, mut lines: Vec<String>) {
-        let name = part.label();
+    pub(super) fn set(&self, condition: Condition, mut lines: Vec<String>) {
+        let name = condition.label();
         let count = lines.len();
         if count > LINES_MAX {
             lines.truncate(LINES_MAX);
             lines.push(format!("and {} more", count - LINES_MAX));
         }
         {
-            let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-            let before = parts.get(name).map_or(&[][..], Vec::as_slice);
+            let mut by_condition = self
+                .by_condition
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let before = by_condition.get(name).map_or(&[][..], Vec::as_slice);
             if before == lines {
                 return;
             }
             for line in lines.iter().filter(|line| !before.contains(line)) {
-                warn!(part = name, "{line}");
+                warn!(condition = name, "{line}");
             }
             if lines.is_empty() {
-                info!(part = name, "the problems are over");
-                parts.remove(name);
+                info!(condition = name, "condition cleared");
+                by_condition.remove(name);
             } else {
-                parts.insert(name, lines.clone());
+                by_condition.insert(name, lines.clone());
             }
         }
         self.metrics.problems(name, count);
-        self.readiness.note(name, lines);
+        self.readiness.set_conditions(name, lines);
     }
 
     /// The problems of a part.
-    pub(super) fn of(&self, part: Part) -> Vec<String> {
-        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-        parts.get(part.label()).cloned().unwrap_or_default()
+    pub(super) fn of(&self, condition: Condition) -> Vec<String> {
+        let by_condition = self
+            .by_condition
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        by_condition
+            .get(condition.label())
+            .cloned()
+            .unwrap_or_default()
     }
 }
 
 /// What has problems.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum Condition {
     /// Names of Nodes.
     NodeNames,
     /// Addresses and networks of Nodes.
@@ -89,22 +98,22 @@ pub(super) enum Part {
     /// Writing an object.
     Writing(Object),
     /// The Secret of the CA.
-    Authority,
+    CaSecret,
     /// The ConfigMap of the CA's certificates.
-    Bundle,
+    CaBundle,
     /// The Secret with tokens and revocations.
     State,
     /// QUIC keys of this server.
-    Replica,
+    QuicKeyLease,
     /// The annotation with names of the TLS door.
-    DoorNames,
+    ServingNames,
     /// The right to get Pods.
     PodLookup,
     /// The ranges of Services.
     ServiceRanges,
 }
 
-impl Part {
+impl Condition {
     fn label(self) -> &'static str {
         match self {
             Self::NodeNames => "node names",
@@ -122,18 +131,18 @@ impl Part {
             Self::Watching(Object::Service) => "watching service",
             Self::Watching(Object::KubeletCa) => "watching kubelet client CA",
             Self::Watching(Object::Ca) => "watching ca",
-            Self::Watching(Object::Bundle) => "watching ca certificates",
+            Self::Watching(Object::CaBundle) => "watching ca certificates",
             Self::Watching(Object::State) => "watching state",
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",
             Self::Writing(Object::Lease) => "writing lease",
             Self::Writing(_) => "writing",
-            Self::Authority => "ca",
-            Self::Bundle => "ca certificates",
+            Self::CaSecret => "ca",
+            Self::CaBundle => "ca certificates",
             Self::State => "state",
-            Self::Replica => "quic keys",
-            Self::DoorNames => "door names",
+            Self::QuicKeyLease => "quic keys",
+            Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",
             Self::ServiceRanges => "service ranges",
         }

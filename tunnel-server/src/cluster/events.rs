@@ -1,4 +1,4 @@
-//! Problems as Events on the object that they are about, for `kubectl describe`.
+//! Conditions as Events on the object that they are about, for `kubectl describe`.
 
 use std::collections::HashMap;
 
@@ -9,8 +9,8 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Resource as _};
 
-use super::failure::Failure;
-use crate::cluster::conditions::Part;
+use super::failure::ApiError;
+use crate::cluster::conditions::Condition;
 
 /// Most bytes of a note (Kubernetes `pkg/apis/core/validation/events.go`, `NoteLengthLimit`).
 const NOTE_MAX_BYTES: usize = 1024;
@@ -19,64 +19,64 @@ const REPORTER: &str = "culvert.dev/tunnel-server";
 
 /// Says each problem once.
 #[derive(Debug)]
-pub(super) struct EventLog {
+pub(super) struct EventRecorder {
     api: Api<Event>,
     instance: String,
     namespace: String,
-    said: HashMap<&'static str, String>,
+    published: HashMap<&'static str, String>,
 }
 
-impl EventLog {
+impl EventRecorder {
     pub(super) fn new(api: Api<Event>, namespace: String, instance: String) -> Self {
         Self {
             api,
             instance,
             namespace,
-            said: HashMap::new(),
+            published: HashMap::new(),
         }
     }
 
     /// Says the problems of a part, unless that was the last that was said of it.
-    pub(super) async fn say(
+    pub(super) async fn publish(
         &mut self,
-        part: Part,
+        condition: Condition,
         lines: &[String],
         (name, map): (&str, Option<&ConfigMap>),
-    ) -> Result<(), Failure> {
-        let reason = match part {
-            Part::PortLists => "BadPorts",
-            Part::RecordsSize => "RecordsTooLarge",
-            Part::NodeNames
-            | Part::NodeClaims
-            | Part::ServiceNetworks
-            | Part::Service
-            | Part::KubeletCa
-            | Part::Replicas
-            | Part::KubeletCertificate
-            | Part::Watching(_)
-            | Part::Writing(_)
-            | Part::Authority
-            | Part::Bundle
-            | Part::State
-            | Part::Replica
-            | Part::DoorNames
-            | Part::ServiceRanges
-            | Part::PodLookup => {
+    ) -> Result<(), ApiError> {
+        let reason = match condition {
+            Condition::PortLists => "BadPorts",
+            Condition::RecordsSize => "RecordsTooLarge",
+            Condition::NodeNames
+            | Condition::NodeClaims
+            | Condition::ServiceNetworks
+            | Condition::Service
+            | Condition::KubeletCa
+            | Condition::Replicas
+            | Condition::KubeletCertificate
+            | Condition::Watching(_)
+            | Condition::Writing(_)
+            | Condition::CaSecret
+            | Condition::CaBundle
+            | Condition::State
+            | Condition::QuicKeyLease
+            | Condition::ServingNames
+            | Condition::ServiceRanges
+            | Condition::PodLookup => {
                 return Ok(());
             }
         };
         if lines.is_empty() {
-            self.said.remove(reason);
+            self.published.remove(reason);
             return Ok(());
         }
         let note = note(lines);
-        if self.said.get(reason) == Some(&note) {
+        if self.published.get(reason) == Some(&note) {
             return Ok(());
         }
         let event = self.event(reason, note.clone(), self.reference(name, map));
         let made = self.api.create(&PostParams::default(), &event).await;
-        made.map_err(|error| Failure::from(&error))?;
-        self.said.insert(reason, note);
+        made.map_err(|error| ApiError::from(&error))?;
+        self.published.insert(reason, note);
         Ok(())
     }
 

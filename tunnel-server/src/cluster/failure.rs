@@ -11,7 +11,7 @@ use super::objects::creation;
 
 /// Kinds of failures, as metrics name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum FailureKind {
+pub(super) enum ApiErrorKind {
     /// Somebody else changed or made the object first.
     Conflict,
     /// 401 or 403.
@@ -32,7 +32,7 @@ pub(super) enum FailureKind {
     Unavailable,
 }
 
-impl FailureKind {
+impl ApiErrorKind {
     /// The word for metrics.
     pub(super) fn label(self) -> &'static str {
         match self {
@@ -52,15 +52,15 @@ impl FailureKind {
 /// A failed call.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{text}")]
-pub(super) struct Failure {
-    pub(super) kind: FailureKind,
+pub(super) struct ApiError {
+    pub(super) kind: ApiErrorKind,
     /// What the server asks to wait, if it does.
     pub(super) retry_after: Option<Duration>,
     text: String,
 }
 
-impl Failure {
-    pub(super) fn new(kind: FailureKind, text: impl Into<String>) -> Self {
+impl ApiError {
+    pub(super) fn new(kind: ApiErrorKind, text: impl Into<String>) -> Self {
         Self {
             kind,
             retry_after: None,
@@ -75,12 +75,12 @@ impl Failure {
         let text = format!(
             "{kind} {namespace}/{name} does not exist; create it empty, as the manifests do: {command}"
         );
-        Self::new(FailureKind::NotFound, text)
+        Self::new(ApiErrorKind::NotFound, text)
     }
 
     /// The failure to create an object. Where the server may not, which is so with the rights of the manifests, somebody else has to.
     pub(super) fn of_creation(self, object: Object, namespace: &str, name: &str) -> Self {
-        if self.kind == FailureKind::Forbidden {
+        if self.kind == ApiErrorKind::Forbidden {
             Self::absent(object, namespace, name)
         } else {
             self
@@ -89,31 +89,31 @@ impl Failure {
 
     /// Whether an operator has to do something: trying again changes nothing by itself.
     pub(super) fn needs_operator(&self) -> bool {
-        matches!(self.kind, FailureKind::Forbidden | FailureKind::NotFound)
+        matches!(self.kind, ApiErrorKind::Forbidden | ApiErrorKind::NotFound)
     }
 
     /// No answer in time.
     pub(super) fn timeout() -> Self {
         Self::new(
-            FailureKind::Timeout,
+            ApiErrorKind::Timeout,
             "the API server did not answer in time",
         )
     }
 }
 
-impl From<&kube::Error> for Failure {
+impl From<&kube::Error> for ApiError {
     fn from(error: &kube::Error) -> Self {
         let kube::Error::Api(status) = error else {
-            return Self::new(FailureKind::Unavailable, sources(error));
+            return Self::new(ApiErrorKind::Unavailable, sources(error));
         };
         let kind = match status.code {
-            401 | 403 => FailureKind::Forbidden,
-            404 => FailureKind::NotFound,
-            409 => FailureKind::Conflict,
-            410 => FailureKind::Expired,
-            413 | 422 => FailureKind::Invalid,
-            429 => FailureKind::Throttled,
-            _ => FailureKind::Unavailable,
+            401 | 403 => ApiErrorKind::Forbidden,
+            404 => ApiErrorKind::NotFound,
+            409 => ApiErrorKind::Conflict,
+            410 => ApiErrorKind::Expired,
+            413 | 422 => ApiErrorKind::Invalid,
+            429 => ApiErrorKind::Throttled,
+            _ => ApiErrorKind::Unavailable,
         };
         let seconds = status.details.as_ref();
         let seconds = seconds.map_or(0, |details| details.retry_after_seconds);
@@ -125,16 +125,17 @@ impl From<&kube::Error> for Failure {
     }
 }
 
-impl From<&watcher::Error> for Failure {
+impl From<&watcher::Error> for ApiError {
     fn from(error: &watcher::Error) -> Self {
         match error {
             watcher::Error::InitialListFailed(error)
             | watcher::Error::WatchStartFailed(error)
             | watcher::Error::WatchFailed(error) => error.into(),
             watcher::Error::WatchError(status) => (&kube::Error::Api(status.clone())).into(),
-            watcher::Error::NoResourceVersion => {
-                Self::new(FailureKind::Unavailable, "an object without a version")
-            }
+            watcher::Error::NoResourceVersion => Self::new(
+                ApiErrorKind::Unavailable,
+                "object without a resourceVersion",
+            ),
         }
     }
 }
@@ -160,7 +161,7 @@ pub(super) struct Throttle(Arc<Mutex<Option<Instant>>>);
 
 impl Throttle {
     /// Notes an answer of the API server.
-    pub(super) fn note(&self, status: http::StatusCode, headers: &http::HeaderMap) {
+    pub(super) fn observe(&self, status: http::StatusCode, headers: &http::HeaderMap) {
         let asks = matches!(
             status,
             http::StatusCode::TOO_MANY_REQUESTS | http::StatusCode::SERVICE_UNAVAILABLE
@@ -178,7 +179,7 @@ impl Throttle {
     }
 
     /// How long to wait yet.
-    pub(super) fn left(&self, now: Instant) -> Duration {
+    pub(super) fn remaining(&self, now: Instant) -> Duration {
         let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
     }
@@ -190,31 +191,31 @@ pub(super) struct Backoff {
     failures: u32,
     last: Option<Instant>,
     /// When everything was last listed anew because a version had expired.
-    relisted: Option<Instant>,
+    last_relist: Option<Instant>,
     /// When the API server was away last.
-    outage: Option<Instant>,
+    last_outage: Option<Instant>,
 }
 
 impl Backoff {
     /// The wait after a failure; none after the first version that expired in [`RELIST_SPACING`], or in [`OUTAGE_SPACING`]
     /// where the API server was away since then: it may restart twice. `jitter` is between 0 and 1.
-    pub(super) fn after(&mut self, failure: &Failure, now: Instant, jitter: f64) -> Duration {
+    pub(super) fn next_delay(&mut self, failure: &ApiError, now: Instant, jitter: f64) -> Duration {
         let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
-        let is_expired = failure.kind == FailureKind::Expired;
-        if failure.kind == FailureKind::Unavailable {
-            self.outage = Some(now);
+        let is_expired = failure.kind == ApiErrorKind::Expired;
+        if failure.kind == ApiErrorKind::Unavailable {
+            self.last_outage = Some(now);
         }
-        let apart = if self.outage > self.relisted {
+        let min_spacing = if self.last_outage > self.last_relist {
             OUTAGE_SPACING
         } else {
             RELIST_SPACING
         };
-        let spacing = self.relisted.map_or(Duration::ZERO, |last| {
-            (last + apart).saturating_duration_since(now)
+        let spacing = self.last_relist.map_or(Duration::ZERO, |last| {
+            (last + min_spacing).saturating_duration_since(now)
         });
         if is_expired && spacing.is_zero() {
             // The API server answers: whatever failed before, the list is due, and its failure would be a first one.
-            self.relisted = Some(now + asked);
+            self.last_relist = Some(now + asked);
             self.reset();
             return asked;
         }
@@ -224,10 +225,10 @@ impl Backoff {
         self.failures = if is_quiet { 0 } else { self.failures + 1 };
         self.last = Some(now);
         let longest = match failure.kind {
-            FailureKind::Conflict => CONFLICT_LONGEST,
-            _ => LONGEST,
+            ApiErrorKind::Conflict => CONFLICT_DELAY_MAX,
+            _ => DELAY_MAX,
         };
-        let base = FIRST
+        let base = DELAY_INITIAL
             .saturating_mul(1 << self.failures.min(8))
             .min(longest)
             .mul_f64(0.5 + jitter / 2.0);
@@ -235,7 +236,7 @@ impl Backoff {
             return base.max(asked);
         }
         let wait = base.max(spacing).max(asked);
-        self.relisted = Some(now + wait);
+        self.last_relist = Some(now + wait);
         wait
     }
 
@@ -246,12 +247,12 @@ impl Backoff {
 }
 
 /// The first wait is up to this.
-const FIRST: Duration = Duration::from_millis(500);
+const DELAY_INITIAL: Duration = Duration::from_millis(500);
 /// No wait of ours is longer: what changed while the API server was away has to show within 10 s of its return, and a call
 /// that began before takes its time, too.
-const LONGEST: Duration = Duration::from_secs(4);
+const DELAY_MAX: Duration = Duration::from_secs(4);
 /// Another writer is no overload: what it changed is repaired within 5 s.
-const CONFLICT_LONGEST: Duration = FIRST;
+const CONFLICT_DELAY_MAX: Duration = DELAY_INITIAL;
 /// After this long without a failure the next one is a first one.
 const QUIET: Duration = Duration::from_secs(60);
 /// Lists of everything, when versions expire again and again, are this far apart.
@@ -265,23 +266,25 @@ const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 mod tests {
     use super::*;
 
-    fn failure(kind: FailureKind) -> Failure {
-        Failure::new(kind, "")
+    fn failure(kind: ApiErrorKind) -> ApiError {
+        ApiError::new(kind, "")
     }
 
     #[tokio::test(start_paused = true)]
     async fn waits_double_up_to_the_longest_and_begin_anew_after_quiet() {
         let (mut backoff, now) = (Backoff::default(), Instant::now());
-        let away = failure(FailureKind::Unavailable);
-        let waits: Vec<_> = (0..8).map(|_| backoff.after(&away, now, 1.0)).collect();
+        let away = failure(ApiErrorKind::Unavailable);
+        let waits: Vec<_> = (0..8)
+            .map(|_| backoff.next_delay(&away, now, 1.0))
+            .collect();
         let seconds: Vec<f64> = waits.iter().map(Duration::as_secs_f64).collect();
         assert_eq!(seconds, [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0]);
         assert_eq!(
-            backoff.after(&failure(FailureKind::Conflict), now, 1.0),
-            CONFLICT_LONGEST
+            backoff.next_delay(&failure(ApiErrorKind::Conflict), now, 1.0),
+            CONFLICT_DELAY_MAX
         );
         let later = now + QUIET * 2;
-        assert_eq!(backoff.after(&away, later, 0.0), FIRST / 2);
+        assert_eq!(backoff.next_delay(&away, later, 0.0), DELAY_INITIAL / 2);
     }
 
     #[tokio::test(start_paused = true)]
@@ -289,7 +292,7 @@ mod tests {
         let (mut backoff, start) = (Backoff::default(), Instant::now());
         let mut now = start;
         for _ in 0..10 {
-            now += backoff.after(&failure(FailureKind::Expired), now, 0.0);
+            now += backoff.next_delay(&failure(ApiErrorKind::Expired), now, 0.0);
         }
         assert!(now - start >= RELIST_SPACING * 9, "{:?}", now - start);
     }
@@ -298,31 +301,31 @@ mod tests {
     async fn version_that_expired_after_an_outage_is_listed_at_once() {
         let (mut backoff, now) = (Backoff::default(), Instant::now());
         for _ in 0..5 {
-            backoff.after(&failure(FailureKind::Unavailable), now, 1.0);
+            backoff.next_delay(&failure(ApiErrorKind::Unavailable), now, 1.0);
         }
-        let expired = failure(FailureKind::Expired);
-        assert_eq!(backoff.after(&expired, now, 1.0), Duration::ZERO);
-        let list_failed = backoff.after(&failure(FailureKind::Unavailable), now, 1.0);
-        assert_eq!(list_failed, FIRST);
-        assert_eq!(backoff.after(&expired, now, 0.0), RELIST_SPACING);
+        let expired = failure(ApiErrorKind::Expired);
+        assert_eq!(backoff.next_delay(&expired, now, 1.0), Duration::ZERO);
+        let list_failed = backoff.next_delay(&failure(ApiErrorKind::Unavailable), now, 1.0);
+        assert_eq!(list_failed, DELAY_INITIAL);
+        assert_eq!(backoff.next_delay(&expired, now, 0.0), RELIST_SPACING);
         let later = now + RELIST_SPACING * 3;
-        assert_eq!(backoff.after(&expired, later, 1.0), Duration::ZERO);
+        assert_eq!(backoff.next_delay(&expired, later, 1.0), Duration::ZERO);
     }
 
     #[tokio::test(start_paused = true)]
     async fn each_restart_of_a_server_that_restarts_twice_is_listed_soon() {
         let (mut backoff, start) = (Backoff::default(), Instant::now());
-        let expired = failure(FailureKind::Expired);
-        let away = failure(FailureKind::Unavailable);
+        let expired = failure(ApiErrorKind::Expired);
+        let away = failure(ApiErrorKind::Unavailable);
         for restart in 0..3 {
             let now = start + Duration::from_secs(12) * restart;
-            backoff.after(&away, now, 1.0);
-            let wait = backoff.after(&expired, now + Duration::from_secs(1), 1.0);
+            backoff.next_delay(&away, now, 1.0);
+            let wait = backoff.next_delay(&expired, now + Duration::from_secs(1), 1.0);
             assert_eq!(wait, Duration::ZERO, "restart {restart}");
         }
         let soon = start + Duration::from_secs(26);
-        backoff.after(&away, soon, 1.0);
-        let wait = backoff.after(&expired, soon, 0.0);
+        backoff.next_delay(&away, soon, 1.0);
+        let wait = backoff.next_delay(&expired, soon, 0.0);
         assert!(wait <= OUTAGE_SPACING, "{wait:?}");
     }
 
@@ -330,7 +333,7 @@ mod tests {
     fn failed_connection_names_its_causes() {
         let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
         let error = kube::Error::Service(Box::new(refused));
-        let failure = Failure::from(&watcher::Error::WatchFailed(error));
+        let failure = ApiError::from(&watcher::Error::WatchFailed(error));
         assert!(failure.to_string().contains("refused"), "{failure}");
     }
 
@@ -342,13 +345,13 @@ mod tests {
             http::HeaderValue::from_static("7"),
         )];
         let headers = headers.into_iter().collect();
-        throttle.note(http::StatusCode::OK, &headers);
-        assert_eq!(throttle.left(now), Duration::ZERO);
-        throttle.note(http::StatusCode::TOO_MANY_REQUESTS, &headers);
-        assert_eq!(throttle.left(now), Duration::from_secs(7));
-        let mut asked = failure(FailureKind::Throttled);
+        throttle.observe(http::StatusCode::OK, &headers);
+        assert_eq!(throttle.remaining(now), Duration::ZERO);
+        throttle.observe(http::StatusCode::TOO_MANY_REQUESTS, &headers);
+        assert_eq!(throttle.remaining(now), Duration::from_secs(7));
+        let mut asked = failure(ApiErrorKind::Throttled);
         asked.retry_after = Some(Duration::from_secs(20));
-        let wait = Backoff::default().after(&asked, now, 0.0);
+        let wait = Backoff::default().next_delay(&asked, now, 0.0);
         assert_eq!(wait, Duration::from_secs(20));
     }
 }

@@ -13,9 +13,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::failure::{Failure, FailureKind, Throttle};
+use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::metrics::{ClusterMetrics, Object};
-use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::conditions::{Condition, Conditions};
 
 /// `leaseDurationSeconds`: others take a Lease that was not renewed for this long.
 const DURATION: Duration = Duration::from_secs(15);
@@ -46,7 +46,7 @@ impl Leadership {
 
 /// What follows from the Lease as found; pure.
 #[derive(Debug, Clone, PartialEq)]
-enum Step {
+enum LeaseAction {
     /// There is none: make it.
     Create(LeaseSpec),
     /// It is ours, free, or was not renewed: write it.
@@ -62,11 +62,16 @@ struct Candidate {
     /// The Lease as last seen to change, by this process's clock: clocks of others do not count.
     observed: Option<(LeaseSpec, Instant)>,
     /// Whether its holder renewed it meanwhile: it is alive, not one that was killed.
-    holder_lives: bool,
+    is_holder_alive: bool,
 }
 
 impl Candidate {
-    fn step(&mut self, found: Option<&LeaseSpec>, now: Instant, wall: Timestamp) -> Step {
+    fn next_action(
+        &mut self,
+        found: Option<&LeaseSpec>,
+        now: Instant,
+        wall: Timestamp,
+    ) -> LeaseAction {
         let fresh = LeaseSpec {
             holder_identity: Some(self.identity.clone()),
             lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
@@ -76,16 +81,16 @@ impl Candidate {
             ..LeaseSpec::default()
         };
         let Some(found) = found else {
-            return Step::Create(fresh);
+            return LeaseAction::Create(fresh);
         };
-        let seen_at = match &self.observed {
-            Some((seen, at)) if seen == found => *at,
+        let observed_at = match &self.observed {
+            Some((last_spec, at)) if last_spec == found => *at,
             Some(_) | None => {
                 let before = self
                     .observed
                     .as_ref()
-                    .map(|(seen, _)| &seen.holder_identity);
-                self.holder_lives = before == Some(&found.holder_identity);
+                    .map(|(last_spec, _)| &last_spec.holder_identity);
+                self.is_holder_alive = before == Some(&found.holder_identity);
                 self.observed = Some((found.clone(), now));
                 now
             }
@@ -94,11 +99,11 @@ impl Candidate {
         let is_ours = holder == self.identity;
         let seconds = found.lease_duration_seconds.unwrap_or_default();
         let duration = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
-        if !holder.is_empty() && !is_ours && now < seen_at + duration {
-            return Step::Follow(holder.to_owned());
+        if !holder.is_empty() && !is_ours && now < observed_at + duration {
+            return LeaseAction::Follow(holder.to_owned());
         }
         let transitions = found.lease_transitions.unwrap_or_default();
-        Step::Take(LeaseSpec {
+        LeaseAction::Take(LeaseSpec {
             acquire_time: if is_ours {
                 found.acquire_time.clone()
             } else {
@@ -118,7 +123,7 @@ pub(super) struct Election {
     candidate: Candidate,
     until: watch::Sender<Option<Instant>>,
     metrics: ClusterMetrics,
-    problems: Problems,
+    problems: Conditions,
     throttle: Throttle,
 }
 
@@ -126,7 +131,7 @@ impl Election {
     pub(super) fn new(
         api: Api<Lease>,
         (name, identity): (String, String),
-        (problems, metrics): (Problems, ClusterMetrics),
+        (problems, metrics): (Conditions, ClusterMetrics),
         throttle: Throttle,
     ) -> Self {
         Self {
@@ -135,7 +140,7 @@ impl Election {
             candidate: Candidate {
                 identity,
                 observed: None,
-                holder_lives: false,
+                is_holder_alive: false,
             },
             until: watch::Sender::new(None),
             metrics,
@@ -151,7 +156,7 @@ impl Election {
 
     /// Gets and renews the Lease until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
-        let mut said = None;
+        let mut last_logged = None;
         loop {
             let begun = Instant::now();
             let tried = tokio::select! {
@@ -159,24 +164,30 @@ impl Election {
                 () = stop.cancelled() => return,
                 tried = tokio::time::timeout(TRY_LIMIT, self.attempt(begun)) => tried,
             };
-            match tried.unwrap_or_else(|_elapsed| Err(Failure::timeout())) {
+            match tried.unwrap_or_else(|_elapsed| Err(ApiError::timeout())) {
                 Ok(true) => {
-                    said = None;
-                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
-                    self.lead(Some(begun + RENEW_DEADLINE));
+                    last_logged = None;
+                    self.problems
+                        .set(Condition::Writing(Object::Lease), Vec::new());
+                    self.set_leader(Some(begun + RENEW_DEADLINE));
                 }
                 Ok(false) => {
-                    said = None;
-                    self.problems.set(Part::Writing(Object::Lease), Vec::new());
-                    self.lead(None);
+                    last_logged = None;
+                    self.problems
+                        .set(Condition::Writing(Object::Lease), Vec::new());
+                    self.set_leader(None);
                 }
                 Err(failure) => {
-                    self.metrics.wrote(Object::Lease, failure.kind.label());
-                    let is_news = said.replace(failure.kind) != Some(failure.kind);
+                    self.metrics
+                        .record_write(Object::Lease, failure.kind.label());
+                    let is_new_kind = last_logged.replace(failure.kind) != Some(failure.kind);
                     if failure.needs_operator() {
-                        let line = format!("no server writes records and ports: {failure}");
-                        self.problems.set(Part::Writing(Object::Lease), vec![line]);
-                    } else if is_news {
+                        let line = format!(
+                            "cannot acquire the Lease, so no server writes records and ports: {failure}"
+                        );
+                        self.problems
+                            .set(Condition::Writing(Object::Lease), vec![line]);
+                    } else if is_new_kind {
                         warn!(lease = self.name, error = %failure, "cannot get or renew the Lease, trying again");
                     }
                     let is_over = self
@@ -184,7 +195,7 @@ impl Election {
                         .borrow()
                         .is_some_and(|until| until <= Instant::now());
                     if is_over {
-                        self.lead(None);
+                        self.set_leader(None);
                     }
                 }
             }
@@ -192,7 +203,7 @@ impl Election {
             let pause = RETRY_PERIOD.mul_f64(0.9 + rand::random::<f64>() * 0.2);
             let wait = pause
                 .saturating_sub(now - begun)
-                .max(self.throttle.left(now));
+                .max(self.throttle.remaining(now));
             // The end of the term is noticed when it comes, not at the next try.
             let term = *self.until.borrow();
             tokio::select! {
@@ -200,7 +211,7 @@ impl Election {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(wait) => {}
                 () = async { tokio::time::sleep_until(term.unwrap_or(now)).await }, if term.is_some() => {
-                    self.lead(None);
+                    self.set_leader(None);
                 }
             }
         }
@@ -208,17 +219,17 @@ impl Election {
 
     /// Gives the Lease back if it is ours, so that another one need not wait for its end.
     pub(super) async fn release(&mut self) {
-        let held = self.until.borrow().is_some();
-        self.lead(None);
-        if held {
-            let released = tokio::time::timeout(RELEASE_LIMIT, self.give_back()).await;
+        let is_leader = self.until.borrow().is_some();
+        self.set_leader(None);
+        if is_leader {
+            let released = tokio::time::timeout(RELEASE_LIMIT, self.clear_holder()).await;
             if let Ok(Ok(())) = released {
-                info!(lease = self.name, "gave the Lease back");
+                info!(lease = self.name, "released the Lease");
             }
         }
     }
 
-    async fn give_back(&self) -> Result<(), kube::Error> {
+    async fn clear_holder(&self) -> Result<(), kube::Error> {
         let mut lease = self.api.get(&self.name).await?;
         let spec = lease.spec.get_or_insert_default();
         if spec.holder_identity.as_deref() != Some(self.candidate.identity.as_str()) {
@@ -235,30 +246,31 @@ impl Election {
     }
 
     /// One try. Says whether this server holds the Lease.
-    async fn attempt(&mut self, now: Instant) -> Result<bool, Failure> {
+    async fn attempt(&mut self, now: Instant) -> Result<bool, ApiError> {
         let found = self.api.get_opt(&self.name).await;
-        let found = found.map_err(|error| Failure::from(&error))?;
+        let found = found.map_err(|error| ApiError::from(&error))?;
         let spec = found.as_ref().and_then(|lease| lease.spec.as_ref());
         let nothing = LeaseSpec::default();
         let spec = found.as_ref().map(|_| spec.unwrap_or(&nothing));
-        let step = self.candidate.step(spec, now, Timestamp::now());
+        let next_action = self.candidate.next_action(spec, now, Timestamp::now());
         let parameters = PostParams::default();
-        let written = match (step, found) {
-            (Step::Follow(holder), _) => {
+        let written = match (next_action, found) {
+            (LeaseAction::Follow(holder), _) => {
                 if self.until.borrow().is_some() {
                     warn!(lease = self.name, holder, "another server took the Lease");
                 }
-                if self.candidate.holder_lives {
-                    self.problems.set(Part::Replicas, vec![beside(&holder)]);
+                if self.candidate.is_holder_alive {
+                    self.problems
+                        .set(Condition::Replicas, vec![second_server_condition(&holder)]);
                 }
                 return Ok(false);
             }
-            (Step::Take(spec), Some(mut lease)) => {
+            (LeaseAction::Take(spec), Some(mut lease)) => {
                 lease.spec = Some(spec);
                 let replaced = self.api.replace(&self.name, &parameters, &lease).await;
-                replaced.map_err(|error| Failure::from(&error))
+                replaced.map_err(|error| ApiError::from(&error))
             }
-            (Step::Create(spec) | Step::Take(spec), _) => {
+            (LeaseAction::Create(spec) | LeaseAction::Take(spec), _) => {
                 let lease = Lease {
                     metadata: ObjectMeta {
                         name: Some(self.name.clone()),
@@ -269,7 +281,7 @@ impl Election {
                 let namespace = self.api.namespace().unwrap_or_default();
                 let created = self.api.create(&parameters, &lease).await;
                 created.map_err(|error| {
-                    Failure::from(&error).of_creation(Object::Lease, namespace, &self.name)
+                    ApiError::from(&error).of_creation(Object::Lease, namespace, &self.name)
                 })
             }
         };
@@ -277,12 +289,12 @@ impl Election {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
-                self.problems.set(Part::Replicas, Vec::new());
+                self.problems.set(Condition::Replicas, Vec::new());
                 Ok(true)
             }
             // Somebody was faster; the next try sees who.
             Err(failure)
-                if failure.kind == FailureKind::Conflict && self.until.borrow().is_none() =>
+                if failure.kind == ApiErrorKind::Conflict && self.until.borrow().is_none() =>
             {
                 Ok(false)
             }
@@ -290,26 +302,26 @@ impl Election {
         }
     }
 
-    fn lead(&self, until: Option<Instant>) {
+    fn set_leader(&self, until: Option<Instant>) {
         let before = self.until.send_replace(until).is_some();
-        let leads = until.is_some();
-        self.metrics.leader(leads);
-        if leads && !before {
+        let is_leader = until.is_some();
+        self.metrics.leader(is_leader);
+        if is_leader && !before {
             info!(
                 lease = self.name,
-                "holds the Lease: this server writes records and ports"
+                "acquired the Lease; this server writes records and ports"
             );
-        } else if before && !leads {
+        } else if before && !is_leader {
             info!(
                 lease = self.name,
-                "no longer holds the Lease: writing stops, serving goes on"
+                "lost the Lease; this server stops writing and continues to serve"
             );
         }
     }
 }
 
 /// What is wrong with a server beside another one.
-fn beside(holder: &str) -> String {
+fn second_server_condition(holder: &str) -> String {
     format!(
         "{holder} serves this cluster too and holds the Lease. Servers do not pass requests on to each other: an agent that is \
          connected there is not reached from here. Run one server (replicas: 1, strategy: Recreate)"

@@ -9,8 +9,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use super::failure::FailureKind;
-use crate::metrics::Word;
+use super::failure::ApiErrorKind;
+use crate::metrics::StaticLabel;
 
 /// What is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub(super) enum Object {
     /// The Secret of the CA.
     Ca,
     /// The ConfigMap of the CA's certificates.
-    Bundle,
+    CaBundle,
     /// The Secret with tokens, revocations and QUIC keys.
     State,
 }
@@ -49,7 +49,7 @@ impl Object {
             Self::Events => "events",
             Self::KubeletCa => "kubelet_client_ca",
             Self::Ca => "ca",
-            Self::Bundle => "ca_certificates",
+            Self::CaBundle => "ca_certificates",
             Self::State => "state",
         }
     }
@@ -58,7 +58,7 @@ impl Object {
     pub(super) fn kind(self) -> &'static str {
         match self {
             Self::Nodes => "Node",
-            Self::Records | Self::Ports | Self::Bundle | Self::KubeletCa => "ConfigMap",
+            Self::Records | Self::Ports | Self::CaBundle | Self::KubeletCa => "ConfigMap",
             Self::Service => "Service",
             Self::Lease => "Lease",
             Self::Events => "Event",
@@ -82,13 +82,13 @@ pub(super) struct ClusterMetrics {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ObjectLabel {
-    object: Word,
+    object: StaticLabel,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct WriteLabel {
-    object: Word,
-    result: Word,
+    object: StaticLabel,
+    result: StaticLabel,
 }
 
 impl ClusterMetrics {
@@ -98,12 +98,12 @@ impl ClusterMetrics {
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register(
             "kubernetes_leader",
-            "1 while this server is the one that writes to the cluster",
+            "1 while this server holds the leader Lease and writes to the cluster",
             metrics.leader.clone(),
         );
         registry.register(
             "kubernetes_synced_timestamp_seconds",
-            "Unix time at which the object was last found or made as it should be",
+            "Unix time of the last successful reconciliation, by object",
             metrics.synced.clone(),
         );
         registry.register(
@@ -118,7 +118,7 @@ impl ClusterMetrics {
         );
         registry.register(
             "kubernetes_problems",
-            "Problems that /readyz?verbose lists",
+            "Conditions that /readyz?verbose lists, by condition",
             metrics.problems.clone(),
         );
         registry.register(
@@ -133,15 +133,15 @@ impl ClusterMetrics {
         );
         registry.register(
             "kubernetes_records_too_large",
-            "1 while the records do not fit into the ConfigMap, which keeps its old ones",
+            "1 while the records exceed the size limit of the ConfigMap, which keeps the previous records",
             metrics.records_too_large.clone(),
         );
         metrics
     }
 
     /// Whether this server writes.
-    pub(super) fn leader(&self, leads: bool) {
-        self.leader.set(leads.into());
+    pub(super) fn leader(&self, is_leader: bool) {
+        self.leader.set(is_leader.into());
     }
 
     /// An object is as it should be.
@@ -149,35 +149,37 @@ impl ClusterMetrics {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         self.synced
             .get_or_create(&ObjectLabel {
-                object: Word(object.label()),
+                object: StaticLabel(object.label()),
             })
             .set(now.unwrap_or_default().as_secs_f64());
     }
 
     /// A write ended: `ok` or the kind of the failure.
-    pub(super) fn wrote(&self, object: Object, result: &'static str) {
+    pub(super) fn record_write(&self, object: Object, result: &'static str) {
         self.writes
             .get_or_create(&WriteLabel {
-                object: Word(object.label()),
-                result: Word(result),
+                object: StaticLabel(object.label()),
+                result: StaticLabel(result),
             })
             .inc();
     }
 
     /// A list or watch failed.
-    pub(super) fn watch_failed(&self, object: Object, kind: FailureKind) {
+    pub(super) fn watch_failed(&self, object: Object, kind: ApiErrorKind) {
         self.watch_failures
             .get_or_create(&WriteLabel {
-                object: Word(object.label()),
-                result: Word(kind.label()),
+                object: StaticLabel(object.label()),
+                result: StaticLabel(kind.label()),
             })
             .inc();
     }
 
     /// How many problems a part has.
-    pub(super) fn problems(&self, part: &'static str, count: usize) {
+    pub(super) fn problems(&self, condition: &'static str, count: usize) {
         self.problems
-            .get_or_create(&ObjectLabel { object: Word(part) })
+            .get_or_create(&ObjectLabel {
+                object: StaticLabel(condition),
+            })
             .set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 

@@ -9,12 +9,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
 use kube::runtime::watcher::Event;
 use serde::{Deserialize, Serialize};
-use tunnel_proto::process::networks::{Cidr, judged, never_dialled};
+use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::objects::EDGE_VALUE;
-use crate::dns::{Node as DnsNode, Place};
-use crate::routing::dial_policy::{ClusterRanges, PodNetwork};
+use crate::dns::{Node as DnsNode, NodeLocation};
+use crate::routing::dial_policy::{ClusterNetworks, PodNetwork};
 use crate::routing::routes::RouteNode;
 
 mod aliases;
@@ -125,7 +125,7 @@ impl NodeFacts {
             texts
                 .filter_map(|address| address.address.parse::<IpAddr>().ok())
                 .map(|address| address.to_canonical())
-                .filter(|address| can_be_a_nodes(*address))
+                .filter(|address| is_valid_node_address(*address))
                 .take(ADDRESSES_MAX)
                 .collect()
         };
@@ -165,8 +165,8 @@ impl NodeFacts {
 }
 
 /// Other addresses are no node's; a record of one would lead callers to themselves, or to their cloud's credentials.
-fn can_be_a_nodes(address: IpAddr) -> bool {
-    !address.is_loopback() && judged(address) == address && never_dialled(address).is_none()
+fn is_valid_node_address(address: IpAddr) -> bool {
+    !address.is_loopback() && effective_ip(address) == address && forbidden_kind(address).is_none()
 }
 
 /// Nodes by the name of their object.
@@ -206,7 +206,7 @@ impl NodeStore {
             match event {
                 Event::Init => self.listing.clear(),
                 Event::InitApply(node) => {
-                    if let Some((name, facts)) = self.pruned(node) {
+                    if let Some((name, facts)) = self.prune(node) {
                         self.listing.insert(name, facts);
                     }
                 }
@@ -217,7 +217,7 @@ impl NodeStore {
                     self.facts = listed;
                 }
                 Event::Apply(node) => {
-                    if let Some((name, facts)) = self.pruned(node)
+                    if let Some((name, facts)) = self.prune(node)
                         && self.facts.get(&name) != Some(&facts)
                     {
                         applied.is_changed = true;
@@ -233,7 +233,7 @@ impl NodeStore {
         applied
     }
 
-    fn pruned(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
+    fn prune(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
         let name = node.metadata.name.take()?;
         Some((name.into(), NodeFacts::of(node, &self.edge_label)))
     }
@@ -283,7 +283,7 @@ impl NodeSet {
                 Err(problem) => set.refused.push(format!("node {name:?}: {problem}")),
             }
         }
-        let refused = aliases::settle(&mut set.nodes, &aliases.owners);
+        let refused = aliases::assign_aliases(&mut set.nodes, &aliases.owners);
         set.refused.extend(refused);
         set
     }
@@ -326,7 +326,7 @@ impl NodeSet {
     }
 
     /// Nodes in the cloud with their addresses, and the networks of all Pods that can be believed.
-    pub(super) fn ranges(&self) -> ClusterRanges {
+    pub(super) fn ranges(&self) -> ClusterNetworks {
         let pods = self.nodes.iter().flat_map(|node| {
             let networks = node.facts.networks();
             networks
@@ -337,12 +337,12 @@ impl NodeSet {
                 })
         });
         let cloud = self.nodes.iter().filter(|node| !node.facts.is_edge);
-        ClusterRanges {
+        ClusterNetworks {
             pods: pods.collect(),
             cloud_nodes: cloud
                 .map(|node| (node.name.clone(), node.facts.addresses().collect()))
                 .collect(),
-            ..ClusterRanges::default()
+            ..ClusterNetworks::default()
         }
     }
 
@@ -353,12 +353,12 @@ impl NodeSet {
             .map(|node| DnsNode {
                 name: node.name.clone(),
                 hostname: node.hostname.clone(),
-                place: if node.facts.is_edge || has_agent(&node.name) {
-                    Place::Edge
+                location: if node.facts.is_edge || has_agent(&node.name) {
+                    NodeLocation::Edge
                 } else if node.facts.internal.is_empty() {
-                    Place::Cloud(node.facts.external.clone())
+                    NodeLocation::Cloud(node.facts.external.clone())
                 } else {
-                    Place::Cloud(node.facts.internal.clone())
+                    NodeLocation::Cloud(node.facts.internal.clone())
                 },
             })
             .collect()

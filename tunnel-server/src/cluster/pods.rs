@@ -10,9 +10,9 @@ use tokio::task::JoinSet;
 use tracing::debug;
 use tunnel_proto::wire::name::NodeName;
 
-use super::failure::{Failure, FailureKind};
-use crate::cluster::conditions::{Part, Problems};
-use crate::routing::pod_lookup::{LookupError, Pod, Question};
+use super::failure::{ApiError, ApiErrorKind};
+use crate::cluster::conditions::{Condition, Conditions};
+use crate::routing::pod_lookup::{Pod, PodLookupError, Question};
 
 /// Questions to the API server at once; more wait their time.
 const CALLS_MAX: usize = 16;
@@ -27,16 +27,16 @@ const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and po
 pub(super) async fn answer(
     client: Client,
     mut questions: mpsc::Receiver<Question>,
-    problems: Problems,
+    problems: Conditions,
 ) {
     let mut calls: JoinSet<Option<Access>> = JoinSet::new();
     loop {
         let question = tokio::select! {
             Some(ended) = calls.join_next(), if !calls.is_empty() => {
                 match ended {
-                    Ok(Some(Access::Granted)) => problems.set(Part::PodLookup, Vec::new()),
+                    Ok(Some(Access::Granted)) => problems.set(Condition::PodLookup, Vec::new()),
                     Ok(Some(Access::Refused)) => {
-                        problems.set(Part::PodLookup, vec![FORBIDDEN.to_owned()]);
+                        problems.set(Condition::PodLookup, vec![FORBIDDEN.to_owned()]);
                     }
                     // A panic has been counted, and its asker got an error.
                     Ok(None) | Err(_) => {}
@@ -70,36 +70,38 @@ enum Access {
 
 impl Access {
     /// None where the API server did not get to judge it.
-    fn of(found: &Result<NodeName, LookupError>) -> Option<Self> {
+    fn of(found: &Result<NodeName, PodLookupError>) -> Option<Self> {
         match found {
             Ok(_)
-            | Err(LookupError::NotFound | LookupError::Unbound | LookupError::UnusableNode(_)) => {
-                Some(Self::Granted)
-            }
-            Err(LookupError::Forbidden) => Some(Self::Refused),
-            Err(LookupError::Unavailable(_) | LookupError::Timeout) => None,
+            | Err(
+                PodLookupError::NotFound
+                | PodLookupError::Unbound
+                | PodLookupError::UnusableNode(_),
+            ) => Some(Self::Granted),
+            Err(PodLookupError::Forbidden) => Some(Self::Refused),
+            Err(PodLookupError::Unavailable(_) | PodLookupError::Timeout) => None,
         }
     }
 }
 
-async fn node_of(api: Api<PodObject>, pod: &Pod) -> Result<NodeName, LookupError> {
+async fn node_of(api: Api<PodObject>, pod: &Pod) -> Result<NodeName, PodLookupError> {
     let found = tokio::time::timeout(CALL_LIMIT, api.get_opt(&pod.name)).await;
     let found = found.map_or_else(
-        |_elapsed| Err(Failure::timeout()),
-        |found| found.map_err(|error| Failure::from(&error)),
+        |_elapsed| Err(ApiError::timeout()),
+        |found| found.map_err(|error| ApiError::from(&error)),
     );
     let found = found.map_err(|failure| {
         debug!(error = %failure, %pod, "cannot get a pod");
         match failure.kind {
-            FailureKind::Forbidden => LookupError::Forbidden,
-            _ => LookupError::Unavailable(failure.to_string()),
+            ApiErrorKind::Forbidden => PodLookupError::Forbidden,
+            _ => PodLookupError::Unavailable(failure.to_string()),
         }
     })?;
-    let found = found.ok_or(LookupError::NotFound)?;
+    let found = found.ok_or(PodLookupError::NotFound)?;
     let node = found.spec.and_then(|spec| spec.node_name);
     let node = node
         .filter(|node| !node.is_empty())
-        .ok_or(LookupError::Unbound)?;
+        .ok_or(PodLookupError::Unbound)?;
     node.parse()
-        .map_err(|_unusable| LookupError::UnusableNode(node))
+        .map_err(|_unusable| PodLookupError::UnusableNode(node))
 }

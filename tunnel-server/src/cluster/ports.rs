@@ -16,7 +16,7 @@ const SHOWN_MAX: usize = 40;
 
 /// What a ports ConfigMap says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ServedPorts {
+pub(super) struct ParsedPorts {
     /// The policy of the doors.
     pub(super) policy: PortPolicy,
     /// Entries that were left out, with the reason.
@@ -25,7 +25,7 @@ pub(super) struct ServedPorts {
 
 /// Reads the values of the ConfigMap. `http_port` is the plain door's, which pairs of the deprecated key must name; `own`
 /// are the tunnel's own ports.
-pub(super) fn read(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]) -> ServedPorts {
+pub(super) fn read(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]) -> ParsedPorts {
     let mut mistakes = Vec::new();
     let text = |key: &str| data.get(key).map(String::as_str);
     let mut http = list(
@@ -42,7 +42,7 @@ pub(super) fn read(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]
     );
     let localhost = text(LOCALHOST_PORTS_KEY).unwrap_or(LOCALHOST_PORTS);
     let localhost = list(LOCALHOST_PORTS_KEY, localhost, &mut mistakes);
-    ServedPorts {
+    ParsedPorts {
         policy: PortPolicy {
             http: PortSet::of(http),
             https: PortSet::of(https),
@@ -69,15 +69,15 @@ fn pair_list(text: &str, http_port: u16, mistakes: &mut Vec<String>) -> BTreeSet
     }
     entries(PORT_PAIRS_KEY, text, mistakes, |entry| {
         let pair = entry.split_once('=');
-        let port = pair.and_then(|(port, door)| {
-            let is_http = door.trim().parse::<u16>() == Ok(http_port);
+        let port = pair.and_then(|(port, target_port)| {
+            let is_http = target_port.trim().parse::<u16>() == Ok(http_port);
             if is_http {
                 port.trim().parse().ok()
             } else {
                 None
             }
         });
-        port.ok_or_else(|| format!("not PORT={http_port}, the plain door's port"))
+        port.ok_or_else(|| format!("not PORT={http_port} (the port of the HTTP listener)"))
     })
 }
 
@@ -124,18 +124,18 @@ mod tests {
             .collect()
     }
 
-    fn read_from(entries: &[(&str, &str)]) -> ServedPorts {
+    fn read_from(entries: &[(&str, &str)]) -> ParsedPorts {
         read(&data(entries), 10264, &[])
     }
 
     /// DNS-3, the half that reads.
     #[test]
     fn bad_entries_are_named_and_the_rest_applies() {
-        let served = read_from(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")]);
-        assert_eq!(served.policy.https.to_string(), "9100, 10250");
-        assert_eq!(served.policy.extra_ports().count(), 1);
+        let parsed = read_from(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")]);
+        assert_eq!(parsed.policy.https.to_string(), "9100, 10250");
+        assert_eq!(parsed.policy.extra_ports().count(), 1);
         assert_eq!(
-            served.mistakes,
+            parsed.mistakes,
             [
                 "https-proxy-ports: \"70000\" is not a port from 1 to 65535",
                 "https-proxy-ports: \"abc\" is not a port from 1 to 65535",
@@ -145,42 +145,42 @@ mod tests {
 
     #[test]
     fn leading_zeros_signs_and_ranges_make_no_second_name() {
-        let served = read_from(&[(
+        let parsed = read_from(&[(
             "http-proxy-ports",
             "09100,9100,+9100,9200-9300,0, 65536,9100=",
         )]);
-        assert_eq!(served.policy.http.to_string(), "9100");
-        assert_eq!(served.mistakes.len(), 5, "{:?}", served.mistakes);
+        assert_eq!(parsed.policy.http.to_string(), "9100");
+        assert_eq!(parsed.mistakes.len(), 5, "{:?}", parsed.mistakes);
     }
 
     #[test]
-    fn pairs_count_when_they_name_the_plain_door() {
+    fn pairs_count_when_they_name_the_http_listener() {
         for (text, ports, mistakes) in [
             ("9100=10264, 9200 = 10264", "9100, 9200", 0),
             ("9100=10263,9200=10264,x=10264", "9200", 2),
             ("9100,9200", "9100, 9200", 0),
             ("9100,9200=10264", "9200", 1),
         ] {
-            let served = read_from(&[("dnat-ports-pair", text)]);
-            assert_eq!(served.policy.http.to_string(), ports, "{text}");
-            assert_eq!(served.mistakes.len(), mistakes, "{text}");
+            let parsed = read_from(&[("dnat-ports-pair", text)]);
+            assert_eq!(parsed.policy.http.to_string(), ports, "{text}");
+            assert_eq!(parsed.mistakes.len(), mistakes, "{text}");
         }
     }
 
     #[test]
     fn localhost_ports_have_a_default_only_while_the_key_is_absent() {
         assert_eq!(read_from(&[]).policy.localhost.to_string(), "10266, 10267");
-        let served = read_from(&[("localhost-proxy-ports", "")]);
-        assert_eq!(served.policy.localhost.to_string(), "");
+        let parsed = read_from(&[("localhost-proxy-ports", "")]);
+        assert_eq!(parsed.policy.localhost.to_string(), "");
     }
 
     #[test]
     fn floods_of_mistakes_are_counted() {
         let text = vec!["x"; 5000].join(",");
-        let served = read_from(&[("http-proxy-ports", &text)]);
-        assert_eq!(served.mistakes.len(), MISTAKES_MAX + 1);
+        let parsed = read_from(&[("http-proxy-ports", &text)]);
+        assert_eq!(parsed.mistakes.len(), MISTAKES_MAX + 1);
         assert_eq!(
-            served.mistakes.last().map(String::as_str),
+            parsed.mistakes.last().map(String::as_str),
             Some("http-proxy-ports: 4980 more")
         );
     }

@@ -11,30 +11,30 @@ use tunnel_proto::wire::name::NodeName;
 use super::metrics::ClusterMetrics;
 use super::nodes;
 use super::service;
-use super::watches::Seen;
-use crate::cluster::conditions::{Part, Problems};
-use crate::cluster::state::{Desired, Own, World};
+use super::watches::Observed;
+use crate::cluster::conditions::{Condition, Conditions};
+use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use crate::dns::{RecordSet, Records};
 use crate::metrics::Metrics;
-use crate::policy::LivePolicy;
-use crate::routing::dial_policy::{ClusterRanges, LiveRanges};
+use crate::policy::SharedPortPolicy;
+use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::registry::Registry;
-use crate::routing::routes::{Routes, Source};
+use crate::routing::routes::{RouteSource, Routes};
 
 /// Puts what follows from the world in force, as soon as it changes.
 pub(super) struct Publisher {
-    pub(super) own: Own,
+    pub(super) own: LocalFacts,
     pub(super) routes: Routes,
     pub(super) records: Records,
-    pub(super) policy: LivePolicy,
-    pub(super) ranges: Option<LiveRanges>,
+    pub(super) policy: SharedPortPolicy,
+    pub(super) ranges: Option<LiveClusterNetworks>,
     /// When connected agents make edge nodes.
     pub(super) agents: Option<Arc<Registry>>,
     pub(super) route_metrics: Metrics,
     pub(super) service: String,
-    pub(super) problems: Problems,
+    pub(super) problems: Conditions,
     pub(super) metrics: ClusterMetrics,
-    pub(super) desired: watch::Sender<Desired>,
+    pub(super) desired: watch::Sender<DesiredState>,
     pub(super) last_nodes: Option<Arc<nodes::NodeSet>>,
     pub(super) last_ranges: Option<RangeFacts>,
 }
@@ -48,7 +48,7 @@ pub(super) struct RangeFacts {
 }
 
 impl Publisher {
-    pub(super) async fn run(mut self, mut world: watch::Receiver<World>) {
+    pub(super) async fn run(mut self, mut world: watch::Receiver<ClusterState>) {
         let mut agents = self.agents.as_ref().map(|registry| registry.changed());
         loop {
             let now = world.borrow_and_update().clone();
@@ -73,31 +73,31 @@ impl Publisher {
         }
     }
 
-    fn publish(&mut self, world: &World) {
+    fn publish(&mut self, world: &ClusterState) {
         let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
         if !self.last_nodes.as_ref().is_some_and(is_same) {
             self.last_nodes = Some(world.nodes.clone());
-            let table = self.routes.set(Source::Cluster, world.nodes.routes());
+            let table = self.routes.set(RouteSource::Cluster, world.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
             self.problems
-                .set(Part::NodeNames, world.nodes.refused().to_vec());
+                .set(Condition::NodeNames, world.nodes.refused().to_vec());
         }
         self.publish_ranges(world);
         let agents = self.agents.clone();
         let derived = world.derive(&self.own, |node: &NodeName| {
             agents.as_ref().is_some_and(|agents| agents.has(node))
         });
-        let (records_heard, ports_heard) = world.is_heard();
+        let (records_observed, ports_observed) = world.is_observed();
         self.policy.replace(derived.policy.clone());
-        self.problems.set(Part::PortLists, derived.mistakes);
+        self.problems.set(Condition::PortLists, derived.mistakes);
         self.problems
-            .set(Part::Service, self.service_problem(world));
+            .set(Condition::Service, self.service_condition(world));
         let records = derived.records.map(|records| self.put(records));
-        let ports = service::wanted(&derived.policy, self.own.doors);
-        let desired = Desired {
-            records: records.filter(|_| records_heard),
-            ports: ports_heard.then_some(ports),
+        let ports = service::desired_ports(&derived.policy, self.own.listener_ports);
+        let desired = DesiredState {
+            records: records.filter(|_| records_observed),
+            ports: ports_observed.then_some(ports),
         };
         self.desired.send_if_modified(|last| {
             let is_other = *last != desired;
@@ -108,7 +108,7 @@ impl Publisher {
         });
     }
 
-    fn publish_ranges(&mut self, world: &World) {
+    fn publish_ranges(&mut self, world: &ClusterState) {
         let Some(ranges) = &self.ranges else { return };
         let facts = RangeFacts {
             nodes: world.nodes.clone(),
@@ -118,13 +118,15 @@ impl Publisher {
         if self.last_ranges.as_ref() == Some(&facts) {
             return;
         }
-        ranges.set(ClusterRanges {
+        ranges.set(ClusterNetworks {
             services: facts.services.to_vec(),
             own: facts.own.clone(),
             ..facts.nodes.ranges()
         });
-        self.problems
-            .set(Part::NodeClaims, facts.nodes.conflicts(&facts.services));
+        self.problems.set(
+            Condition::NodeClaims,
+            facts.nodes.conflicts(&facts.services),
+        );
         self.last_ranges = Some(facts);
     }
 
@@ -135,16 +137,16 @@ impl Publisher {
         records
     }
 
-    fn service_problem(&self, world: &World) -> Vec<String> {
+    fn service_condition(&self, world: &ClusterState) -> Vec<String> {
         let problem = match &world.service {
-            Seen::Unknown => None,
-            Seen::Absent => Some("is missing"),
-            Seen::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
-            Seen::Present(_) => None,
+            Observed::Unknown => None,
+            Observed::Absent => Some("is missing"),
+            Observed::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
+            Observed::Present(_) => None,
         };
         let line = problem.map(|what| {
             format!(
-                "Service {} {what}: records stay as they are until it is there",
+                "Service {} {what}; DNS records are not updated until the Service has a cluster address",
                 self.service
             )
         });

@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use tracing::debug;
 use tunnel_proto::process::networks::Cidr;
 
-use crate::cluster::conditions::{Part, Problems};
-use crate::cluster::state::World;
+use crate::cluster::conditions::{Condition, Conditions};
+use crate::cluster::state::ClusterState;
 
 /// They hardly ever change.
 const EVERY: Duration = Duration::from_secs(60);
@@ -28,14 +28,14 @@ const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// cannot be believed. `namespace` is the server's. Cancel-safe.
 pub(super) async fn follow(
     client: Client,
-    world: watch::Sender<World>,
-    problems: Problems,
+    world: watch::Sender<ClusterState>,
+    problems: Conditions,
     are_needed: bool,
     namespace: &str,
 ) {
-    let say = |line: Option<String>| {
+    let report = |line: Option<String>| {
         if are_needed {
-            problems.set(Part::ServiceRanges, line.into_iter().collect());
+            problems.set(Condition::ServiceRanges, line.into_iter().collect());
         }
     };
     let never: Infallible = async {
@@ -46,7 +46,7 @@ pub(super) async fn follow(
             let pause = match tokio::time::timeout(CALL_LIMIT, list).await {
                 Ok(Ok(list)) => {
                     let (networks, wrong) = networks(&list.items);
-                    problems.set(Part::ServiceNetworks, wrong);
+                    problems.set(Condition::ServiceNetworks, wrong);
                     world.send_if_modified(|world| {
                         let is_other = *world.service_networks != *networks;
                         if is_other {
@@ -54,15 +54,15 @@ pub(super) async fn follow(
                         }
                         is_other
                     });
-                    say(None);
+                    report(None);
                     EVERY
                 }
                 Ok(Err(kube::Error::Api(refused))) if refused.code == 403 => {
-                    say(Some(missing_right(&refused.message, namespace)));
+                    report(Some(missing_right_condition(&refused.message, namespace)));
                     AGAIN
                 }
                 Ok(Err(kube::Error::Api(refused))) if refused.code == 404 => {
-                    say(Some(UNPUBLISHED.to_owned()));
+                    report(Some(UNPUBLISHED.to_owned()));
                     EVERY
                 }
                 Ok(Err(error)) => {
@@ -79,7 +79,7 @@ pub(super) async fn follow(
 }
 
 /// What to do about a refusal. The account is that of the manifests.
-fn missing_right(refusal: &str, namespace: &str) -> String {
+fn missing_right_condition(refusal: &str, namespace: &str) -> String {
     let name = "tunnel-server-ranges";
     format!(
         "{refusal}; webhooks and other Services are not reached by their addresses: apply the overlay egress-selector, say \
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn networks_of_services_are_judged_as_those_of_pods() {
+    fn networks_of_services_are_validated_like_those_of_pods() {
         let object = |name: &str, cidrs: &[&str]| {
             let object = json!({"metadata": {"name": name}, "spec": {"cidrs": cidrs}});
             serde_json::from_value::<ServiceCIDR>(object).unwrap()

@@ -13,7 +13,7 @@ use crate::policy::PortPolicy;
 
 /// Numbers of the doors that the Service leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DoorPorts {
+pub struct ListenerPorts {
     /// The plain door.
     pub http: u16,
     /// The TLS door.
@@ -31,17 +31,29 @@ pub(super) fn addresses(service: &Value) -> Vec<IpAddr> {
 }
 
 /// The extra ports that the Service should have, each with the door it leads to.
-pub(super) fn wanted(policy: &PortPolicy, doors: DoorPorts) -> BTreeMap<Port, u16> {
+pub(super) fn desired_ports(
+    policy: &PortPolicy,
+    listener_ports: ListenerPorts,
+) -> BTreeMap<Port, u16> {
     let ports = policy.extra_ports();
     ports
-        .map(|(port, https)| (port, if https { doors.https } else { doors.http }))
+        .map(|(port, https)| {
+            (
+                port,
+                if https {
+                    listener_ports.https
+                } else {
+                    listener_ports.http
+                },
+            )
+        })
         .collect()
 }
 
 /// The Service's ports as they should be, or `None` when they are. TCP ports that are wanted get their target and keep
 /// their name; our own that are no longer wanted go; missing ones come last, by number; all others stay as they are.
-pub(super) fn plan(ports: &[Value], wanted: &BTreeMap<Port, u16>) -> Option<Vec<Value>> {
-    let mut missing = wanted.clone();
+pub(super) fn plan(ports: &[Value], desired_ports: &BTreeMap<Port, u16>) -> Option<Vec<Value>> {
+    let mut missing = desired_ports.clone();
     let mut planned = Vec::with_capacity(ports.len());
     for port in ports {
         let is_tcp = port["protocol"].as_str().is_none_or(|name| name == "TCP");
@@ -87,7 +99,7 @@ fn name(port: &Value) -> Option<&str> {
 mod tests {
     use super::*;
 
-    const DOORS: DoorPorts = DoorPorts {
+    const LISTENER_PORTS: ListenerPorts = ListenerPorts {
         http: 10264,
         https: 10263,
     };
@@ -109,7 +121,7 @@ mod tests {
             https: https.parse().unwrap(),
             ..PortPolicy::default()
         };
-        wanted(&policy, DOORS)
+        desired_ports(&policy, LISTENER_PORTS)
     }
 
     /// DNS-3, the half that writes, and the view of guide 000.

@@ -9,31 +9,31 @@ use tracing::info;
 use tunnel_proto::wire::name::NodeName;
 
 use super::objects::NAMES_ANNOTATION;
-use super::watches::Seen;
-use crate::ca::DoorNames;
-use crate::cluster::conditions::{Part, Problems};
-use crate::cluster::state::World;
+use super::watches::Observed;
+use crate::ca::ServingNames;
+use crate::cluster::conditions::{Condition, Conditions};
+use crate::cluster::state::ClusterState;
 
 /// Names that an annotation may add; each makes the certificate larger, and every handshake sends it.
 const FURTHER_MAX: usize = 64;
 
 /// Keeps the door's names equal to the Service's. What was heard last stays while the Service is gone.
 pub(super) async fn follow(
-    names: DoorNames,
+    names: ServingNames,
     (namespace, domain): (String, String),
-    mut world: watch::Receiver<World>,
-    problems: Problems,
+    mut world: watch::Receiver<ClusterState>,
+    problems: Conditions,
 ) {
     loop {
         let service = world.borrow_and_update().service.clone();
-        if let Seen::Present(service) = service {
-            let found = of_service(&service, &namespace, &domain);
-            problems.set(Part::DoorNames, found.mistakes);
-            if names.set_further(&found.names, &found.addresses) {
+        if let Observed::Present(service) = service {
+            let service_names = names_of_service(&service, &namespace, &domain);
+            problems.set(Condition::ServingNames, service_names.mistakes);
+            if names.set_additional(&service_names.names, &service_names.addresses) {
                 info!(
-                    names = found.names.len(),
-                    addresses = found.addresses.len(),
-                    "names of the TLS door changed"
+                    names = service_names.names.len(),
+                    addresses = service_names.addresses.len(),
+                    "names of the HTTPS serving certificate changed"
                 );
             }
         }
@@ -44,13 +44,13 @@ pub(super) async fn follow(
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Found {
+struct ServiceNames {
     names: BTreeSet<String>,
     addresses: BTreeSet<IpAddr>,
     mistakes: Vec<String>,
 }
 
-impl Found {
+impl ServiceNames {
     fn add(&mut self, text: &str) -> bool {
         if let Ok(address) = text.parse() {
             self.addresses.insert(address);
@@ -66,14 +66,14 @@ impl Found {
 }
 
 /// All names and addresses under which the Service is reached; pure.
-fn of_service(service: &Value, namespace: &str, domain: &str) -> Found {
-    let mut found = Found::default();
+fn names_of_service(service: &Value, namespace: &str, domain: &str) -> ServiceNames {
+    let mut service_names = ServiceNames::default();
     let metadata = &service["metadata"];
     if let Some(name) = metadata["name"].as_str() {
-        found.add(name);
-        found.add(&format!("{name}.{namespace}"));
-        found.add(&format!("{name}.{namespace}.svc"));
-        found.add(&format!("{name}.{namespace}.svc.{domain}"));
+        service_names.add(name);
+        service_names.add(&format!("{name}.{namespace}"));
+        service_names.add(&format!("{name}.{namespace}.svc"));
+        service_names.add(&format!("{name}.{namespace}.svc.{domain}"));
     }
     let spec = &service["spec"];
     let ingress = &service["status"]["loadBalancer"]["ingress"];
@@ -85,7 +85,7 @@ fn of_service(service: &Value, namespace: &str, domain: &str) -> Found {
     for text in texts.filter_map(Value::as_str) {
         // A headless Service says "None", which is no address, and must not be taken for a name.
         if text != "None" && !text.is_empty() {
-            found.add(text);
+            service_names.add(text);
         }
     }
     let further = metadata["annotations"][NAMES_ANNOTATION].as_str();
@@ -93,15 +93,15 @@ fn of_service(service: &Value, namespace: &str, domain: &str) -> Found {
     for (index, text) in further.filter(|text| !text.is_empty()).enumerate() {
         if index >= FURTHER_MAX {
             let line = format!("{NAMES_ANNOTATION}: only the first {FURTHER_MAX} names are used");
-            found.mistakes.push(line);
+            service_names.mistakes.push(line);
             break;
         }
-        if !found.add(text) {
+        if !service_names.add(text) {
             let line = format!("{NAMES_ANNOTATION}: {text:?} is neither a DNS name nor an IP");
-            found.mistakes.push(line);
+            service_names.mistakes.push(line);
         }
     }
-    found
+    service_names
 }
 
 #[cfg(test)]
@@ -121,7 +121,7 @@ mod tests {
             "spec": { "clusterIP": "10.96.0.7", "clusterIPs": ["10.96.0.7", "fd00::7"], "externalIPs": ["198.51.100.4"] },
             "status": { "loadBalancer": { "ingress": [{ "ip": "203.0.113.5" }, { "hostname": "lb.example" }] } },
         });
-        let found = of_service(&service, "ns", "cluster.local");
+        let service_names = names_of_service(&service, "ns", "cluster.local");
         let names = [
             "doors",
             "doors.ns",
@@ -130,7 +130,7 @@ mod tests {
             "lb.example",
             "tunnel.example",
         ];
-        assert_eq!(texts(&found.names), names);
+        assert_eq!(texts(&service_names.names), names);
         let addresses = [
             "10.96.0.7",
             "192.0.2.9",
@@ -138,9 +138,14 @@ mod tests {
             "203.0.113.5",
             "fd00::7",
         ];
-        assert_eq!(texts(&found.addresses), addresses);
-        assert_eq!(found.mistakes.len(), 1, "{:?}", found.mistakes);
-        assert!(found.mistakes[0].contains("no name"));
+        assert_eq!(texts(&service_names.addresses), addresses);
+        assert_eq!(
+            service_names.mistakes.len(),
+            1,
+            "{:?}",
+            service_names.mistakes
+        );
+        assert!(service_names.mistakes[0].contains("no name"));
     }
 
     #[test]
@@ -150,9 +155,9 @@ mod tests {
             "metadata": { "name": "doors", "annotations": { NAMES_ANNOTATION: many.join(",") } },
             "spec": { "clusterIP": "None", "clusterIPs": ["None"] },
         });
-        let found = of_service(&service, "ns", "cluster.local");
-        assert_eq!(found.names.len(), 4 + FURTHER_MAX);
-        assert!(found.addresses.is_empty());
-        assert_eq!(found.mistakes.len(), 1);
+        let service_names = names_of_service(&service, "ns", "cluster.local");
+        assert_eq!(service_names.names.len(), 4 + FURTHER_MAX);
+        assert!(service_names.addresses.is_empty());
+        assert_eq!(service_names.mistakes.len(), 1);
     }
 }

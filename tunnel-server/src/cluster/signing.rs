@@ -11,22 +11,22 @@ use rustls::sign::CertifiedKey;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::failure::{Backoff, Failure, FailureKind};
-use crate::cluster::conditions::{Part, Problems};
-use crate::ingress::target_tls::Targets;
+use super::failure::{ApiError, ApiErrorKind, Backoff};
+use crate::cluster::conditions::{Condition, Conditions};
+use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::store::data_dir::DataDir;
 
 mod request;
 mod snapshot;
 
-use crate::cluster::signing::snapshot::Kept;
-use request::{Course, course, request, request_name};
+use crate::cluster::signing::snapshot::KubeletCredential;
+use request::{RequestState, request, request_name, request_state};
 
 /// Between looks at a request that somebody has to approve or sign.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Between looks at a request that was refused: it goes by itself after an hour, or when an operator deletes it.
-const REFUSED_LOOK_EVERY: Duration = Duration::from_secs(60);
+const REFUSED_POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// One call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// The longest sleep before the time to renew: wall clocks are set.
@@ -36,47 +36,48 @@ const LABEL: &str = "target_certificate";
 
 /// Who is asked, and for whom.
 #[derive(Debug)]
-pub struct Signer {
+pub struct SignerConfig {
     /// `signerName` of the requests.
     pub name: String,
     /// Gets the certificate.
-    pub targets: Arc<Targets>,
+    pub targets: Arc<TargetTls>,
 }
 
 /// Keeps a certificate.
-pub(super) struct Signing {
+pub(super) struct KubeletCertificateTask {
     pub(super) api: Api<CertificateSigningRequest>,
-    pub(super) signer: Signer,
+    pub(super) signer: SignerConfig,
     pub(super) data: DataDir,
-    pub(super) problems: Problems,
+    pub(super) problems: Conditions,
     pub(super) metrics: Metrics,
 }
 
-impl Signing {
+impl KubeletCertificateTask {
     /// Asks, waits and renews for as long as it is polled. Cancel-safe: what was asked for is found again by its name.
     pub(super) async fn run(self) {
         let mut kept = loop {
             match self.open().await {
                 Ok(kept) => break kept,
-                Err(problem) => self.tell(vec![problem]),
+                Err(problem) => self.set_conditions(vec![problem]),
             }
-            tokio::time::sleep(REFUSED_LOOK_EVERY).await;
+            tokio::time::sleep(REFUSED_POLL_INTERVAL).await;
         };
         if let Some(own) = &kept.certificate {
-            self.lend(own);
+            self.delegate(own);
         }
         let mut backoff = Backoff::default();
         loop {
-            let wait = match self.step(&mut kept).await {
+            let wait = match self.poll_request(&mut kept).await {
                 Ok(wait) => {
                     backoff.reset();
                     wait
                 }
                 Err(failure) => {
-                    let text = format!("cannot ask for a certificate: {failure}");
-                    self.tell(vec![text]);
+                    let text =
+                        format!("cannot request a client certificate for kubelets: {failure}");
+                    self.set_conditions(vec![text]);
                     let jitter = rand::random();
-                    backoff.after(&failure, Instant::now(), jitter)
+                    backoff.next_delay(&failure, Instant::now(), jitter)
                 }
             };
             tokio::time::sleep(wait).await;
@@ -84,106 +85,111 @@ impl Signing {
     }
 
     /// One look. Says when the next one is due.
-    async fn step(&self, kept: &mut Kept) -> Result<Duration, Failure> {
+    async fn poll_request(&self, kept: &mut KubeletCredential) -> Result<Duration, ApiError> {
         let now = SystemTime::now();
         let left = kept.renew_at().duration_since(now).unwrap_or_default();
         if !left.is_zero() {
-            self.tell(Vec::new());
+            self.set_conditions(Vec::new());
             return Ok(left.min(SLEEP_MAX));
         }
         let name = request_name(kept);
-        let found = limited(self.api.get_opt(&name)).await?;
+        let found = with_call_limit(self.api.get_opt(&name)).await?;
         let signer = &self.signer.name;
-        match course(found.as_ref()) {
-            Course::Absent => {
+        match request_state(found.as_ref()) {
+            RequestState::Absent => {
                 let asked = request(&name, signer, kept)
-                    .map_err(|error| Failure::new(FailureKind::Invalid, error.to_string()))?;
+                    .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?;
                 let parameters = PostParams::default();
-                limited(self.api.create(&parameters, &asked)).await?;
-                info!(request = name, signer, "asked for a client certificate");
-                self.tell(vec![waits(&name)]);
-                Ok(LOOK_EVERY)
+                with_call_limit(self.api.create(&parameters, &asked)).await?;
+                info!(
+                    request = name,
+                    signer, "requested a client certificate for kubelets"
+                );
+                self.set_conditions(vec![approval_condition(&name)]);
+                Ok(POLL_INTERVAL)
             }
-            Course::Waits => {
-                self.tell(vec![waits(&name)]);
-                Ok(LOOK_EVERY)
+            RequestState::Pending => {
+                self.set_conditions(vec![approval_condition(&name)]);
+                Ok(POLL_INTERVAL)
             }
-            Course::Approved => {
-                self.tell(vec![format!(
-                    "CertificateSigningRequest {name} is approved and waits for its signer, {signer}"
+            RequestState::Approved => {
+                self.set_conditions(vec![format!(
+                    "CertificateSigningRequest {name} is approved, but not yet signed by {signer}"
                 )]);
-                Ok(LOOK_EVERY)
+                Ok(POLL_INTERVAL)
             }
-            Course::Issued(chain) => match self.take(kept, chain).await {
+            RequestState::Issued(chain) => match self.install(kept, chain).await {
                 Ok(()) => {
-                    self.tell(Vec::new());
-                    Ok(LOOK_EVERY)
+                    self.set_conditions(Vec::new());
+                    Ok(POLL_INTERVAL)
                 }
                 Err(problem) => {
-                    self.tell(vec![format!(
-                        "the certificate of CertificateSigningRequest {name} is of no use: {problem}; to ask again: kubectl \
+                    self.set_conditions(vec![format!(
+                        "cannot use the certificate of CertificateSigningRequest {name}: {problem}; to request another one, run: kubectl \
                          delete csr {name}"
                     )]);
-                    Ok(REFUSED_LOOK_EVERY)
+                    Ok(REFUSED_POLL_INTERVAL)
                 }
             },
-            Course::Refused(how, why) => {
-                self.tell(vec![format!(
-                    "CertificateSigningRequest {name} {how}: {why}; it is asked for anew when that one is gone, in an hour or \
+            RequestState::Refused(how, why) => {
+                self.set_conditions(vec![format!(
+                    "CertificateSigningRequest {name} {how}: {why}; a new request is created once this one is deleted, after an hour or \
                      by: kubectl delete csr {name}"
                 )]);
-                Ok(REFUSED_LOOK_EVERY)
+                Ok(REFUSED_POLL_INTERVAL)
             }
         }
     }
 
-    async fn open(&self) -> Result<Kept, String> {
+    async fn open(&self) -> Result<KubeletCredential, String> {
         let data = self.data.clone();
-        let opened = tokio::task::spawn_blocking(move || Kept::open(&data)).await;
+        let opened = tokio::task::spawn_blocking(move || KubeletCredential::open(&data)).await;
         opened
             .map_err(|panic| panic.to_string())?
             .map_err(|error| error.to_string())
     }
 
     /// Uses a new certificate, and keeps it; one that cannot be kept is used all the same.
-    async fn take(&self, kept: &mut Kept, chain: Vec<u8>) -> Result<(), String> {
-        let own = kept.take(&chain).map_err(|error| error.to_string())?;
-        self.lend(&own);
+    async fn install(&self, kept: &mut KubeletCredential, chain: Vec<u8>) -> Result<(), String> {
+        let own = kept.install(&chain).map_err(|error| error.to_string())?;
+        self.delegate(&own);
         let path = self.data.kubelet_client_certificate();
         let write = move || tunnel_proto::process::files::replace(&path, &chain);
         let written = tokio::task::spawn_blocking(write).await;
         if let Ok(Err(error)) = written {
-            warn!(%error, "cannot keep the client certificate for kubelets; it is asked for again after a restart");
+            warn!(%error, "cannot persist the client certificate for kubelets; a new one is requested after a restart");
         }
-        info!("has a client certificate for kubelets");
+        info!("client certificate for kubelets is ready");
         Ok(())
     }
 
-    fn lend(&self, own: &Arc<CertifiedKey>) {
-        if let Some(ends) = snapshot::ends(own) {
-            self.metrics.credential(LABEL, ends);
+    fn delegate(&self, own: &Arc<CertifiedKey>) {
+        if let Some(not_after) = snapshot::not_after(own) {
+            self.metrics.credential(LABEL, not_after);
         }
-        if let Err(error) = self.signer.targets.lend(own.clone()) {
-            warn!(%error, "the client certificate for kubelets cannot be used");
+        if let Err(error) = self.signer.targets.delegate(own.clone()) {
+            warn!(%error, "cannot use the client certificate for kubelets");
         }
     }
 
-    fn tell(&self, lines: Vec<String>) {
-        self.problems.set(Part::KubeletCertificate, lines);
+    fn set_conditions(&self, lines: Vec<String>) {
+        self.problems.set(Condition::KubeletCertificate, lines);
     }
 }
 
-fn waits(name: &str) -> String {
+fn approval_condition(name: &str) -> String {
     format!(
-        "CertificateSigningRequest {name} waits for approval; until then nothing is lent to callers: kubectl certificate \
+        "CertificateSigningRequest {name} is not approved yet; until then client-certificate delegation is off; approve: kubectl certificate \
          approve {name}"
     )
 }
 
-async fn limited<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, Failure> {
+async fn with_call_limit<T>(
+    call: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, ApiError> {
     let answered = tokio::time::timeout(CALL_LIMIT, call).await;
-    let answered = answered.map_err(|_elapsed| Failure::timeout())?;
-    answered.map_err(|error| Failure::from(&error))
+    let answered = answered.map_err(|_elapsed| ApiError::timeout())?;
+    answered.map_err(|error| ApiError::from(&error))
 }
 
 #[cfg(test)]

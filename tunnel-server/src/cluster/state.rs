@@ -12,15 +12,15 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::nodes::{AliasOwners, FactMap, NodeSet};
 use super::ports;
-use super::service::{self, DoorPorts};
-use super::watches::Seen;
+use super::service::{self, ListenerPorts};
+use super::watches::Observed;
 use crate::dns::{Addresses, RecordSet};
 use crate::policy::PortPolicy;
 
 /// What is kept on disk, for a start without the API server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub(super) struct Kept {
+pub(super) struct PersistedState {
     pub(super) nodes: FactMap,
     /// Which node has which alias.
     pub(super) aliases: AliasOwners,
@@ -31,30 +31,30 @@ pub(super) struct Kept {
 
 /// Everything that is followed.
 #[derive(Debug, Clone, Default)]
-pub(super) struct World {
+pub(super) struct ClusterState {
     /// Nodes as heard, or as kept before the first list.
     pub(super) nodes: Arc<NodeSet>,
     /// Whether the nodes were heard.
     pub(super) is_listed: bool,
     /// The Service, JSON.
-    pub(super) service: Seen<Arc<Value>>,
+    pub(super) service: Observed<Arc<Value>>,
     /// The nodes ConfigMap.
-    pub(super) records_map: Seen<Arc<ConfigMap>>,
+    pub(super) records_map: Observed<Arc<ConfigMap>>,
     /// The ports ConfigMap.
-    pub(super) ports_map: Seen<Arc<ConfigMap>>,
+    pub(super) ports_map: Observed<Arc<ConfigMap>>,
     /// Networks of Services that can be believed, when they are followed.
     pub(super) service_networks: Arc<[Cidr]>,
     /// What was kept.
-    pub(super) kept: Arc<Kept>,
+    pub(super) persisted: Arc<PersistedState>,
 }
 
 /// Facts that do not come from the cluster.
 #[derive(Debug, Clone)]
-pub(super) struct Own {
+pub(super) struct LocalFacts {
     /// The doors' policy while there is no ports ConfigMap.
     pub(super) policy: PortPolicy,
     /// Numbers of the doors.
-    pub(super) doors: DoorPorts,
+    pub(super) listener_ports: ListenerPorts,
 }
 
 /// What follows for this server.
@@ -70,19 +70,19 @@ pub(super) struct Derived {
 
 /// What the one that writes should see to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Desired {
+pub(super) struct DesiredState {
     /// The records, when all that they follow from was heard.
     pub(super) records: Option<Arc<RecordSet>>,
     /// Extra ports of the Service with the doors they lead to, when they were heard.
     pub(super) ports: Option<BTreeMap<Port, u16>>,
 }
 
-impl World {
+impl ClusterState {
     /// Before anything was heard; `nodes` are the persisted ones.
-    pub(super) fn kept(kept: Kept, nodes: NodeSet) -> Self {
+    pub(super) fn persisted(persisted: PersistedState, nodes: NodeSet) -> Self {
         Self {
             nodes: Arc::new(nodes),
-            kept: Arc::new(kept),
+            persisted: Arc::new(persisted),
             ..Self::default()
         }
     }
@@ -90,32 +90,37 @@ impl World {
     /// Addresses that edge nodes' names answer with; none while the Service has none.
     pub(super) fn tunnel(&self) -> Vec<IpAddr> {
         match &self.service {
-            Seen::Unknown => self.kept.tunnel_addresses.clone(),
-            Seen::Absent => Vec::new(),
-            Seen::Present(service) => service::addresses(service),
+            Observed::Unknown => self.persisted.tunnel_addresses.clone(),
+            Observed::Absent => Vec::new(),
+            Observed::Present(service) => service::addresses(service),
         }
     }
 
     fn port_lists(&self) -> Option<&BTreeMap<String, String>> {
         match &self.ports_map {
-            Seen::Unknown => self.kept.ports.as_ref(),
-            Seen::Absent => None,
-            Seen::Present(map) => Some(map.data.as_ref().unwrap_or(&NO_DATA)),
+            Observed::Unknown => self.persisted.ports.as_ref(),
+            Observed::Absent => None,
+            Observed::Present(map) => Some(map.data.as_ref().unwrap_or(&NO_DATA)),
         }
     }
 
     /// What follows for this server. Without the Service's address nothing is said of records: those there are stay.
-    pub(super) fn derive(&self, own: &Own, has_agent: impl Fn(&NodeName) -> bool) -> Derived {
-        let served = self
+    pub(super) fn derive(
+        &self,
+        own: &LocalFacts,
+        has_agent: impl Fn(&NodeName) -> bool,
+    ) -> Derived {
+        let parsed = self
             .port_lists()
-            .map(|lists| ports::read(lists, own.doors.http, &own.policy.own));
-        let (policy, mistakes) = served.map_or_else(
+            .map(|lists| ports::read(lists, own.listener_ports.http, &own.policy.own));
+        let (policy, mistakes) = parsed.map_or_else(
             || (own.policy.clone(), Vec::new()),
-            |served| (served.policy, served.mistakes),
+            |parsed| (parsed.policy, parsed.mistakes),
         );
         let tunnel = self.tunnel();
-        let is_told = !tunnel.is_empty() && (self.is_listed || !self.kept.nodes.is_empty());
-        let records = is_told
+        let can_build_records =
+            !tunnel.is_empty() && (self.is_listed || !self.persisted.nodes.is_empty());
+        let records = can_build_records
             .then(|| RecordSet::new(&self.nodes.records(has_agent), Addresses::first_of(tunnel)));
         Derived {
             records,
@@ -125,18 +130,18 @@ impl World {
     }
 
     /// Whether records and ports follow from what was heard, not from what was kept.
-    pub(super) fn is_heard(&self) -> (bool, bool) {
+    pub(super) fn is_observed(&self) -> (bool, bool) {
         let has_records = self.is_listed && self.service.present().is_some();
         (has_records, self.ports_map.is_known())
     }
 
     /// What to keep of it.
-    pub(super) fn keep(&self) -> Kept {
-        Kept {
+    pub(super) fn to_persisted(&self) -> PersistedState {
+        PersistedState {
             nodes: if self.is_listed {
                 self.nodes.facts()
             } else {
-                self.kept.nodes.clone()
+                self.persisted.nodes.clone()
             },
             aliases: self.nodes.alias_owners(),
             tunnel_addresses: self.tunnel(),

@@ -9,30 +9,30 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use super::failure::Throttle;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
-use crate::config::{Config, ObjectNames, RawConfig, Surroundings};
-use crate::routing::pod_lookup::{LookupError, Pod, PodFinder};
+use crate::config::{Config, Environment, ObjectNames, RawConfig};
+use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
 use crate::routing::registry::RegistryLimits;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually};
 
 /// A cluster's side with what it feeds, and the API server that the test plays.
-struct Bench {
+struct Fixture {
     server: ApiServer,
     routes: Routes,
     records: Records,
-    policy: LivePolicy,
+    policy: SharedPortPolicy,
     readiness: Readiness,
-    pods: PodFinder,
+    pods: PodResolver,
     shutdown: Shutdown,
-    writing: Writing,
+    writing: WritersHandle,
 }
 
-fn bench(data: &DataDir) -> Bench {
+fn fixture(data: &DataDir) -> Fixture {
     let raw = RawConfig {
         http_proxy_ports: Some("9200".into()),
         ..RawConfig::default()
     };
-    let config = Config::check(&raw, Surroundings { in_cluster: true }).unwrap();
+    let config = Config::check(&raw, Environment { in_cluster: true }).unwrap();
     let (client, server) = api_server();
     let connection = Connection {
         client,
@@ -40,10 +40,10 @@ fn bench(data: &DataDir) -> Bench {
         namespace: NAMESPACE.into(),
     };
     let mut counters = MetricsRegistry::default();
-    let (pods, questions) = PodFinder::new();
-    let policy = LivePolicy::default();
+    let (pods, questions) = PodResolver::new();
+    let policy = SharedPortPolicy::default();
     policy.replace(config.ports.clone());
-    let parts = Parts {
+    let inputs = ClusterInputs {
         routes: Routes::default(),
         records: Records::default(),
         policy: policy.clone(),
@@ -55,28 +55,28 @@ fn bench(data: &DataDir) -> Bench {
         readiness: Readiness::default(),
         data: data.clone(),
         shutdown: Shutdown::new(),
-        doors: DoorPorts {
+        listener_ports: ListenerPorts {
             http: 10264,
             https: 10263,
         },
-        door_names: DoorNames::new(Vec::new(), Vec::new()),
+        serving_names: ServingNames::new(Vec::new(), Vec::new()),
         questions: Some(questions),
         attestations: None,
-        kubelets: None,
+        kubelet_ca: None,
         ranges: None,
         dials_by_ranges: false,
         signer: None,
     };
-    let fed = (
-        parts.routes.clone(),
-        parts.records.clone(),
-        parts.readiness.clone(),
-        parts.shutdown.clone(),
+    let shared = (
+        inputs.routes.clone(),
+        inputs.records.clone(),
+        inputs.readiness.clone(),
+        inputs.shutdown.clone(),
     );
-    let (routes, records, readiness, shutdown) = fed;
+    let (routes, records, readiness, shutdown) = shared;
     let settings = config.kubernetes.unwrap();
-    let side = ClusterSide::over(connection, &readiness, &mut counters);
-    Bench {
+    let handle = ClusterHandle::with_connection(connection, &readiness, &mut counters);
+    Fixture {
         server,
         routes,
         records,
@@ -84,7 +84,7 @@ fn bench(data: &DataDir) -> Bench {
         readiness,
         pods,
         shutdown,
-        writing: start(&settings, side, parts),
+        writing: start(&settings, handle, inputs),
     }
 }
 
@@ -191,7 +191,7 @@ impl Cluster {
         }
     }
 
-    async fn tell(&self, object: &str, kind: &str, event: &Value) {
+    async fn send_event(&self, object: &str, kind: &str, event: &Value) {
         let line = format!("{}\n", json!({"type": kind, "object": event}));
         self.watches[object].send(line).await.unwrap();
     }
@@ -204,7 +204,7 @@ fn port(number: u16) -> Port {
 #[tokio::test(start_paused = true)]
 async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_the_last() {
     let scratch = Scratch::new();
-    let mut first = bench(&scratch.0);
+    let mut first = fixture(&scratch.0);
     let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
     assert!(
         first.policy.load().target(port(9200)).is_ok(),
@@ -217,7 +217,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
         first.policy.clone(),
     );
     let readiness = first.readiness.clone();
-    let serves_9100 = |policy: &LivePolicy| policy.load().target(port(9100)).is_ok();
+    let serves_9100 = |policy: &SharedPortPolicy| policy.load().target(port(9100)).is_ok();
     cluster
         .play_until(&mut first.server, "nodes and ports", || {
             records.load().hosts() == "10.106.217.16\tworker-1"
@@ -231,19 +231,19 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     cluster.play_until_watched(&mut first.server).await;
 
     cluster
-        .tell("nodes", "ADDED", &node("worker-2", "192.168.33.221"))
+        .send_event("nodes", "ADDED", &node("worker-2", "192.168.33.221"))
         .await;
     let both = "10.106.217.16\tworker-1\n10.106.217.16\tworker-2";
-    let told = tokio::time::Instant::now();
+    let sent_at = tokio::time::Instant::now();
     cluster
         .play_until(&mut first.server, "the other node", || {
             records.load().hosts() == both
         })
         .await;
     assert!(
-        told.elapsed() < Duration::from_secs(1),
+        sent_at.elapsed() < Duration::from_secs(1),
         "{:?}",
-        told.elapsed()
+        sent_at.elapsed()
     );
     assert!(routes.load().by_address(address).is_err(), "shared by two");
 
@@ -257,7 +257,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     first.writing.ended().await;
     first.shutdown.finish().await;
 
-    let second = bench(&scratch.0);
+    let second = fixture(&scratch.0);
     // Nobody answers: the API server is away.
     drop(second.server);
     assert!(second.readiness.read().0.is_empty());
@@ -272,36 +272,38 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
 #[tokio::test(start_paused = true)]
 async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
     let scratch = Scratch::new();
-    let mut bench = bench(&scratch.0);
+    let mut fixture = fixture(&scratch.0);
     let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
-    cluster.play_until_watched(&mut bench.server).await;
-    cluster.tell("ports", "DELETED", &ports(&json!({}))).await;
-    let policy = bench.policy.clone();
+    cluster.play_until_watched(&mut fixture.server).await;
     cluster
-        .play_until(&mut bench.server, "the flags' list", || {
+        .send_event("ports", "DELETED", &ports(&json!({})))
+        .await;
+    let policy = fixture.policy.clone();
+    cluster
+        .play_until(&mut fixture.server, "the flags' list", || {
             policy.load().target(port(9200)).is_ok() && policy.load().target(port(9100)).is_err()
         })
         .await;
-    cluster.tell("service", "DELETED", &service()).await;
+    cluster.send_event("service", "DELETED", &service()).await;
     cluster
-        .tell("nodes", "ADDED", &node("worker-2", "10.0.0.2"))
+        .send_event("nodes", "ADDED", &node("worker-2", "10.0.0.2"))
         .await;
-    let (routes, records) = (bench.routes.clone(), bench.records.clone());
+    let (routes, records) = (fixture.routes.clone(), fixture.records.clone());
     cluster
-        .play_until(&mut bench.server, "the other node", || {
+        .play_until(&mut fixture.server, "the other node", || {
             routes.load().knows(&"worker-2".parse().unwrap())
         })
         .await;
     assert_eq!(records.load().hosts(), "10.106.217.16\tworker-1");
     let mut moved = service();
     moved["spec"]["clusterIP"] = "10.9.9.9".into();
-    cluster.tell("service", "ADDED", &moved).await;
+    cluster.send_event("service", "ADDED", &moved).await;
     cluster
-        .play_until(&mut bench.server, "the new address", || {
+        .play_until(&mut fixture.server, "the new address", || {
             records.load().hosts() == "10.9.9.9\tworker-1\n10.9.9.9\tworker-2"
         })
         .await;
-    bench.shutdown.finish().await;
+    fixture.shutdown.finish().await;
 }
 
 fn pod(name: &str) -> Pod {
@@ -318,13 +320,13 @@ fn pod_on(node: &str) -> Value {
     })
 }
 
-impl Bench {
+impl Fixture {
     /// The node of a pod, and the calls that the question came to; each is answered by `answer`.
     async fn look_up(
         &mut self,
         cluster: &mut Cluster,
         answer: impl Fn(Call),
-    ) -> (Result<NodeName, LookupError>, Vec<String>) {
+    ) -> (Result<NodeName, PodLookupError>, Vec<String>) {
         let mut calls = Vec::new();
         let mut asking = std::pin::pin!(self.pods.node_of(pod("web-0")));
         loop {
@@ -344,80 +346,80 @@ impl Bench {
 #[tokio::test(start_paused = true)]
 async fn moved_pod_is_found_on_its_new_node_at_once() {
     let scratch = Scratch::new();
-    let mut bench = bench(&scratch.0);
+    let mut fixture = fixture(&scratch.0);
     let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut bench.server).await;
+    cluster.play_until_watched(&mut fixture.server).await;
     for name in ["worker-1", "worker-2"] {
         let answer = |call: Call| call.answer(&pod_on(name));
-        let (found, calls) = bench.look_up(&mut cluster, answer).await;
+        let (found, calls) = fixture.look_up(&mut cluster, answer).await;
         assert_eq!(found.unwrap().as_str(), name);
         assert_eq!(calls, ["GET /api/v1/namespaces/default/pods/web-0"]);
     }
-    bench.shutdown.finish().await;
+    fixture.shutdown.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
     let scratch = Scratch::new();
-    let mut bench = bench(&scratch.0);
+    let mut fixture = fixture(&scratch.0);
     let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut bench.server).await;
-    let shown = |bench: &Bench| {
-        let notes = bench.readiness.notes();
-        let mut notes = notes.iter().filter(|(part, _)| *part == "pod lookup");
-        notes.any(|(_, line)| line.contains("verb get on resource pods"))
+    cluster.play_until_watched(&mut fixture.server).await;
+    let shown = |fixture: &Fixture| {
+        let conditions = fixture.readiness.conditions();
+        let mut conditions = conditions.iter().filter(|(part, _)| *part == "pod lookup");
+        conditions.any(|(_, line)| line.contains("verb get on resource pods"))
     };
     let refuse = |call: Call| call.refuse(403, "Forbidden");
-    let (found, _) = bench.look_up(&mut cluster, refuse).await;
-    assert_eq!(found, Err(LookupError::Forbidden));
+    let (found, _) = fixture.look_up(&mut cluster, refuse).await;
+    assert_eq!(found, Err(PodLookupError::Forbidden));
     assert!(found.unwrap_err().to_string().contains("'pods get'"));
-    eventually("the condition", || shown(&bench)).await;
+    eventually("the condition", || shown(&fixture)).await;
     // A failure of another kind says nothing of rights.
     let fail = |call: Call| call.refuse(503, "ServiceUnavailable");
-    let (found, _) = bench.look_up(&mut cluster, fail).await;
+    let (found, _) = fixture.look_up(&mut cluster, fail).await;
     assert!(
-        matches!(found, Err(LookupError::Unavailable(_))),
+        matches!(found, Err(PodLookupError::Unavailable(_))),
         "{found:?}"
     );
-    assert!(shown(&bench));
-    let (found, _) = bench
+    assert!(shown(&fixture));
+    let (found, _) = fixture
         .look_up(&mut cluster, |call| call.refuse(404, "NotFound"))
         .await;
-    assert_eq!(found, Err(LookupError::NotFound));
-    eventually("no condition", || !shown(&bench)).await;
+    assert_eq!(found, Err(PodLookupError::NotFound));
+    eventually("no condition", || !shown(&fixture)).await;
     let unbound = json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"}, "spec": {"containers": []},
     });
-    let (found, _) = bench
+    let (found, _) = fixture
         .look_up(&mut cluster, |call| call.answer(&unbound))
         .await;
-    assert_eq!(found, Err(LookupError::Unbound));
-    bench.shutdown.finish().await;
+    assert_eq!(found, Err(PodLookupError::Unbound));
+    fixture.shutdown.finish().await;
 }
 
 /// 200 execs at once: 16 are asked for at a time, and the others wait.
 #[tokio::test(start_paused = true)]
 async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     let scratch = Scratch::new();
-    let mut bench = bench(&scratch.0);
+    let mut fixture = fixture(&scratch.0);
     let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut bench.server).await;
+    cluster.play_until_watched(&mut fixture.server).await;
     let mut asking = tokio::task::JoinSet::new();
     for number in 0..200 {
-        let pods = bench.pods.clone();
+        let pods = fixture.pods.clone();
         asking.spawn(async move { pods.node_of(pod(&format!("web-{number}"))).await });
     }
     let mut waiting = Vec::new();
     let mut answered = 0;
     while answered < 200 {
         while waiting.len() < 16.min(200 - answered) {
-            if let Some(call) = cluster.answer(bench.server.call().await) {
+            if let Some(call) = cluster.answer(fixture.server.call().await) {
                 waiting.push(call);
             }
         }
         let more = async {
             loop {
-                let call = bench.server.call().await;
+                let call = fixture.server.call().await;
                 if let Some(call) = cluster.answer(call) {
                     return call.what;
                 }
@@ -432,7 +434,7 @@ async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     }
     let answers = asking.join_all().await;
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
-    bench.shutdown.finish().await;
+    fixture.shutdown.finish().await;
 }
 
 /// Every right is one that something here uses, and no other verb is asked for.
@@ -467,7 +469,7 @@ fn reference_says_what_the_code_does() {
         objects::rights_table()
     );
     let names = ObjectNames::default();
-    let doors = [
+    let listener_ports = [
         tunnel_proto::wire::PORT_HTTP,
         tunnel_proto::wire::PORT_HTTPS,
     ]
@@ -486,14 +488,14 @@ fn reference_says_what_the_code_does() {
         objects::PORT_PAIRS_KEY,
         objects::EXTRA_PORT_PREFIX,
         objects::KUBELET_CLIENT_NAME,
-        &doors[0],
-        &doors[1],
+        &listener_ports[0],
+        &listener_ports[1],
     ] {
         assert!(page.contains(word), "{word} is not in the reference");
     }
     let mut counters = MetricsRegistry::default();
     let metrics = ClusterMetrics::new(&mut counters);
-    metrics.wrote(Object::Records, "ok");
+    metrics.record_write(Object::Records, "ok");
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &counters).unwrap();
     for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {

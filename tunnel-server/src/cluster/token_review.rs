@@ -13,11 +13,11 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
-use super::failure::{Failure, FailureKind};
-use crate::ca::attestation::{AccountToken, AttestError, Attested, Question};
+use super::failure::{ApiError, ApiErrorKind};
+use crate::ca::attestation::{AttestError, AttestedToken, Question, ServiceAccountToken};
 use crate::config::AgentTokens;
 
 /// Tokens that are asked about at once; the rest waits its turn.
@@ -46,37 +46,37 @@ pub(super) async fn answer(
             return;
         };
         let (client, settings) = (client.clone(), settings.clone());
-        calls.spawn(attend(client, token, settings, answer));
+        calls.spawn(handle_question(client, token, settings, answer));
     }
 }
 
 /// Anybody who reaches the port of agents can cause these lines.
-static UNREVIEWED: LineLimit = LineLimit::new("ServiceAccount tokens cannot be reviewed");
+static REVIEW_FAILED: LogRateLimit = LogRateLimit::new("ServiceAccount tokens cannot be reviewed");
 
-async fn attend(
+async fn handle_question(
     client: Client,
-    token: AccountToken,
+    token: ServiceAccountToken,
     settings: AgentTokens,
-    answer: oneshot::Sender<Result<Attested, AttestError>>,
+    answer: oneshot::Sender<Result<AttestedToken, AttestError>>,
 ) {
     let attested = tokio::time::timeout(CALL_LIMIT, attest(&client, &token, &settings)).await;
     let attested = attested.unwrap_or_else(|_elapsed| {
-        if UNREVIEWED.admit() {
-            warn!(error = %Failure::timeout(), "cannot review a ServiceAccount token");
+        if REVIEW_FAILED.admit() {
+            warn!(error = %ApiError::timeout(), "cannot review a ServiceAccount token");
         }
         Err(AttestError::Unavailable)
     });
-    let _enrolment_is_over = answer.send(attested);
+    let _enrollment_may_be_over = answer.send(attested);
 }
 
 async fn attest(
     client: &Client,
-    token: &AccountToken,
+    token: &ServiceAccountToken,
     settings: &AgentTokens,
-) -> Result<Attested, AttestError> {
+) -> Result<AttestedToken, AttestError> {
     // What is no token at all need not be sent to anyone.
     let not_accepted = || AttestError::NotAccepted(settings.audience.clone());
-    let claims = Claims::of(token).ok_or_else(not_accepted)?;
+    let claims = TokenClaims::of(token).ok_or_else(not_accepted)?;
     let review = TokenReview {
         spec: TokenReviewSpec {
             audiences: Some(vec![settings.audience.clone()]),
@@ -90,24 +90,24 @@ async fn attest(
         .map_err(|error| unavailable("tokenreviews", &error))?
         .status
         .unwrap_or_default();
-    let vouched = match judge(&status, settings) {
-        Err(AttestError::NotAccepted(_)) if claims.has_ended(SystemTime::now()) => {
-            return Err(AttestError::Ended);
+    let token_binding = match check_review(&status, settings) {
+        Err(AttestError::NotAccepted(_)) if claims.is_expired(SystemTime::now()) => {
+            return Err(AttestError::Expired);
         }
-        judged => judged?,
+        checked => checked?,
     };
-    let node = match vouched.bound {
-        Bound::Node(node) => node,
-        Bound::Pod(pod) => {
+    let node = match token_binding.bound {
+        BoundObject::Node(node) => node,
+        BoundObject::Pod(pod) => {
             let pods = Api::<Pod>::namespaced(client.clone(), &pod.namespace);
             let found = pods.get_opt(&pod.name).await;
             let found = found.map_err(|error| unavailable("pods", &error))?;
             node_of(&pod, found.as_ref())?
         }
     };
-    Ok(Attested {
+    Ok(AttestedToken {
         node,
-        account: vouched.account,
+        account: token_binding.account,
         issued: claims.issued(),
         ends: claims.ends(),
         token: sha256(token.reveal().as_bytes()),
@@ -115,12 +115,12 @@ async fn attest(
 }
 
 fn unavailable(resource: &str, error: &kube::Error) -> AttestError {
-    let failure = Failure::from(error);
+    let failure = ApiError::from(error);
     let hint = match failure.kind {
-        FailureKind::Forbidden => "; grant create on tokenreviews and get on pods of the agents",
+        ApiErrorKind::Forbidden => "; grant create on tokenreviews and get on pods of the agents",
         _ => "",
     };
-    if UNREVIEWED.admit() {
+    if REVIEW_FAILED.admit() {
         warn!(error = %failure, resource, "cannot review a ServiceAccount token{hint}");
     }
     AttestError::Unavailable
@@ -128,14 +128,14 @@ fn unavailable(resource: &str, error: &kube::Error) -> AttestError {
 
 /// What the API server vouches for.
 #[derive(Debug, PartialEq, Eq)]
-struct Vouched {
+struct TokenBinding {
     account: String,
-    bound: Bound,
+    bound: BoundObject,
 }
 
 /// What a token is bound to.
 #[derive(Debug, PartialEq, Eq)]
-enum Bound {
+enum BoundObject {
     Node(NodeName),
     Pod(BoundPod),
 }
@@ -148,7 +148,10 @@ struct BoundPod {
 }
 
 /// Pure: a review's answer → what it vouches for.
-fn judge(status: &TokenReviewStatus, settings: &AgentTokens) -> Result<Vouched, AttestError> {
+fn check_review(
+    status: &TokenReviewStatus,
+    settings: &AgentTokens,
+) -> Result<TokenBinding, AttestError> {
     let has_audience = status
         .audiences
         .iter()
@@ -176,12 +179,12 @@ fn judge(status: &TokenReviewStatus, settings: &AgentTokens) -> Result<Vouched, 
         }
     };
     let bound = match (extra(NODE_NAME), extra(POD_NAME), extra(POD_UID)) {
-        (Some(node), _, _) => Bound::Node(node_name(node)?),
+        (Some(node), _, _) => BoundObject::Node(node_name(node)?),
         (None, Some(name), Some(uid)) => {
             let inside = account.strip_prefix(ACCOUNT_PREFIX);
             let inside = inside.and_then(|account| account.split_once(':'));
             let (namespace, _) = inside.ok_or(AttestError::NotBound)?;
-            Bound::Pod(BoundPod {
+            BoundObject::Pod(BoundPod {
                 namespace: namespace.to_owned(),
                 name: name.to_owned(),
                 uid: uid.to_owned(),
@@ -189,7 +192,7 @@ fn judge(status: &TokenReviewStatus, settings: &AgentTokens) -> Result<Vouched, 
         }
         (None, _, _) => return Err(AttestError::NotBound),
     };
-    Ok(Vouched { account, bound })
+    Ok(TokenBinding { account, bound })
 }
 
 /// Pure: the Pod that was found → its node, if it is the one that the token is bound to.
@@ -198,27 +201,27 @@ fn node_of(bound: &BoundPod, found: Option<&Pod>) -> Result<NodeName, AttestErro
     let gone = || AttestError::PodGone(format!("{}/{}", bound.namespace, bound.name));
     let pod = found.filter(is_it).ok_or_else(gone)?;
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-    node_name(node.ok_or(AttestError::NoNode)?)
+    node_name(node.ok_or(AttestError::NotScheduled)?)
 }
 
 fn node_name(text: &str) -> Result<NodeName, AttestError> {
-    let node = text.parse().map_err(|_syntax| AttestError::NoNode);
+    let node = text.parse().map_err(|_syntax| AttestError::NotScheduled);
     node.and_then(|node: NodeName| {
         let is_same = node.as_str() == text;
-        is_same.then_some(node).ok_or(AttestError::NoNode)
+        is_same.then_some(node).ok_or(AttestError::NotScheduled)
     })
 }
 
 /// What a token says of itself; to be believed only when the API server has accepted the token.
 #[derive(Debug, Deserialize)]
-struct Claims {
+struct TokenClaims {
     iat: u64,
     exp: Option<u64>,
 }
 
-impl Claims {
+impl TokenClaims {
     /// The middle one of the three parts of a JSON web token (RFC 7519, section 3).
-    fn of(token: &AccountToken) -> Option<Self> {
+    fn of(token: &ServiceAccountToken) -> Option<Self> {
         let mut parts = token.reveal().split('.');
         let (Some(_), Some(payload), Some(_), None) =
             (parts.next(), parts.next(), parts.next(), parts.next())
@@ -235,20 +238,23 @@ impl Claims {
     }
 
     fn issued(&self) -> SystemTime {
-        at(self.iat)
+        from_unix_seconds(self.iat)
     }
 
     /// Tokens that are bound to a Pod or a node have an end; one without is remembered for long.
     fn ends(&self) -> SystemTime {
-        self.exp.map_or_else(|| at(self.iat) + ENDLESS, at)
+        self.exp.map_or_else(
+            || from_unix_seconds(self.iat) + TOKEN_LIFE_MAX,
+            from_unix_seconds,
+        )
     }
 
-    fn has_ended(&self, now: SystemTime) -> bool {
-        self.exp.is_some_and(|exp| at(exp) <= now)
+    fn is_expired(&self, now: SystemTime) -> bool {
+        self.exp.is_some_and(|exp| from_unix_seconds(exp) <= now)
     }
 }
 
-fn at(seconds: u64) -> SystemTime {
+fn from_unix_seconds(seconds: u64) -> SystemTime {
     let epoch = SystemTime::UNIX_EPOCH;
     epoch
         .checked_add(Duration::from_secs(seconds))
@@ -256,7 +262,7 @@ fn at(seconds: u64) -> SystemTime {
 }
 
 /// The longest that a cluster issues bound tokens for.
-const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
+const TOKEN_LIFE_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 #[cfg(test)]
 mod tests;

@@ -12,9 +12,9 @@ use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::failure::{Backoff, Failure, FailureKind, Throttle};
+use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
 use super::metrics::{ClusterMetrics, Object};
-use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::conditions::{Condition, Conditions};
 
 /// Objects of one page of a list: a Node can be 20 KB of JSON, and a page is in memory as a whole.
 const PAGE_OBJECTS: u32 = 200;
@@ -22,9 +22,9 @@ const PAGE_OBJECTS: u32 = 200;
 pub(super) const WATCH_SECONDS: u32 = 60;
 /// Failures are reported when they have gone on for this long. For a second or two after its start, an API server refuses with
 /// 403 what it allows, until it has read the roles.
-const TOLERATED: Duration = Duration::from_secs(5);
+const REPORT_AFTER: Duration = Duration::from_secs(5);
 /// Longer than a try to start a watch and the wait before it together.
-const SILENCE: Duration = Duration::from_secs(12);
+const RECOVERED_AFTER: Duration = Duration::from_secs(12);
 const FOREVER: Duration = Duration::from_secs(86_400 * 365);
 /// Events that are handled together.
 const BATCH_EVENTS: usize = 1024;
@@ -38,10 +38,10 @@ pub(super) fn config() -> watcher::Config {
 
 /// What is followed, and where failures are told.
 #[derive(Debug, Clone)]
-pub(super) struct Context {
+pub(super) struct WatchContext {
     pub(super) object: Object,
     pub(super) metrics: ClusterMetrics,
-    pub(super) problems: Problems,
+    pub(super) problems: Conditions,
     pub(super) throttle: Throttle,
 }
 
@@ -50,23 +50,23 @@ pub(super) struct Context {
 pub(super) async fn follow<K>(
     api: Api<K>,
     config: watcher::Config,
-    context: Context,
+    context: WatchContext,
     mut apply: impl FnMut(Vec<Event<K>>),
 ) where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let mut trouble = Trouble::new(context);
+    let mut errors = WatchErrors::new(context);
     loop {
         let mut events = pin!(watcher(api.clone(), config.clone()));
         // kube goes on from the same version when a watch cannot start, which never succeeds when that is the reason.
         let mut is_expired = false;
         while !is_expired {
-            let next = tokio::time::timeout_at(trouble.over_at(), events.next()).await;
+            let next = tokio::time::timeout_at(errors.recovery_deadline(), events.next()).await;
             let mut taken = match next {
                 Ok(Some(next)) => Some(next),
                 Ok(None) => break,
-                Err(_nothing_failed) => {
-                    trouble.is_over();
+                Err(_recovered) => {
+                    errors.clear();
                     continue;
                 }
             };
@@ -91,14 +91,14 @@ pub(super) async fn follow<K>(
                 apply(batch);
             }
             if is_listed {
-                trouble.listed();
+                errors.listed();
             }
             if let Some(error) = failed {
-                let failure = Failure::from(&error);
+                let failure = ApiError::from(&error);
                 is_expired = matches!(error, watcher::Error::WatchStartFailed(_))
-                    && failure.kind == FailureKind::Expired;
-                tokio::time::sleep(trouble.after(&failure)).await;
-                trouble.tried_at = Instant::now();
+                    && failure.kind == ApiErrorKind::Expired;
+                tokio::time::sleep(errors.next_delay(&failure)).await;
+                errors.last_retry_at = Instant::now();
             }
         }
     }
@@ -106,56 +106,56 @@ pub(super) async fn follow<K>(
 
 /// Failures of one watch in a row.
 #[derive(Debug)]
-struct Trouble {
-    context: Context,
+struct WatchErrors {
+    context: WatchContext,
     backoff: Backoff,
     /// When the first of them was.
     since: Option<Instant>,
     /// When the last failure was waited out.
-    tried_at: Instant,
+    last_retry_at: Instant,
     /// The version of the last list expired, too: the next list proves nothing.
     is_expiring: bool,
 }
 
-impl Trouble {
-    fn new(context: Context) -> Self {
+impl WatchErrors {
+    fn new(context: WatchContext) -> Self {
         Self {
             context,
             backoff: Backoff::default(),
             since: None,
-            tried_at: Instant::now(),
+            last_retry_at: Instant::now(),
             is_expiring: false,
         }
     }
 
     /// Without a failure until then a watch runs, whether it has something to say or not.
-    fn over_at(&self) -> Instant {
+    fn recovery_deadline(&self) -> Instant {
         let time = if self.since.is_some() {
-            SILENCE
+            RECOVERED_AFTER
         } else {
             FOREVER
         };
-        self.tried_at + time
+        self.last_retry_at + time
     }
 
     /// Everything was listed, so the API server answers again.
     fn listed(&mut self) {
         if self.since.is_some() && !self.is_expiring {
-            self.is_over();
+            self.clear();
         }
     }
 
-    fn is_over(&mut self) {
+    fn clear(&mut self) {
         self.since = None;
         self.is_expiring = false;
-        let part = Part::Watching(self.context.object);
+        let part = Condition::Watching(self.context.object);
         self.context.problems.set(part, Vec::new());
     }
 
     /// How long to wait after a failure. Every restart of the API server makes some, so that they are reported when they last.
     /// A version that expired once in a while is no condition: an API server that has just started knows no old ones.
-    fn after(&mut self, failure: &Failure) -> Duration {
-        let Context {
+    fn next_delay(&mut self, failure: &ApiError) -> Duration {
+        let WatchContext {
             object,
             metrics,
             problems,
@@ -165,20 +165,20 @@ impl Trouble {
         debug!(object = object.label(), error = %failure, "cannot watch, trying again");
         let now = Instant::now();
         let since = *self.since.get_or_insert(now);
-        let wait = self.backoff.after(failure, now, rand::random());
-        let is_expired = failure.kind == FailureKind::Expired;
+        let wait = self.backoff.next_delay(failure, now, rand::random());
+        let is_expired = failure.kind == ApiErrorKind::Expired;
         self.is_expiring = is_expired && !wait.is_zero();
-        if self.is_expiring || (now.duration_since(since) >= TOLERATED && !is_expired) {
-            let line = format!("{} cannot be followed: {failure}", object.label());
-            problems.set(Part::Watching(*object), vec![line]);
+        if self.is_expiring || (now.duration_since(since) >= REPORT_AFTER && !is_expired) {
+            let line = format!("cannot watch {}: {failure}", object.label());
+            problems.set(Condition::Watching(*object), vec![line]);
         }
-        wait.max(throttle.left(now))
+        wait.max(throttle.remaining(now))
     }
 }
 
 /// One object that is followed by name.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) enum Seen<T> {
+pub(super) enum Observed<T> {
     /// Nothing was heard yet.
     #[default]
     Unknown,
@@ -188,13 +188,13 @@ pub(super) enum Seen<T> {
     Present(T),
 }
 
-impl<T> Seen<T> {
+impl<T> Observed<T> {
     /// The same of a part of it, to be shared.
-    pub(super) fn map<U>(self, part: impl FnOnce(T) -> U) -> Seen<Arc<U>> {
+    pub(super) fn map<U>(self, part: impl FnOnce(T) -> U) -> Observed<Arc<U>> {
         match self {
-            Self::Unknown => Seen::Unknown,
-            Self::Absent => Seen::Absent,
-            Self::Present(object) => Seen::Present(Arc::new(part(object))),
+            Self::Unknown => Observed::Unknown,
+            Self::Absent => Observed::Absent,
+            Self::Present(object) => Observed::Present(Arc::new(part(object))),
         }
     }
 
@@ -216,8 +216,8 @@ impl<T> Seen<T> {
 pub(super) async fn follow_one<K>(
     api: Api<K>,
     name: &str,
-    context: Context,
-    mut change: impl FnMut(Seen<K>),
+    context: WatchContext,
+    mut change: impl FnMut(Observed<K>),
 ) where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
@@ -230,9 +230,11 @@ pub(super) async fn follow_one<K>(
             match event {
                 Event::Init => listed = None,
                 Event::InitApply(object) if is_it(&object) => listed = Some(object),
-                Event::InitDone => last = Some(listed.take().map_or(Seen::Absent, Seen::Present)),
-                Event::Apply(object) if is_it(&object) => last = Some(Seen::Present(object)),
-                Event::Delete(object) if is_it(&object) => last = Some(Seen::Absent),
+                Event::InitDone => {
+                    last = Some(listed.take().map_or(Observed::Absent, Observed::Present))
+                }
+                Event::Apply(object) if is_it(&object) => last = Some(Observed::Present(object)),
+                Event::Delete(object) if is_it(&object) => last = Some(Observed::Absent),
                 Event::InitApply(_) | Event::Apply(_) | Event::Delete(_) => {}
             }
         }

@@ -13,15 +13,15 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::events::EventLog;
-use super::failure::{Backoff, Failure, FailureKind, Throttle};
+use super::events::EventRecorder;
+use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
 use super::hosts::{self, HostsPlan};
 use super::metrics::{ClusterMetrics, Object};
 use super::objects::CONFIG_MAP_MAX_BYTES;
 use super::service;
-use crate::cluster::conditions::{Part, Problems};
+use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::leader_election::Leadership;
-use crate::cluster::state::{Desired, World};
+use crate::cluster::state::{ClusterState, DesiredState};
 use crate::config::ObjectNames;
 
 /// Changes wait for this much quiet, so that a burst is one write.
@@ -40,13 +40,13 @@ const RESYNC: Duration = Duration::from_secs(300);
 pub(super) struct Writers {
     pub(super) maps: Api<ConfigMap>,
     pub(super) services: Api<DynamicObject>,
-    pub(super) events: EventLog,
+    pub(super) events: EventRecorder,
     pub(super) names: ObjectNames,
-    pub(super) world: watch::Receiver<World>,
-    pub(super) desired: watch::Receiver<Desired>,
+    pub(super) world: watch::Receiver<ClusterState>,
+    pub(super) desired: watch::Receiver<DesiredState>,
     pub(super) leadership: Leadership,
     pub(super) throttle: Throttle,
-    pub(super) problems: Problems,
+    pub(super) problems: Conditions,
     pub(super) metrics: ClusterMetrics,
     /// The ConfigMap as written last, with the version that it was made from: until the watch tells, it is newer.
     pub(super) written: Option<(Option<String>, ConfigMap)>,
@@ -61,55 +61,55 @@ impl Writers {
     /// Writes whenever something differs and this server leads, until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
         let mut backoff = Backoff::default();
-        let mut due = Due::at(Instant::now());
-        let mut fresh_at = Instant::now();
-        let mut led = false;
+        let mut debounce = Debounce::at(Instant::now());
+        let mut resync_at = Instant::now();
+        let mut was_leader = false;
         loop {
             let now = Instant::now();
-            let leads = self.leadership.until(now).is_some();
-            if leads && !led {
+            let is_leader = self.leadership.until(now).is_some();
+            if is_leader && !was_leader {
                 // Another one may have written until just now.
-                (due, fresh_at) = (Due::at(now), now);
+                (debounce, resync_at) = (Debounce::at(now), now);
             }
-            if led && !leads {
+            if was_leader && !is_leader {
                 // What cannot be written is now another one's trouble.
                 for object in [Object::Records, Object::Service] {
-                    self.problems.set(Part::Writing(object), Vec::new());
+                    self.problems.set(Condition::Writing(object), Vec::new());
                 }
             }
-            led = leads;
+            was_leader = is_leader;
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
                 changed = self.leadership.changed() => if !changed { return },
                 changed = self.world.changed() => {
                     if changed.is_err() { return }
-                    due.change(Instant::now());
+                    debounce.record_change(Instant::now());
                 }
                 changed = self.desired.changed() => {
                     if changed.is_err() { return }
-                    due.change(Instant::now());
+                    debounce.record_change(Instant::now());
                 }
-                () = sleep_until(due.when()), if leads => {
-                    let is_fresh = Instant::now() >= fresh_at;
+                () = sleep_until(debounce.deadline()), if is_leader => {
+                    let is_resync = Instant::now() >= resync_at;
                     // Writes carry the version that they change, so one may be left off midway.
                     let synced = tokio::select! {
                         biased;
                         () = stop.cancelled() => return,
-                        synced = self.sync(is_fresh) => synced,
+                        synced = self.sync(is_resync) => synced,
                     };
                     match synced {
                         Ok(()) => {
                             backoff.reset();
-                            if is_fresh {
-                                fresh_at = Instant::now() + RESYNC;
+                            if is_resync {
+                                resync_at = Instant::now() + RESYNC;
                             }
-                            due = Due::at(fresh_at);
+                            debounce = Debounce::at(resync_at);
                         }
                         Err(failure) => {
                             let now = Instant::now();
-                            let wait = backoff.after(&failure, now, rand::random());
-                            due = Due::not_before(now + wait.max(self.throttle.left(now)));
+                            let wait = backoff.next_delay(&failure, now, rand::random());
+                            debounce = Debounce::not_before(now + wait.max(self.throttle.remaining(now)));
                         }
                     }
                 }
@@ -117,45 +117,46 @@ impl Writers {
         }
     }
 
-    /// Brings every object to what is desired; with `is_fresh` by a new look at each. All are tried, the first failure
+    /// Brings every object to what is desired; with `is_resync` by a new look at each. All are tried, the first failure
     /// is told.
-    async fn sync(&mut self, is_fresh: bool) -> Result<(), Failure> {
+    async fn sync(&mut self, is_resync: bool) -> Result<(), ApiError> {
         let world = self.world.borrow_and_update().clone();
         let desired = self.desired.borrow_and_update().clone();
-        let records = self.sync_records(&world, &desired, is_fresh).await;
-        self.settle(Object::Records, &records);
-        let ports = self.sync_ports(&world, &desired, is_fresh).await;
-        self.settle(Object::Service, &ports);
-        let events = self.say(&world).await;
+        let records = self.reconcile_records(&world, &desired, is_resync).await;
+        self.report(Object::Records, &records);
+        let ports = self.reconcile_ports(&world, &desired, is_resync).await;
+        self.report(Object::Service, &ports);
+        let events = self.publish(&world).await;
         if let Err(failure) = &events {
-            self.metrics.wrote(Object::Events, failure.kind.label());
+            self.metrics
+                .record_write(Object::Events, failure.kind.label());
         }
         // An Event that cannot be written is no reason to do the rest again: it is said when the next change comes.
         records.and(ports)
     }
 
-    fn settle(&self, object: Object, result: &Result<(), Failure>) {
+    fn report(&self, object: Object, result: &Result<(), ApiError>) {
         match result {
             Ok(()) => {
                 self.metrics.synced(object);
-                self.problems.set(Part::Writing(object), Vec::new());
+                self.problems.set(Condition::Writing(object), Vec::new());
             }
             Err(failure) => {
-                let line = format!("{} cannot be written: {failure}", object.label());
-                self.problems.set(Part::Writing(object), vec![line]);
+                let line = format!("cannot write {}: {failure}", object.label());
+                self.problems.set(Condition::Writing(object), vec![line]);
             }
         }
     }
 
-    async fn sync_records(
+    async fn reconcile_records(
         &mut self,
-        world: &World,
-        desired: &Desired,
-        is_fresh: bool,
-    ) -> Result<(), Failure> {
+        world: &ClusterState,
+        desired: &DesiredState,
+        is_resync: bool,
+    ) -> Result<(), ApiError> {
         let name = self.names.nodes_config_map.clone();
         let hosts = desired.records.as_ref().map(|records| records.hosts());
-        let mut known = world.records_map.is_known() && !is_fresh;
+        let mut known = world.records_map.is_known() && !is_resync;
         for _ in 0..CONFLICTS_MAX {
             let found = if known {
                 world.records_map.present().map(|map| self.newest(map))
@@ -169,7 +170,7 @@ impl Writers {
             if let (HostsPlan::Nothing, None) = (&plan, &hosts) {
                 return Ok(());
             }
-            self.note_size(&plan);
+            self.report_size(&plan);
             let is_absent = found.is_none();
             let written = match plan {
                 HostsPlan::Nothing | HostsPlan::TooLarge(_) => return Ok(()),
@@ -179,14 +180,16 @@ impl Writers {
                         .await
                 }
             };
-            let written = self.wrote(Object::Records, written).map_err(|failure| {
-                let namespace = self.maps.namespace().unwrap_or_default();
-                if is_absent {
-                    failure.of_creation(Object::Records, namespace, &name)
-                } else {
-                    failure
-                }
-            })?;
+            let written = self
+                .record_write(Object::Records, written)
+                .map_err(|failure| {
+                    let namespace = self.maps.namespace().unwrap_or_default();
+                    if is_absent {
+                        failure.of_creation(Object::Records, namespace, &name)
+                    } else {
+                        failure
+                    }
+                })?;
             match written {
                 Some(map) => {
                     info!(
@@ -200,21 +203,21 @@ impl Writers {
                 None => pause_after_conflict().await,
             }
         }
-        Err(Failure::new(
-            FailureKind::Conflict,
-            "somebody else keeps changing it",
+        Err(ApiError::new(
+            ApiErrorKind::Conflict,
+            "too many conflicts in a row: another client keeps changing the object",
         ))
     }
 
     /// The ConfigMap that the watch tells, or our own later one that it has not told yet.
-    fn newest(&self, told: &ConfigMap) -> ConfigMap {
+    fn newest(&self, observed: &ConfigMap) -> ConfigMap {
         match &self.written {
-            Some((based_on, ours)) if *based_on == told.resource_version() => ours.clone(),
-            Some(_) | None => told.clone(),
+            Some((based_on, ours)) if *based_on == observed.resource_version() => ours.clone(),
+            Some(_) | None => observed.clone(),
         }
     }
 
-    fn note_size(&self, plan: &HostsPlan) {
+    fn report_size(&self, plan: &HostsPlan) {
         let bytes = match plan {
             HostsPlan::TooLarge(bytes) => Some(*bytes),
             HostsPlan::Nothing | HostsPlan::Create(_) | HostsPlan::Update(_) => None,
@@ -222,21 +225,21 @@ impl Writers {
         self.metrics.records_too_large(bytes.is_some());
         let line = bytes.map(|bytes| {
             format!(
-                "the ConfigMap {} would have {bytes} bytes, more than {CONFIG_MAP_MAX_BYTES}: its old records stay; the                  embedded DNS has no such limit",
+                "the ConfigMap {} would have {bytes} bytes, more than {CONFIG_MAP_MAX_BYTES}: the previous records stay; use the embedded DNS, which has no such limit",
                 self.names.nodes_config_map
             )
         });
         self.problems
-            .set(Part::RecordsSize, line.into_iter().collect());
+            .set(Condition::RecordsSize, line.into_iter().collect());
     }
 
-    async fn sync_ports(
+    async fn reconcile_ports(
         &self,
-        world: &World,
-        desired: &Desired,
-        is_fresh: bool,
-    ) -> Result<(), Failure> {
-        let Some(wanted) = &desired.ports else {
+        world: &ClusterState,
+        desired: &DesiredState,
+        is_resync: bool,
+    ) -> Result<(), ApiError> {
+        let Some(desired_ports) = &desired.ports else {
             return Ok(());
         };
         let name = &self.names.internal_service;
@@ -246,12 +249,12 @@ impl Writers {
                 .cloned()
                 .unwrap_or_default()
         };
-        if world.service.is_known() && !is_fresh {
-            let is_settled = world
+        if world.service.is_known() && !is_resync {
+            let is_up_to_date = world
                 .service
                 .present()
-                .is_none_or(|service| service::plan(&ports(service), wanted).is_none());
-            if is_settled {
+                .is_none_or(|service| service::plan(&ports(service), desired_ports).is_none());
+            if is_up_to_date {
                 return Ok(());
             }
         }
@@ -259,7 +262,7 @@ impl Writers {
             let Some(mut found) = self.call(self.services.get_opt(name)).await? else {
                 return Ok(());
             };
-            let Some(planned) = service::plan(&ports(&found.data), wanted) else {
+            let Some(planned) = service::plan(&ports(&found.data), desired_ports) else {
                 return Ok(());
             };
             found.data["spec"]["ports"] = planned.into();
@@ -267,45 +270,53 @@ impl Writers {
             let written = self
                 .write(self.services.replace(name, &parameters, &found))
                 .await;
-            if self.wrote(Object::Service, written)?.is_some() {
+            if self.record_write(Object::Service, written)?.is_some() {
                 info!(service = name, "wrote the ports");
                 return Ok(());
             }
             pause_after_conflict().await;
         }
-        Err(Failure::new(
-            FailureKind::Conflict,
-            "somebody else keeps changing it",
+        Err(ApiError::new(
+            ApiErrorKind::Conflict,
+            "too many conflicts in a row: another client keeps changing the object",
         ))
     }
 
-    async fn say(&mut self, world: &World) -> Result<(), Failure> {
+    async fn publish(&mut self, world: &ClusterState) -> Result<(), ApiError> {
         let until = self.until()?;
-        let ports = self.problems.of(Part::PortLists);
-        let size = self.problems.of(Part::RecordsSize);
+        let ports = self.problems.of(Condition::PortLists);
+        let size = self.problems.of(Condition::RecordsSize);
         let ports_map = world.ports_map.present().map(AsRef::as_ref);
         let records_map = world.records_map.present().map(AsRef::as_ref);
-        let saying = async {
+        let publishing = async {
             let map = (self.names.ports_config_map.as_str(), ports_map);
-            self.events.say(Part::PortLists, &ports, map).await?;
+            self.events
+                .publish(Condition::PortLists, &ports, map)
+                .await?;
             let map = (self.names.nodes_config_map.as_str(), records_map);
-            self.events.say(Part::RecordsSize, &size, map).await
+            self.events
+                .publish(Condition::RecordsSize, &size, map)
+                .await
         };
-        let said = timeout_at(until, saying).await;
-        said.unwrap_or_else(|_elapsed| Err(Failure::timeout()))
+        let published = timeout_at(until, publishing).await;
+        published.unwrap_or_else(|_elapsed| Err(ApiError::timeout()))
     }
 
     /// Counts a write; `None` after a conflict, which a new look and another try may mend.
-    fn wrote<T>(&self, object: Object, written: Result<T, Failure>) -> Result<Option<T>, Failure> {
+    fn record_write<T>(
+        &self,
+        object: Object,
+        written: Result<T, ApiError>,
+    ) -> Result<Option<T>, ApiError> {
         match written {
             Ok(written) => {
-                self.metrics.wrote(object, "ok");
+                self.metrics.record_write(object, "ok");
                 Ok(Some(written))
             }
             Err(failure) => {
-                self.metrics.wrote(object, failure.kind.label());
+                self.metrics.record_write(object, failure.kind.label());
                 match failure.kind {
-                    FailureKind::Conflict | FailureKind::NotFound => Ok(None),
+                    ApiErrorKind::Conflict | ApiErrorKind::NotFound => Ok(None),
                     _ => {
                         warn!(object = object.label(), error = %failure, "cannot write, trying again");
                         Err(failure)
@@ -319,29 +330,30 @@ impl Writers {
     async fn write<T>(
         &self,
         call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, ApiError> {
         let until = self.until()?;
         match timeout_at(until, call).await {
-            Ok(done) => done.map_err(|error| Failure::from(&error)),
-            Err(_elapsed) => Err(Failure::timeout()),
+            Ok(done) => done.map_err(|error| ApiError::from(&error)),
+            Err(_elapsed) => Err(ApiError::timeout()),
         }
     }
 
     async fn call<T>(
         &self,
         call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, ApiError> {
         match timeout_at(Instant::now() + CALL_LIMIT, call).await {
-            Ok(done) => done.map_err(|error| Failure::from(&error)),
-            Err(_elapsed) => Err(Failure::timeout()),
+            Ok(done) => done.map_err(|error| ApiError::from(&error)),
+            Err(_elapsed) => Err(ApiError::timeout()),
         }
     }
 
-    fn until(&self) -> Result<Instant, Failure> {
+    fn until(&self) -> Result<Instant, ApiError> {
         let now = Instant::now();
         let term = self.leadership.until(now);
-        let term =
-            term.ok_or_else(|| Failure::new(FailureKind::Deposed, "the Lease was lost meanwhile"))?;
+        let term = term.ok_or_else(|| {
+            ApiError::new(ApiErrorKind::Deposed, "lost the Lease before the write")
+        })?;
         Ok(term.min(now + CALL_LIMIT))
     }
 }
@@ -354,38 +366,38 @@ async fn pause_after_conflict() {
 
 /// When to write next.
 #[derive(Debug, Clone, Copy)]
-struct Due {
-    when: Instant,
+struct Debounce {
+    deadline: Instant,
     /// A burst of changes began then.
-    burst: Option<Instant>,
+    burst_start: Option<Instant>,
     earliest: Instant,
 }
 
-impl Due {
-    fn at(when: Instant) -> Self {
+impl Debounce {
+    fn at(deadline: Instant) -> Self {
         Self {
-            when,
-            burst: None,
-            earliest: when.min(Instant::now()),
+            deadline,
+            burst_start: None,
+            earliest: deadline.min(Instant::now()),
         }
     }
 
     fn not_before(earliest: Instant) -> Self {
         Self {
-            when: earliest,
-            burst: None,
+            deadline: earliest,
+            burst_start: None,
             earliest,
         }
     }
 
     /// Something changed.
-    fn change(&mut self, now: Instant) {
-        let burst = *self.burst.get_or_insert(now);
-        self.when = (now + QUIET).min(burst + BURST_MAX);
+    fn record_change(&mut self, now: Instant) {
+        let burst_start = *self.burst_start.get_or_insert(now);
+        self.deadline = (now + QUIET).min(burst_start + BURST_MAX);
     }
 
-    fn when(&self) -> Instant {
-        self.when.max(self.earliest)
+    fn deadline(&self) -> Instant {
+        self.deadline.max(self.earliest)
     }
 }
 

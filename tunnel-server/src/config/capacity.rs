@@ -2,8 +2,8 @@
 //! leave descriptors for agents, and both leave some for the meta port and the admin socket.
 
 use tokio::sync::Semaphore;
+use tunnel_proto::process::admission::ConnLimits;
 use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::places::PlaceLimits;
 
 use super::Limits;
 use crate::dns::DnsLimits;
@@ -13,7 +13,7 @@ const CALLER_BYTES: u64 = 20 << 10;
 /// The share of the memory limit that callers may take: requests cost several times as much while they are under way.
 const MEMORY_SHARE: u64 = 4;
 /// More callers have to be asked for.
-const CALLERS_MOST: u64 = 1 << 16;
+const CALLERS_MAX: u64 = 1 << 16;
 /// Open files for the process itself: 64 connections of the meta port, 16 of the admin socket, listeners, files, the API server.
 const RESERVED: u64 = 160;
 /// Open files of one caller: its connection, and one that the CONNECT listener dials for it.
@@ -25,17 +25,17 @@ const DNS_SHARE: u64 = 8;
 /// The part of callers' places that is left to those that verify with a client certificate.
 const VERIFIED_SHARE: usize = 4;
 /// No limit is shared out below this, however few open files there are.
-const LEAST: u64 = 8;
+const SHARE_MIN: u64 = 8;
 
 /// Connections that the process carries at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
     /// Connections of callers.
-    pub callers: PlaceLimits,
+    pub callers: ConnLimits,
     /// Further connections of callers, for those that verify with a client certificate or come over a Unix socket.
-    pub verified_callers: PlaceLimits,
+    pub verified_callers: ConnLimits,
     /// Connections to the agents' port without a verified credential.
-    pub half_open: PlaceLimits,
+    pub half_open: ConnLimits,
     /// TCP connections to the agents' port; sessions over QUIC take no descriptor.
     pub agents_over_tcp: usize,
     /// Of the embedded DNS: TCP connections and forwarded queries, where it listens.
@@ -48,10 +48,10 @@ impl Capacity {
     #[must_use]
     pub fn new(limits: &Limits, has_dns: bool, resources: Resources) -> Self {
         let descriptors = resources.descriptors.unwrap_or(u64::MAX);
-        let dns_most = count((descriptors / DNS_SHARE / 2).max(1));
+        let dns_max = count((descriptors / DNS_SHARE / 2).max(1));
         let dns = has_dns.then(|| DnsLimits {
-            connections: limits.dns.connections.min(dns_most),
-            forwards: limits.dns.forwards.min(dns_most),
+            connections: limits.dns.connections.min(dns_max),
+            forwards: limits.dns.forwards.min(dns_max),
             ..limits.dns
         });
         let for_dns = dns.map_or(0, |dns| number(dns.connections) + number(dns.forwards));
@@ -59,25 +59,25 @@ impl Capacity {
         let by_descriptors = free / CALLERS_SHARE;
         let bytes = CALLER_BYTES + number(limits.request_head_bytes);
         let by_memory = resources.memory.unwrap_or(u64::MAX) / MEMORY_SHARE / bytes;
-        let auto = by_descriptors.min(by_memory).clamp(LEAST, CALLERS_MOST);
+        let auto = by_descriptors.min(by_memory).clamp(SHARE_MIN, CALLERS_MAX);
         let callers = limits.callers_total.unwrap_or_else(|| count(auto));
         let of_agents = free.saturating_sub(number(callers).saturating_mul(PER_CALLER));
-        let agents_over_tcp = count(of_agents.max(LEAST)).min(Semaphore::MAX_PERMITS);
+        let agents_over_tcp = count(of_agents.max(SHARE_MIN)).min(Semaphore::MAX_PERMITS);
         let half_open = limits.pre_auth();
         let per_source = limits
             .callers_per_source
             .unwrap_or_else(|| callers.div_ceil(2));
         let verified = callers / VERIFIED_SHARE;
         Self {
-            callers: PlaceLimits {
+            callers: ConnLimits {
                 per_source,
                 total: callers - verified,
             },
-            verified_callers: PlaceLimits {
+            verified_callers: ConnLimits {
                 per_source,
                 total: verified,
             },
-            half_open: PlaceLimits {
+            half_open: ConnLimits {
                 per_source: half_open.per_source,
                 total: half_open.total.min((agents_over_tcp / 4).max(1)),
             },

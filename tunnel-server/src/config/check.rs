@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tunnel_proto::process::settings::{Mistakes, PortSet};
-use tunnel_proto::tls::files::PairFiles;
+use tunnel_proto::process::settings::{ConfigErrors, PortSet};
+use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
@@ -18,10 +18,10 @@ pub(super) fn loopback(port: u16) -> SocketAddr {
     ([127, 0, 0, 1], port).into()
 }
 
-pub(super) fn address(bad: &mut Mistakes, setting: &str, text: &str) -> Option<SocketAddr> {
+pub(super) fn address(errors: &mut ConfigErrors, setting: &str, text: &str) -> Option<SocketAddr> {
     let parsed = text.parse();
     if parsed.is_err() {
-        bad.add(
+        errors.add(
             setting,
             format!(
                 "{:?} is not an address with a port, as in 127.0.0.1:10264 or [::]:10262",
@@ -32,8 +32,8 @@ pub(super) fn address(bad: &mut Mistakes, setting: &str, text: &str) -> Option<S
     parsed.ok()
 }
 
-pub(super) fn door_address(
-    bad: &mut Mistakes,
+pub(super) fn listener_address(
+    errors: &mut ConfigErrors,
     setting: &str,
     text: Option<&str>,
     default: SocketAddr,
@@ -41,32 +41,32 @@ pub(super) fn door_address(
     match text {
         None => Some(default),
         Some("off") => None,
-        Some(text) => address(bad, setting, text),
+        Some(text) => address(errors, setting, text),
     }
 }
 
 pub(super) fn port_list(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     setting: &str,
     text: Option<&str>,
     default: &str,
 ) -> PortSet {
-    bad.take(setting, text.unwrap_or(default).parse(), PortSet::default())
+    errors.unwrap_or_record(setting, text.unwrap_or(default).parse(), PortSet::default())
 }
 
 pub(super) fn duration(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     setting: &str,
     text: Option<&str>,
     default: Duration,
 ) -> Duration {
     text.map_or(default, |text| {
-        bad.take(setting, humantime::parse_duration(text), default)
+        errors.unwrap_or_record(setting, humantime::parse_duration(text), default)
     })
 }
 
 pub(super) fn parsed<T: std::str::FromStr>(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     setting: &str,
     text: Option<&str>,
     default: T,
@@ -76,23 +76,23 @@ where
 {
     match text.map(|text| text.parse()) {
         None => default,
-        Some(parsed) => bad.take(setting, parsed, default),
+        Some(parsed) => errors.unwrap_or_record(setting, parsed, default),
     }
 }
 
 pub(super) fn proxy_port_listen(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     text: Option<&str>,
     has_cluster: bool,
 ) -> ProxyPortListen {
     match text {
         None if has_cluster => ProxyPortListen::Off,
-        None => ProxyPortListen::WithDoor,
+        None => ProxyPortListen::WithListener,
         Some("off") => ProxyPortListen::Off,
         Some(host) => match host.parse() {
             Ok(host) => ProxyPortListen::Host(host),
             Err(error) => {
-                bad.add(
+                errors.add(
                     "--proxy-port-listen",
                     format!("{host:?}: {error}; give an address without a port, or off"),
                 );
@@ -102,33 +102,39 @@ pub(super) fn proxy_port_listen(
     }
 }
 
-pub(super) fn https_certificate(bad: &mut Mistakes, raw: &RawConfig) -> Option<PairFiles> {
+pub(super) fn https_certificate(
+    errors: &mut ConfigErrors,
+    raw: &RawConfig,
+) -> Option<KeyPairFiles> {
     match (&raw.https_cert_file, &raw.https_key_file) {
-        (Some(certificate), Some(key)) => Some(PairFiles {
+        (Some(certificate), Some(key)) => Some(KeyPairFiles {
             certificate: certificate.into(),
             key: key.into(),
         }),
         (None, None) => None,
         (Some(_), None) => {
-            bad.add("--https-cert-file", "needs --https-key-file too");
+            errors.add("--https-cert-file", "needs --https-key-file too");
             None
         }
         (None, Some(_)) => {
-            bad.add("--https-key-file", "needs --https-cert-file too");
+            errors.add("--https-key-file", "needs --https-cert-file too");
             None
         }
     }
 }
 
 /// Further names and addresses of the TLS door.
-pub(super) fn https_names(bad: &mut Mistakes, raw: &RawConfig) -> (Vec<String>, Vec<IpAddr>) {
+pub(super) fn https_names(
+    errors: &mut ConfigErrors,
+    raw: &RawConfig,
+) -> (Vec<String>, Vec<IpAddr>) {
     let (mut names, mut addresses) = (Vec::new(), Vec::new());
     for text in &raw.https_name {
         match (text.parse(), text.parse::<NodeName>()) {
             (Ok(address), _) => addresses.push(address),
             (Err(_), Ok(name)) => names.push(name.to_string()),
             (Err(_), Err(_)) => {
-                bad.add(
+                errors.add(
                     "--https-name",
                     format!("{text:?} is neither a DNS name nor an IP"),
                 );
@@ -139,50 +145,50 @@ pub(super) fn https_names(bad: &mut Mistakes, raw: &RawConfig) -> (Vec<String>, 
 }
 
 /// What the operator brings for port 10262: all of it, or nothing.
-pub(super) fn agent_files(bad: &mut Mistakes, raw: &RawConfig) -> Option<AgentFiles> {
+pub(super) fn agent_files(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<AgentFiles> {
     match (&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file) {
         (Some(ca), Some(certificate), key) => Some(AgentFiles {
             ca: ca.into(),
-            pair: PairFiles {
+            pair: KeyPairFiles {
                 certificate: certificate.into(),
                 key: key.as_ref().unwrap_or(certificate).into(),
             },
         }),
         (None, None, None) => None,
         (Some(_), None, _) => {
-            bad.add(
+            errors.add(
                 "--agent-ca",
                 "needs --agent-cert-file too: agents of another CA do not know the local one",
             );
             None
         }
         (None, Some(_), _) => {
-            bad.add(
+            errors.add(
                 "--agent-cert-file",
                 "needs --agent-ca too: agents of the local CA do not know another one",
             );
             None
         }
         (None, None, Some(_)) => {
-            bad.add("--agent-key-file", "needs --agent-cert-file too");
+            errors.add("--agent-key-file", "needs --agent-cert-file too");
             None
         }
     }
 }
 
-pub(super) fn client_auth(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBuf, bool)> {
+pub(super) fn client_auth(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<(PathBuf, bool)> {
     let ca = raw.client_ca.as_deref().map(PathBuf::from);
     match raw.https_client_auth.as_deref().unwrap_or("request") {
         "none" => None,
         "request" => ca.map(|path| (path, false)),
         "require" => {
             if ca.is_none() {
-                bad.add("--https-client-auth", "require needs --client-ca");
+                errors.add("--https-client-auth", "require needs --client-ca");
             }
             ca.map(|path| (path, true))
         }
         other => {
-            bad.add(
+            errors.add(
                 "--https-client-auth",
                 format!("{other:?} is not none, request or require"),
             );
@@ -192,7 +198,7 @@ pub(super) fn client_auth(bad: &mut Mistakes, raw: &RawConfig) -> Option<(PathBu
 }
 
 /// `HOST:PORT` with a name or an address, as agents dial it. A list may have spaces behind its commas, as agents take it.
-pub(super) fn advertised(bad: &mut Mistakes, text: &str) -> Option<String> {
+pub(super) fn advertised(errors: &mut ConfigErrors, text: &str) -> Option<String> {
     let text = text.trim();
     let host_and_port = text.rsplit_once(':').filter(|(host, port)| {
         let bare = host
@@ -205,13 +211,13 @@ pub(super) fn advertised(bad: &mut Mistakes, text: &str) -> Option<String> {
         known && port.parse::<Port>().is_ok()
     });
     if host_and_port.is_none() {
-        bad.add("--advertise", format!("{text:?} is not HOST:PORT"));
+        errors.add("--advertise", format!("{text:?} is not HOST:PORT"));
     }
     host_and_port.map(|_| text.to_owned())
 }
 
 pub(super) fn check_service(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     raw: &RawService,
     ports: &PortPolicy,
 ) -> Option<(SocketAddr, Service)> {
@@ -221,17 +227,17 @@ pub(super) fn check_service(
         .as_deref()
         .is_some_and(|protocol| protocol != "tcp")
     {
-        bad.add(&setting, "protocol must be tcp");
+        errors.add(&setting, "protocol must be tcp");
     }
-    let listen = address(bad, &format!("{setting}: listen"), &raw.listen);
+    let listen = address(errors, &format!("{setting}: listen"), &raw.listen);
     let node = raw
         .node
         .parse::<NodeName>()
-        .map_err(|error| bad.add(&format!("{setting}: node"), error))
+        .map_err(|error| errors.add(&format!("{setting}: node"), error))
         .ok();
     let target = service_target(&raw.target, ports);
     let target = target
-        .map_err(|problem| bad.add(&format!("{setting}: target"), problem))
+        .map_err(|problem| errors.add(&format!("{setting}: target"), problem))
         .ok();
     let destination = Destination {
         node: node?,

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::process::settings::ConfigErrors;
 
 use super::RawConfig;
 use super::check::{address, parsed};
@@ -15,7 +15,7 @@ pub struct ConnectSettings {
     /// The TCP door.
     pub listen: Option<SocketAddr>,
     /// The Unix socket.
-    pub unix: Option<UnixDoor>,
+    pub unix: Option<UnixListenerSettings>,
     /// Makes the TCP door TLS, for certificates of this CA.
     pub client_ca: Option<PathBuf>,
     /// Names and passwords for the TCP door.
@@ -26,7 +26,7 @@ pub struct ConnectSettings {
 
 /// A Unix socket and who may use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnixDoor {
+pub struct UnixListenerSettings {
     /// Where it is.
     pub path: PathBuf,
     /// Its mode.
@@ -44,7 +44,7 @@ impl ConnectSettings {
         let address = wide.filter(|_| self.auth.is_some())?;
         Some(match self.client_ca {
             None => format!(
-                "{LISTEN} {address} takes the passwords of {AUTH} without TLS: who sees the network reads them; give \
+                "{LISTEN} {address} accepts the passwords of {AUTH} without TLS, readable on the network; set \
                  --client-ca too, so that callers can use TLS, or listen on loopback"
             ),
             Some(_) => format!(
@@ -56,21 +56,23 @@ impl ConnectSettings {
 }
 
 /// The settings, or `None` when there is no CONNECT door.
-pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<ConnectSettings> {
+pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<ConnectSettings> {
     let listen = raw.connect_listen.as_deref().filter(|text| *text != OFF);
     let path = raw.connect_uds.as_deref().filter(|text| *text != OFF);
-    refuse_idle(bad, raw, (listen.is_some(), path.is_some()));
+    refuse_unused(errors, raw, (listen.is_some(), path.is_some()));
     let mode = raw.connect_uds_mode.as_deref().map(mode);
-    let mode = mode.map_or(DEFAULT_MODE, |mode| bad.take(UDS_MODE, mode, DEFAULT_MODE));
+    let mode = mode.map_or(DEFAULT_MODE, |mode| {
+        errors.unwrap_or_record(UDS_MODE, mode, DEFAULT_MODE)
+    });
     let owner = raw.connect_uds_owner.as_deref().map(owner);
-    let owner = owner.and_then(|owner| bad.take(UDS_OWNER, owner.map(Some), None));
-    let direct = direct(bad, &raw.connect_direct);
+    let owner = owner.and_then(|owner| errors.unwrap_or_record(UDS_OWNER, owner.map(Some), None));
+    let direct = direct(errors, &raw.connect_direct);
     if listen.is_none() && path.is_none() {
         return None;
     }
     let settings = ConnectSettings {
-        listen: listen.and_then(|text| address(bad, LISTEN, text)),
-        unix: path.map(|path| UnixDoor {
+        listen: listen.and_then(|text| address(errors, LISTEN, text)),
+        unix: path.map(|path| UnixListenerSettings {
             path: path.into(),
             mode,
             owner,
@@ -80,18 +82,18 @@ pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<ConnectSettin
         direct,
     };
     let allows = raw.allow_unauthenticated.as_deref();
-    let allows_anyone = parsed(&mut Mistakes::default(), "", allows, false);
+    let allows_unauthenticated = parsed(&mut ConfigErrors::default(), "", allows, false);
     if let Some(address) = settings.listen
         && settings.client_ca.is_none()
         && settings.auth.is_none()
         && !address.ip().to_canonical().is_loopback()
-        && !allows_anyone
+        && !allows_unauthenticated
     {
-        bad.add(
+        errors.add(
             LISTEN,
             format!(
                 "{address} would let anyone on the network reach the nodes and more; listen on loopback, ask for \
-                 certificates (--client-ca) or passwords (--connect-auth), or say --allow-unauthenticated"
+                 certificates (--client-ca) or passwords (--connect-auth), or set --allow-unauthenticated"
             ),
         );
     }
@@ -99,10 +101,10 @@ pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<ConnectSettin
 }
 
 /// Settings that mean nothing without their door are more likely a slip than a wish.
-fn refuse_idle(bad: &mut Mistakes, raw: &RawConfig, (tcp, unix): (bool, bool)) {
+fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig, (tcp, unix): (bool, bool)) {
     let is_off = |text: &Option<String>| text.as_deref() == Some(OFF);
-    let doors = "--connect-listen or --connect-uds";
-    for (setting, is_idle, door, door_off) in [
+    let listeners = "--connect-listen or --connect-uds";
+    for (setting, is_unused, listener, is_listener_off) in [
         (
             AUTH,
             raw.connect_auth.is_some() && !tcp,
@@ -124,12 +126,12 @@ fn refuse_idle(bad: &mut Mistakes, raw: &RawConfig, (tcp, unix): (bool, bool)) {
         (
             DIRECT,
             !raw.connect_direct.is_empty() && !tcp && !unix,
-            doors,
+            listeners,
             is_off(&raw.connect_listen) || is_off(&raw.connect_uds),
         ),
     ] {
-        if is_idle && !door_off {
-            bad.add(setting, format!("means nothing without {door}"));
+        if is_unused && !is_listener_off {
+            errors.add(setting, format!("has no effect without {listener}"));
         }
     }
 }
@@ -152,15 +154,15 @@ fn owner(text: &str) -> Result<(u32, Option<u32>), String> {
     Ok((number(user)?, group.map(number).transpose()?))
 }
 
-fn direct(bad: &mut Mistakes, told: &[String]) -> Option<Vec<DirectTarget>> {
-    if told.is_empty() {
+fn direct(errors: &mut ConfigErrors, values: &[String]) -> Option<Vec<DirectTarget>> {
+    if values.is_empty() {
         return None;
     }
     let mut targets = Vec::new();
-    for text in told.iter().filter(|text| *text != OFF) {
+    for text in values.iter().filter(|text| *text != OFF) {
         match text.parse() {
             Ok(target) => targets.push(target),
-            Err(problem) => bad.add(DIRECT, problem),
+            Err(problem) => errors.add(DIRECT, problem),
         }
     }
     Some(targets)

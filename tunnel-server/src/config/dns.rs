@@ -3,53 +3,53 @@
 use std::net::{IpAddr, SocketAddr};
 
 use tunnel_proto::process::host::primary_address;
-use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::process::settings::ConfigErrors;
 use tunnel_proto::wire::name::NodeName;
 
 use super::check::address;
 use super::{RawConfig, RawRecord};
-use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, Place, Resolvers};
+use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
 
 /// The settings, or `None` when there is no DNS to be served.
-pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<DnsSettings> {
+pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSettings> {
     let listen = raw.dns_listen.as_deref().filter(|text| *text != OFF);
     let Some(listen) = listen else {
         if raw.dns_listen.is_none() {
-            refuse_idle(bad, raw);
+            refuse_unused(errors, raw);
         }
         return None;
     };
     if cfg!(not(feature = "dns")) {
-        bad.add(
+        errors.add(
             LISTEN,
             "this build has no DNS server (cargo feature dns); leave it out or say off",
         );
         return None;
     }
-    let listen = address(bad, LISTEN, listen);
+    let listen = address(errors, LISTEN, listen);
     let zone = raw.dns_zone.as_deref().and_then(|text| {
         let zone = text.parse::<NodeName>();
-        zone.map_err(|error| bad.add("--dns-zone", format!("{text:?}: {error}")))
+        zone.map_err(|error| errors.add("--dns-zone", format!("{text:?}: {error}")))
             .ok()
     });
-    let (clusters, others) = upstreams(bad, &raw.dns_upstream);
+    let (clusters, default_resolvers) = upstreams(errors, &raw.dns_upstream);
     let answers = raw.dns_answer.iter().filter_map(|text| {
         let address = text.parse::<IpAddr>();
         address
-            .map_err(|error| bad.add(ANSWER, format!("{text:?}: {error}")))
+            .map_err(|error| errors.add(ANSWER, format!("{text:?}: {error}")))
             .ok()
     });
     let answers: Vec<_> = answers.collect();
     let fixed = raw
         .dns_records
         .iter()
-        .filter_map(|record| fixed(bad, record));
+        .filter_map(|record| fixed(errors, record));
     let fixed = fixed.collect();
     let listen = listen?;
-    if let Resolvers::These(resolvers) = &others
+    if let Resolvers::These(resolvers) = &default_resolvers
         && let Some(own) = resolvers.iter().find(|resolver| is_own(listen, **resolver))
     {
-        bad.add(
+        errors.add(
             UPSTREAM,
             format!("{own} is this server itself (--dns-listen {listen})"),
         );
@@ -58,36 +58,36 @@ pub(super) fn check(bad: &mut Mistakes, raw: &RawConfig) -> Option<DnsSettings> 
         listen,
         zone,
         clusters,
-        others,
-        answer: answer(bad, listen, answers),
+        default_resolvers,
+        answer: answer(errors, listen, answers),
         fixed,
     })
 }
 
 /// Settings that mean nothing without the listener are more likely a slip than a wish.
-fn refuse_idle(bad: &mut Mistakes, raw: &RawConfig) {
-    for (setting, is_given) in [
+fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig) {
+    for (setting, is_set) in [
         ("--dns-zone", raw.dns_zone.is_some()),
         (UPSTREAM, !raw.dns_upstream.is_empty()),
         (ANSWER, !raw.dns_answer.is_empty()),
         ("dnsRecords", !raw.dns_records.is_empty()),
     ] {
-        if is_given {
-            bad.add(
+        if is_set {
+            errors.add(
                 setting,
-                "means nothing without --dns-listen (or say --dns-listen off)",
+                "has no effect without --dns-listen (or set --dns-listen off)",
             );
         }
     }
 }
 
 /// What edge nodes answer with: as told, else where callers find this server.
-fn answer(bad: &mut Mistakes, listen: SocketAddr, told: Vec<IpAddr>) -> Addresses {
-    let answer = match told.as_slice() {
+fn answer(errors: &mut ConfigErrors, listen: SocketAddr, values: Vec<IpAddr>) -> Addresses {
+    let answer = match values.as_slice() {
         [] if listen.ip().is_unspecified() => {
             let own = primary_address();
             if own.is_none() {
-                bad.add(
+                errors.add(
                     ANSWER,
                     "is needed: this host has no address of its own to answer with",
                 );
@@ -95,13 +95,13 @@ fn answer(bad: &mut Mistakes, listen: SocketAddr, told: Vec<IpAddr>) -> Addresse
             Addresses::first_of(own)
         }
         [] => Addresses::first_of([listen.ip()]),
-        told => Addresses::first_of(told.iter().copied()),
+        values => Addresses::first_of(values.iter().copied()),
     };
-    if told.len() > answer.iter().count() {
-        bad.add(ANSWER, "takes one address of each family");
+    if values.len() > answer.iter().count() {
+        errors.add(ANSWER, "takes one address of each family");
     }
-    if told.iter().any(IpAddr::is_unspecified) {
-        bad.add(
+    if values.iter().any(IpAddr::is_unspecified) {
+        errors.add(
             ANSWER,
             "0.0.0.0 and :: are no addresses that callers can reach",
         );
@@ -110,15 +110,15 @@ fn answer(bad: &mut Mistakes, listen: SocketAddr, told: Vec<IpAddr>) -> Addresse
 }
 
 /// `IP`, `IP:PORT`, `DOMAIN=IP`, and `off` instead of an address.
-fn upstreams(bad: &mut Mistakes, told: &[String]) -> (Vec<ClusterDomain>, Resolvers) {
+fn upstreams(errors: &mut ConfigErrors, values: &[String]) -> (Vec<ClusterDomain>, Resolvers) {
     let mut clusters: Vec<ClusterDomain> = Vec::new();
-    let mut others = None;
-    for text in told {
+    let mut default_resolvers = None;
+    for text in values {
         let (domain, resolver) = match text.split_once('=') {
             Some((domain, resolver)) => match domain.parse::<NodeName>() {
                 Ok(domain) => (Some(domain), resolver),
                 Err(error) => {
-                    bad.add(UPSTREAM, format!("{domain:?}: {error}"));
+                    errors.add(UPSTREAM, format!("{domain:?}: {error}"));
                     continue;
                 }
             },
@@ -127,20 +127,20 @@ fn upstreams(bad: &mut Mistakes, told: &[String]) -> (Vec<ClusterDomain>, Resolv
         let resolver = match resolver_address(resolver) {
             Ok(resolver) => resolver,
             Err(problem) => {
-                bad.add(UPSTREAM, problem);
+                errors.add(UPSTREAM, problem);
                 continue;
             }
         };
         let list = match domain {
-            None => others.get_or_insert_with(Vec::new),
+            None => default_resolvers.get_or_insert_with(Vec::new),
             Some(domain) => {
                 let known = clusters.iter().position(|cluster| cluster.domain == domain);
-                let place = known.unwrap_or(clusters.len());
+                let location = known.unwrap_or(clusters.len());
                 if known.is_none() {
                     let resolvers = Vec::new();
                     clusters.push(ClusterDomain { domain, resolvers });
                 }
-                &mut clusters[place].resolvers
+                &mut clusters[location].resolvers
             }
         };
         list.extend(resolver);
@@ -152,7 +152,10 @@ fn upstreams(bad: &mut Mistakes, told: &[String]) -> (Vec<ClusterDomain>, Resolv
         let resolvers = Vec::new();
         clusters.push(ClusterDomain { domain, resolvers });
     }
-    (clusters, others.map_or(Resolvers::Host, Resolvers::These))
+    (
+        clusters,
+        default_resolvers.map_or(Resolvers::Host, Resolvers::These),
+    )
 }
 
 /// `None` for `off`.
@@ -179,24 +182,24 @@ fn is_own(listen: SocketAddr, resolver: SocketAddr) -> bool {
         && (everywhere || listen.ip().to_canonical() == resolver.ip().to_canonical())
 }
 
-fn fixed(bad: &mut Mistakes, raw: &RawRecord) -> Option<Node> {
+fn fixed(errors: &mut ConfigErrors, raw: &RawRecord) -> Option<Node> {
     let setting = format!("dnsRecords: {}", raw.name);
     let name = raw.name.parse::<NodeName>();
-    let name = name.map_err(|error| bad.add(&setting, error)).ok();
+    let name = name.map_err(|error| errors.add(&setting, error)).ok();
     let mut addresses = Vec::new();
     for text in &raw.addresses {
         match text.parse() {
             Ok(address) => addresses.push(address),
-            Err(error) => bad.add(&setting, format!("{text:?}: {error}")),
+            Err(error) => errors.add(&setting, format!("{text:?}: {error}")),
         }
     }
     if raw.addresses.is_empty() {
-        bad.add(&setting, "needs at least one address");
+        errors.add(&setting, "needs at least one address");
     }
     Some(Node {
         name: name?,
         hostname: None,
-        place: Place::Cloud(addresses),
+        location: NodeLocation::Cloud(addresses),
     })
 }
 
@@ -239,7 +242,7 @@ mod tests {
     #[test]
     fn defaults_ask_the_host_and_answer_with_the_listeners_address() {
         let dns = yaml("dnsListen: 127.0.0.1:5353").unwrap();
-        assert_eq!(dns.others, Resolvers::Host);
+        assert_eq!(dns.default_resolvers, Resolvers::Host);
         assert_eq!(dns.clusters, [cluster("cluster.local", &[])]);
         let answer: Vec<_> = dns
             .answer
@@ -267,7 +270,7 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
             "[2001:db8::2]:54",
         ];
         let resolvers = resolvers.map(|text| text.parse().unwrap()).to_vec();
-        assert_eq!(dns.others, Resolvers::These(resolvers));
+        assert_eq!(dns.default_resolvers, Resolvers::These(resolvers));
         let clusters = [
             cluster("cluster.local", &["10.96.0.10:53"]),
             cluster("b.test", &[]),
@@ -277,7 +280,7 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
         assert_eq!(dns.answer.iter().count(), 2);
         assert_eq!(dns.fixed[0].name.as_str(), "master-1");
         let off = yaml("{ dnsListen: '127.0.0.1:5353', dnsUpstream: [off] }").unwrap();
-        assert_eq!(off.others, Resolvers::These(Vec::new()));
+        assert_eq!(off.default_resolvers, Resolvers::These(Vec::new()));
     }
 
     #[test]
@@ -321,13 +324,13 @@ mod tests_without {
 
     #[test]
     fn a_build_without_dns_says_so() {
-        let mut bad = Mistakes::default();
+        let mut errors = ConfigErrors::default();
         let raw = RawConfig {
             dns_listen: Some("127.0.0.1:5353".into()),
             ..RawConfig::default()
         };
-        assert!(check(&mut bad, &raw).is_none());
-        let error = bad.finish(()).unwrap_err().to_string();
+        assert!(check(&mut errors, &raw).is_none());
+        let error = errors.finish(()).unwrap_err().to_string();
         assert!(error.contains("this build has no DNS server"), "{error}");
     }
 }

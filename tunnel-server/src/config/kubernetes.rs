@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::Mistakes;
+use tunnel_proto::process::settings::ConfigErrors;
 
 use super::RawConfig;
 use super::check::parsed;
@@ -15,12 +15,12 @@ const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
 
 /// What is around the process.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Surroundings {
+pub struct Environment {
     /// Whether it runs in a container of a cluster.
     pub in_cluster: bool,
 }
 
-impl Surroundings {
+impl Environment {
     /// Those of this process.
     #[must_use]
     pub fn of_process() -> Self {
@@ -47,7 +47,7 @@ pub struct KubernetesSettings {
     pub record_names: Vec<NamePattern>,
     /// `--pod-lookup`.
     pub pod_lookup: bool,
-    /// Which ServiceAccount tokens agents enrol with.
+    /// Which ServiceAccount tokens agents enroll with.
     pub agent_tokens: AgentTokens,
     /// `--single-replica`: two servers never run at once.
     pub single_replica: bool,
@@ -55,7 +55,7 @@ pub struct KubernetesSettings {
     pub cluster_domain: String,
 }
 
-/// Which ServiceAccount tokens agents enrol with.
+/// Which ServiceAccount tokens agents enroll with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentTokens {
     /// `--agent-token-audience`.
@@ -120,11 +120,11 @@ const CLUSTER_DOMAIN: &str = "cluster.local";
 
 /// The settings when there is a cluster to follow, and what an operator should know otherwise.
 pub(super) fn kubernetes(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     raw: &RawConfig,
-    around: Surroundings,
+    environment: Environment,
 ) -> (Option<KubernetesSettings>, Option<String>) {
-    let has_cluster = around.in_cluster || raw.kubeconfig.is_some();
+    let has_cluster = environment.in_cluster || raw.kubeconfig.is_some();
     match raw.kubernetes.as_deref().unwrap_or("auto") {
         "off" => (None, None),
         "auto" if !has_cluster => (None, None),
@@ -134,34 +134,34 @@ pub(super) fn kubernetes(
             (None, Some(warning.into()))
         }
         "on" if !SUPPORTED => {
-            bad.add(
+            errors.add(
                 "--kubernetes",
                 "this build has no Kubernetes support; use off",
             );
             (None, None)
         }
         "on" if !has_cluster => {
-            bad.add(
+            errors.add(
                 "--kubernetes",
                 "on needs --kubeconfig outside a container of a cluster",
             );
             (None, None)
         }
-        "auto" | "on" => (Some(settings(bad, raw)), None),
+        "auto" | "on" => (Some(settings(errors, raw)), None),
         other => {
-            bad.add("--kubernetes", format!("{other:?} is not auto, on or off"));
+            errors.add("--kubernetes", format!("{other:?} is not auto, on or off"));
             (None, None)
         }
     }
 }
 
-fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
+fn settings(errors: &mut ConfigErrors, raw: &RawConfig) -> KubernetesSettings {
     let kubeconfig = raw.kubeconfig.as_deref().map(PathBuf::from);
     if let Some(error) = kubeconfig
         .as_ref()
         .and_then(|path| std::fs::File::open(path).err())
     {
-        bad.add(
+        errors.add(
             "--kubeconfig",
             format!("{}: {error}", raw.kubeconfig.as_deref().unwrap_or_default()),
         );
@@ -170,7 +170,7 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
     let mut name = |setting: &str, written: &Option<String>, default: String| {
         let name = written.clone().unwrap_or(default);
         if !is_object_name(&name) {
-            bad.add(
+            errors.add(
                 setting,
                 format!("{name:?} is not a name of Kubernetes (a-z, 0-9, '-' and '.')"),
             );
@@ -220,7 +220,7 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         "label" => false,
         "label-or-agent" => true,
         other => {
-            bad.add(
+            errors.add(
                 "--edge-nodes",
                 format!("{other:?} is not label or label-or-agent"),
             );
@@ -233,39 +233,39 @@ fn settings(bad: &mut Mistakes, raw: &RawConfig) -> KubernetesSettings {
         names,
         edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
         edge_by_agent,
-        record_names: record_names(bad, &raw.record_names),
+        record_names: record_names(errors, &raw.record_names),
         single_replica: parsed(
-            bad,
+            errors,
             "--single-replica",
             raw.single_replica.as_deref(),
             false,
         ),
         cluster_domain: cluster_domain.unwrap_or_else(|| CLUSTER_DOMAIN.into()),
-        pod_lookup: parsed(bad, "--pod-lookup", raw.pod_lookup.as_deref(), true),
-        agent_tokens: agent_tokens(bad, raw),
+        pod_lookup: parsed(errors, "--pod-lookup", raw.pod_lookup.as_deref(), true),
+        agent_tokens: agent_tokens(errors, raw),
     }
 }
 
-fn record_names(bad: &mut Mistakes, texts: &[String]) -> Vec<NamePattern> {
+fn record_names(errors: &mut ConfigErrors, texts: &[String]) -> Vec<NamePattern> {
     let patterns = texts.iter().map(|text| (text, text.parse()));
     patterns
         .filter_map(|(text, pattern)| match pattern {
             Ok(pattern) => Some(pattern),
             Err(problem) => {
                 let problem: NamePatternError = problem;
-                bad.add("--record-names", format!("{text:?}: {problem}"));
+                errors.add("--record-names", format!("{text:?}: {problem}"));
                 None
             }
         })
         .collect()
 }
 
-fn agent_tokens(bad: &mut Mistakes, raw: &RawConfig) -> AgentTokens {
+fn agent_tokens(errors: &mut ConfigErrors, raw: &RawConfig) -> AgentTokens {
     let defaults = AgentTokens::default();
     let audience = raw.agent_token_audience.clone();
     let audience = audience.unwrap_or(defaults.audience);
     if audience.trim().is_empty() {
-        bad.add(
+        errors.add(
             "--agent-token-audience",
             "is empty: any token of the cluster would do",
         );
@@ -276,12 +276,12 @@ fn agent_tokens(bad: &mut Mistakes, raw: &RawConfig) -> AgentTokens {
         if !parts.is_some_and(|(namespace, name)| is_object_name(namespace) && is_object_name(name))
         {
             let problem = format!("{account:?} is not {ACCOUNT_PREFIX}NAMESPACE:NAME");
-            bad.add("--agent-service-account", problem);
+            errors.add("--agent-service-account", problem);
         }
     }
     let accounts = match &*raw.agent_service_account {
         [] => defaults.accounts,
-        given => given.to_vec(),
+        configured => configured.to_vec(),
     };
     AgentTokens { audience, accounts }
 }

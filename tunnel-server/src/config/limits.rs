@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use serde::Deserialize;
-use tunnel_proto::process::places::PlaceLimits;
-use tunnel_proto::process::settings::{Mistakes, format_size, parse_size, positive};
+use tunnel_proto::process::admission::ConnLimits;
+use tunnel_proto::process::settings::{ConfigErrors, format_size, parse_size, positive};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
 use crate::dns::DnsLimits;
@@ -14,7 +14,7 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "handshakeTimeout",
         "5s",
-        "TLS and QUIC handshakes, admission of an agent, a whole enrolment",
+        "TLS and QUIC handshakes, admission of an agent, a whole enrollment",
     ),
     (
         "requestHeadTimeout",
@@ -59,13 +59,13 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "targetDialTimeout",
         "5s",
-        "what agents are told for dialling a target; then 504 target_timeout",
+        "time for an agent to dial a target, sent to agents in Welcome; then 504 target_timeout",
     ),
     (
         "preAuthPerSource",
         "1024",
         "connections from one address (IPv6: one /64) to the agents' port without a verified credential yet; one more \
-         pushes out the oldest of that address, or is turned away while that is younger than 1 s",
+         evicts the oldest of that address, or is refused while that one is younger than 1 s",
     ),
     (
         "preAuthTotal",
@@ -86,12 +86,12 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "keepAlive",
         "5s",
-        "how often an idle agent is asked for a sign of life",
+        "interval of keep-alive probes to an idle agent",
     ),
     (
         "suspectAfterBusy",
         "5s",
-        "a session that is silent for this long while requests wait gets no new ones until it is heard again",
+        "a session that is silent for this long while requests wait is suspect and gets no new streams until it answers",
     ),
     (
         "suspectAfterIdle",
@@ -140,10 +140,10 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
 const IDLE_BACKSTOP: Duration = Duration::from_secs(15);
 
 /// Time for a last renewal, by a clock that is not quite right.
-const EXPIRED_MOST: Duration = Duration::from_secs(30);
+const EXPIRY_GRACE_MAX: Duration = Duration::from_secs(30);
 
 /// A single stalled stream must not use up an agent's share of the pool, which is a quarter.
-const POOL_WINDOWS_LEAST: u64 = 4;
+const POOL_WINDOWS_MIN: u64 = 4;
 
 /// Limits as written.
 #[derive(Debug, Default, Clone, Deserialize)]
@@ -234,8 +234,8 @@ impl Limits {
     pub fn liveness(&self) -> LivenessLimits {
         LivenessLimits {
             keep_alive: self.keep_alive,
-            suspect_busy: self.suspect_after_busy,
-            suspect_idle: self.suspect_after_idle,
+            suspect_after_busy: self.suspect_after_busy,
+            suspect_after_idle: self.suspect_after_idle,
             dead_after: self.dead_after,
             probes_idle: true,
         }
@@ -243,8 +243,8 @@ impl Limits {
 
     /// Places for connections without a credential.
     #[must_use]
-    pub fn pre_auth(&self) -> PlaceLimits {
-        PlaceLimits {
+    pub fn pre_auth(&self) -> ConnLimits {
+        ConnLimits {
             per_source: self.pre_auth_per_source,
             total: self.pre_auth_total,
         }
@@ -252,8 +252,8 @@ impl Limits {
 
     /// How long a session may go on after the end of its certificate.
     #[must_use]
-    pub fn expired(&self) -> Duration {
-        EXPIRED_MOST.min(self.certificate_life)
+    pub fn expiry_grace(&self) -> Duration {
+        EXPIRY_GRACE_MAX.min(self.certificate_life)
     }
 
     /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.
@@ -273,10 +273,13 @@ impl Limits {
 
     /// Checks what was written and fills in the defaults of [`LIMITS`].
     #[must_use]
-    pub fn check(bad: &mut Mistakes, raw: Option<&RawLimits>) -> Self {
+    pub fn check(errors: &mut ConfigErrors, raw: Option<&RawLimits>) -> Self {
         let nothing = RawLimits::default();
         let raw = raw.unwrap_or(&nothing);
-        let mut read = Reader { bad, failed: false };
+        let mut read = LimitsReader {
+            errors,
+            failed: false,
+        };
         let limits = Self {
             handshake_timeout: read.time("handshakeTimeout", raw.handshake_timeout.as_deref()),
             request_head_timeout: read
@@ -332,15 +335,15 @@ impl Limits {
         };
         // Limits that could not be read are no ground to judge others by.
         if !read.failed {
-            limits.check_together(bad);
+            limits.check_together(errors);
         }
         limits
     }
 
-    fn check_together(&self, bad: &mut Mistakes) {
+    fn check_together(&self, errors: &mut ConfigErrors) {
         let show = humantime::format_duration;
         if self.suspect_after_busy > self.suspect_after_idle {
-            bad.add(
+            errors.add(
                 "limits.suspectAfterBusy",
                 format!(
                     "{} is more than suspectAfterIdle, {}",
@@ -350,7 +353,7 @@ impl Limits {
             );
         }
         if self.suspect_after_idle > self.dead_after {
-            bad.add(
+            errors.add(
                 "limits.suspectAfterIdle",
                 format!(
                     "{} is more than deadAfter, {}",
@@ -360,7 +363,7 @@ impl Limits {
             );
         }
         if self.keep_alive >= self.suspect_after_idle {
-            bad.add(
+            errors.add(
                 "limits.keepAlive",
                 format!(
                     "{} is not less than suspectAfterIdle, {}: every idle agent would be suspect",
@@ -369,26 +372,26 @@ impl Limits {
                 ),
             );
         }
-        let pool_least = POOL_WINDOWS_LEAST * u64::from(self.stream_window);
-        if self.buffer_pool < pool_least {
-            bad.add(
+        let pool_min = POOL_WINDOWS_MIN * u64::from(self.stream_window);
+        if self.buffer_pool < pool_min {
+            errors.add(
                 "limits.bufferPool",
                 format!(
-                    "{} is less than {POOL_WINDOWS_LEAST} x streamWindow, {}",
+                    "{} is less than {POOL_WINDOWS_MIN} x streamWindow, {}",
                     format_size(self.buffer_pool),
-                    format_size(pool_least)
+                    format_size(pool_min)
                 ),
             );
         }
     }
 }
 
-struct Reader<'a> {
-    bad: &'a mut Mistakes,
+struct LimitsReader<'a> {
+    errors: &'a mut ConfigErrors,
     failed: bool,
 }
 
-impl Reader<'_> {
+impl LimitsReader<'_> {
     fn text<'t>(&self, name: &str, written: Option<&'t str>) -> &'t str {
         let default = LIMITS
             .iter()
@@ -401,7 +404,7 @@ impl Reader<'_> {
         let text = self.text(name, written);
         let parsed = humantime::parse_duration(text).map_err(|error| format!("{text:?}: {error}"));
         let checked = parsed.and_then(|time| positive(time).map_err(str::to_owned));
-        self.take(name, checked, Duration::from_secs(1))
+        self.unwrap_or_record(name, checked, Duration::from_secs(1))
     }
 
     fn size<T: TryFrom<u64> + Default>(
@@ -417,7 +420,7 @@ impl Reader<'_> {
             let value = if fits { T::try_from(bytes).ok() } else { None };
             value.ok_or_else(|| format!("{text:?} is not between {least} and {most} bytes"))
         });
-        self.take(name, checked, T::default())
+        self.unwrap_or_record(name, checked, T::default())
     }
 
     fn count<T: TryFrom<u64> + Default>(
@@ -433,7 +436,7 @@ impl Reader<'_> {
             .filter(|number| (1..=most).contains(number));
         let checked = parsed.and_then(|number| T::try_from(number).ok());
         let checked = checked.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"));
-        self.take(name, checked, T::default())
+        self.unwrap_or_record(name, checked, T::default())
     }
 
     fn count_or_auto(&mut self, name: &str, written: Option<&str>) -> Option<usize> {
@@ -441,8 +444,9 @@ impl Reader<'_> {
         (text != "auto").then(|| self.count(name, written, 1 << 20))
     }
 
-    fn take<T>(&mut self, name: &str, checked: Result<T, String>, stand_in: T) -> T {
+    fn unwrap_or_record<T>(&mut self, name: &str, checked: Result<T, String>, fallback: T) -> T {
         self.failed |= checked.is_err();
-        self.bad.take(&format!("limits.{name}"), checked, stand_in)
+        self.errors
+            .unwrap_or_record(&format!("limits.{name}"), checked, fallback)
     }
 }

@@ -12,7 +12,7 @@ tunnel_proto::layered! {
         /// Directory of the CA, tokens, known nodes and keys [default: /var/lib/tunnel-server]
         #[arg(long, value_name = "DIR", env = "TUNNEL_SERVER_DATA_DIR")]
         pub data_dir: Option<String>,
-        /// Where agents connect, UDP and TCP on the same port: sessions over QUIC or HTTP/2, enrolment over TCP
+        /// Where agents connect, UDP and TCP on the same port: sessions over QUIC or HTTP/2, enrollment over TCP
         /// [default: [::]:10262, or 0.0.0.0:10262 without IPv6]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_AGENT_LISTEN")]
         pub agent_listen: Option<String>,
@@ -20,19 +20,19 @@ tunnel_proto::layered! {
         /// Sessions over TCP have the system's [default: bbr]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_QUIC_CONGESTION")]
         pub quic_congestion: Option<String>,
-        /// TLS door for callers; their TLS ends here and goes on to https targets. "off" turns it off
+        /// HTTPS listener for callers: terminates TLS and forwards to https targets. "off" disables it
         /// [default: [::]:10263 in a container of a cluster and when every caller needs a certificate of --client-ca, else
         /// 127.0.0.1:10263]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTPS_LISTEN")]
         pub https_listen: Option<String>,
-        /// Plain HTTP door for callers, for http targets. "off" turns it off [default: 127.0.0.1:10264]
+        /// HTTP listener for callers, for http targets. "off" disables it [default: 127.0.0.1:10264]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN")]
         pub http_listen: Option<String>,
         /// /livez, /readyz, /metrics, and /nodes for loopback callers [default: 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
         pub meta_listen: Option<String>,
-        /// Allow doors, proxy ports and services on other than loopback addresses without client authentication:
-        /// whoever reaches them reaches the nodes' allowed ports. Not needed in a container of a cluster
+        /// Allow listeners, proxy ports and services on non-loopback addresses without client authentication:
+        /// any caller that can connect reaches the nodes' allowed ports. Not needed in a container of a cluster
         #[arg(
             long, env = "TUNNEL_SERVER_ALLOW_UNAUTHENTICATED", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"
@@ -50,18 +50,18 @@ tunnel_proto::layered! {
         /// Ports that agents dial on the loopback of the node [default: "10266, 10267"]
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS")]
         pub localhost_proxy_ports: Option<String>,
-        /// Also listen on every port of the two lists, on this host: HTTP ports behave as the plain door, HTTPS ports
-        /// as the TLS door, and the port is implied when Host has none. "off" turns it off [default: the host of each
-        /// door; off in a cluster, where the Service has them]
+        /// Also listen on every port of the two lists, on this host: HTTP ports behave as the HTTP listener, HTTPS ports
+        /// as the HTTPS listener, and the port is implied when Host has none. "off" disables it [default: the host of each
+        /// listener; off in a cluster, where the Service has them]
         #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN")]
         pub proxy_port_listen: Option<String>,
-        /// Serving certificate chain of the TLS door, PEM [default: issued by the local CA, by the requested name]
+        /// Serving certificate chain of the HTTPS listener, PEM [default: issued by the local CA, by the requested name]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_CERT_FILE")]
         pub https_cert_file: Option<String>,
         /// Its private key, PEM
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
         pub https_key_file: Option<String>,
-        /// Name or IP that the local CA's serving certificate of the TLS door has beside this host's and the Service's;
+        /// Additional DNS name or IP for the HTTPS serving certificate that the local CA issues;
         /// repeatable
         #[arg(long, value_name = "NAME|IP", env = "TUNNEL_SERVER_HTTPS_NAME", value_delimiter = ',')]
         pub https_name: Vec<String>,
@@ -88,13 +88,13 @@ tunnel_proto::layered! {
         /// [default: system:serviceaccount:kube-system:tunnel-agent]
         #[arg(long, value_name = "USER", env = "TUNNEL_SERVER_AGENT_SERVICE_ACCOUNT", value_delimiter = ',')]
         pub agent_service_account: Vec<String>,
-        /// Certificates of callers on the TLS door: none, request or require [default: request]
+        /// Client certificates on the HTTPS listener: none, request or require [default: request]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
         pub https_client_auth: Option<String>,
         /// CA of callers' certificates, PEM; without it none is asked for
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
         pub client_ca: Option<String>,
-        /// Check of https targets: tunnel (their certificates are accepted as they are; the agent's certificate vouches for
+        /// Check of https targets: tunnel (their certificates are not verified; the agent's certificate authenticates
         /// the node) or verify (they must chain to --target-ca and be for the node's name; nothing is sent before that)
         /// [default: tunnel]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_TARGET_TLS")]
@@ -114,7 +114,7 @@ tunnel_proto::layered! {
         /// kubernetes.io/kube-apiserver-client [default: none]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_TARGET_CERT_SIGNER")]
         pub target_cert_signer: Option<String>,
-        /// Callers that may borrow the server's own client certificate, by the common name (CN) of theirs, which must be of
+        /// Callers for which the server's own client certificate is used (client-certificate delegation), by the CN of their certificate of
         /// --client-ca; repeatable [default: kube-apiserver-kubelet-client]
         #[arg(
             long, value_name = "CN", env = "TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", value_delimiter = ','
@@ -148,7 +148,7 @@ tunnel_proto::layered! {
         /// ConfigMap that replaces the three lists of ports while it exists [default: yurt-tunnel-server-cfg]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_PORTS_CONFIG_MAP")]
         pub ports_config_map: Option<String>,
-        /// Service of the doors: its address is edge nodes' in the records, and it gets the extra ports
+        /// Service of the listeners: its address is edge nodes' in the records, and it gets the extra ports
         /// [default: x-tunnel-server-internal-svc]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_INTERNAL_SERVICE")]
         pub internal_service: Option<String>,
@@ -177,7 +177,7 @@ tunnel_proto::layered! {
             require_equals = true, value_name = "BOOL"
         )]
         pub single_replica: Option<String>,
-        /// Domain of the cluster's Services, for the serving certificate of the TLS door [default: cluster.local]
+        /// Domain of the cluster's Services, for the serving certificate of the HTTPS listener [default: cluster.local]
         #[arg(long, value_name = "DOMAIN", env = "TUNNEL_SERVER_CLUSTER_DOMAIN")]
         pub cluster_domain: Option<String>,
         /// Ask the cluster for a pod's node when a caller of --borrow-allowed-callers sends a kubelet path (exec, attach, logs,
@@ -199,16 +199,16 @@ tunnel_proto::layered! {
         /// those of nodes [default: the resolvers of /etc/resolv.conf, and cluster.local=off]
         #[arg(long, value_name = "[DOMAIN=]IP", env = "TUNNEL_SERVER_DNS_UPSTREAM", value_delimiter = ',')]
         pub dns_upstream: Vec<String>,
-        /// Address that names of edge nodes answer with, where callers reach the doors; repeatable for one of each family
+        /// Address that names of edge nodes resolve to, where callers reach the listeners; repeatable for one of each family
         /// [default: that of --dns-listen, or this host's where that is 0.0.0.0 or [::]]
         #[arg(long, value_name = "IP", env = "TUNNEL_SERVER_DNS_ANSWER", value_delimiter = ',')]
         pub dns_answer: Vec<String>,
-        /// CONNECT door over TCP, for kube-apiserver's egress selector, Prometheus' proxy_url and tunnel-server connect: callers
+        /// CONNECT listener over TCP, for kube-apiserver's egress selector, Prometheus' proxy_url and tunnel-server connect: callers
         /// name any node, or what --connect-direct allows. With --client-ca it is TLS and wants a certificate of that CA,
         /// with --connect-auth a password; without either only loopback will do [default: off]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_CONNECT_LISTEN")]
         pub connect_listen: Option<String>,
-        /// CONNECT door on a Unix socket, for a kube-apiserver on this host. A socket there that nobody answers is replaced
+        /// CONNECT listener on a Unix socket, for a kube-apiserver on this host. A stale socket at this path is replaced
         /// [default: off]
         #[arg(long, value_name = "PATH", env = "TUNNEL_SERVER_CONNECT_UDS")]
         pub connect_uds: Option<String>,
@@ -223,7 +223,7 @@ tunnel_proto::layered! {
         /// with and without TLS [default: none]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CONNECT_AUTH")]
         pub connect_auth: Option<String>,
-        /// What the CONNECT doors may reach without an agent, CIDR or CIDR:PORTS, as in 10.96.0.0/12:443 or [fd00::/8]:443;
+        /// Dial policy of the CONNECT listeners for connections without an agent, CIDR or CIDR:PORTS, as in 10.96.0.0/12:443 or [fd00::/8]:443;
         /// repeatable. Link-local and metadata addresses are never dialled, loopback only when it is listed as such; "off"
         /// allows nothing [default: in a cluster its Services, and its cloud nodes with their Pods; else nothing]
         #[arg(long, value_name = "CIDR[:PORTS]", env = "TUNNEL_SERVER_CONNECT_DIRECT", value_delimiter = ',')]

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::Mistakes;
-use tunnel_proto::tls::files::PairFiles;
+use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_proto::tls::files::KeyPairFiles;
 
 use super::RawConfig;
 
@@ -16,58 +16,58 @@ pub struct TargetSettings {
     /// What certificates of targets chain to; without it they are accepted as they are.
     pub ca: Option<PathBuf>,
     /// The server's own client certificate.
-    pub identity: Option<PairFiles>,
+    pub identity: Option<KeyPairFiles>,
     /// `signerName` of the cluster's signer that is asked for one in place of files.
     pub signer: Option<String>,
     /// Common names of callers that may borrow it.
-    pub borrowers: Vec<String>,
+    pub delegation_callers: Vec<String>,
 }
 
-/// Checks them; `asks_callers` tells whether callers' certificates are verified, `in_cluster` whether there is a cluster to
+/// Checks them; `verifies_callers` tells whether callers' certificates are verified, `in_cluster` whether there is a cluster to
 /// ask for a certificate.
 pub(super) fn targets(
-    bad: &mut Mistakes,
+    errors: &mut ConfigErrors,
     raw: &RawConfig,
-    (asks_callers, in_cluster): (bool, bool),
+    (verifies_callers, in_cluster): (bool, bool),
 ) -> TargetSettings {
     let ca = raw.target_ca.as_ref().map(PathBuf::from);
     let ca = match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
         ("tunnel", None) => None,
         ("tunnel", Some(_)) => {
-            bad.add(
+            errors.add(
                 "--target-ca",
                 "is of no use without --target-tls verify: certificates of targets are accepted as they are",
             );
             None
         }
         ("verify", None) => {
-            bad.add("--target-tls", "verify needs --target-ca");
+            errors.add("--target-tls", "verify needs --target-ca");
             None
         }
         ("verify", ca) => ca,
         (other, _) => {
-            bad.add("--target-tls", format!("{other:?} is not tunnel or verify"));
+            errors.add("--target-tls", format!("{other:?} is not tunnel or verify"));
             None
         }
     };
     let identity = match (&raw.target_cert_file, &raw.target_key_file) {
-        (Some(certificate), key) => Some(PairFiles {
+        (Some(certificate), key) => Some(KeyPairFiles {
             certificate: certificate.into(),
             key: key.as_ref().unwrap_or(certificate).into(),
         }),
         (None, None) => None,
         (None, Some(_)) => {
-            bad.add("--target-key-file", "needs --target-cert-file too");
+            errors.add("--target-key-file", "needs --target-cert-file too");
             None
         }
     };
     let signer = raw.target_cert_signer.clone();
-    let lent_by = match (&identity, &signer) {
+    let identity_setting = match (&identity, &signer) {
         (None, None) => None,
         (Some(_), None) => Some("--target-cert-file"),
         (None, Some(_)) => Some("--target-cert-signer"),
         (Some(_), Some(_)) => {
-            bad.add(
+            errors.add(
                 "--target-cert-signer",
                 "there is a certificate already: --target-cert-file",
             );
@@ -76,32 +76,32 @@ pub(super) fn targets(
     };
     if let Some(name) = &signer {
         if !is_signer_name(name) {
-            bad.add(
+            errors.add(
                 "--target-cert-signer",
                 format!("{name:?} is no signer, as kubernetes.io/kube-apiserver-client is"),
             );
         }
         if !in_cluster {
-            bad.add("--target-cert-signer", "there is no cluster to ask");
+            errors.add("--target-cert-signer", "there is no cluster to ask");
         }
     }
-    if let Some(setting) = lent_by.filter(|_| !asks_callers) {
-        bad.add(
+    if let Some(setting) = identity_setting.filter(|_| !verifies_callers) {
+        errors.add(
             setting,
-            "nobody could borrow it: only callers with a certificate of --client-ca may, and none is asked for",
+            "client-certificate delegation needs callers' certificates; set --client-ca",
         );
     }
     let named = &raw.borrow_allowed_callers;
     if identity.is_none() && signer.is_none() && !named.is_empty() {
-        bad.add(
+        errors.add(
             "--borrow-allowed-callers",
-            "there is nothing to borrow without --target-cert-file or --target-cert-signer",
+            "has no effect without --target-cert-file or --target-cert-signer",
         );
     }
     if named.iter().any(|name| name.trim().is_empty()) {
-        bad.add("--borrow-allowed-callers", "a common name is empty");
+        errors.add("--borrow-allowed-callers", "a common name is empty");
     }
-    let borrowers = if named.is_empty() {
+    let delegation_callers = if named.is_empty() {
         vec![APISERVER_NAME.to_owned()]
     } else {
         named.iter().map(|name| name.trim().to_owned()).collect()
@@ -110,7 +110,7 @@ pub(super) fn targets(
         ca,
         identity,
         signer,
-        borrowers,
+        delegation_callers,
     }
 }
 
@@ -130,18 +130,18 @@ fn is_signer_name(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn checked(yaml: &str, asks_callers: bool) -> Result<TargetSettings, String> {
+    fn checked(yaml: &str, verifies_callers: bool) -> Result<TargetSettings, String> {
         let raw: RawConfig = serde_saphyr::from_str(yaml).unwrap();
-        let mut bad = Mistakes::default();
-        let settings = targets(&mut bad, &raw, (asks_callers, true));
-        bad.finish(settings).map_err(|error| error.to_string())
+        let mut errors = ConfigErrors::default();
+        let settings = targets(&mut errors, &raw, (verifies_callers, true));
+        errors.finish(settings).map_err(|error| error.to_string())
     }
 
     #[test]
     fn nothing_is_verified_or_lent_unless_asked() {
         let settings = checked("{}", true).unwrap();
         assert_eq!((settings.ca, settings.identity), (None, None));
-        assert_eq!(settings.borrowers, [APISERVER_NAME]);
+        assert_eq!(settings.delegation_callers, [APISERVER_NAME]);
     }
 
     #[test]
@@ -150,7 +150,7 @@ mod tests {
         let settings = checked(yaml, true).unwrap();
         let own = settings.identity.unwrap();
         assert_eq!((own.certificate, own.key), ("/own".into(), "/own".into()));
-        assert_eq!(settings.borrowers, ["a", "b"]);
+        assert_eq!(settings.delegation_callers, ["a", "b"]);
         let settings = checked("{ targetCertFile: /own, targetKeyFile: /key }", true).unwrap();
         assert_eq!(settings.identity.unwrap().key, PathBuf::from("/key"));
     }

@@ -227,7 +227,7 @@ fn congestion_control_is_chosen_by_name() {
 
 fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
     let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
-    Config::check(&raw, Surroundings { in_cluster }).map_err(|error| error.to_string())
+    Config::check(&raw, Environment { in_cluster }).map_err(|error| error.to_string())
 }
 
 #[cfg(feature = "kubernetes")]
@@ -244,7 +244,7 @@ fn container_of_a_cluster_follows_it_and_opens_the_tls_door() {
     let config = around("kubernetes: off", true).unwrap();
     assert_eq!(config.kubernetes, None);
     assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
-    assert_eq!(config.proxy_port_listen, ProxyPortListen::WithDoor);
+    assert_eq!(config.proxy_port_listen, ProxyPortListen::WithListener);
     assert!(around("{ kubernetes: off, httpListen: '[::]:10264' }", true).is_err());
 }
 

@@ -9,8 +9,8 @@ use hickory_proto::rr::rdata::SOA;
 use hickory_proto::rr::{DNSClass, Name, RData, Record, RecordType};
 use hickory_proto::serialize::binary::{BinDecodable, BinDecoder};
 
-use super::metrics::Outcome;
-use super::names::{Names, Source};
+use super::metrics::QueryOutcome;
+use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
 /// What a query came over, and what its answer goes back over.
@@ -24,7 +24,7 @@ pub enum Transport {
 
 /// What answers are made from.
 #[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
+pub struct AnswerContext<'a> {
     /// The records of this moment.
     pub records: &'a RecordSet,
     /// Which names are ours.
@@ -33,18 +33,18 @@ pub struct View<'a> {
 
 /// What becomes of a query.
 #[derive(Debug)]
-pub enum Verdict<'a> {
+pub enum Decision<'a> {
     /// Nothing is answered.
-    Silence(Outcome),
+    Ignore(QueryOutcome),
     /// This is the answer.
-    Reply(Vec<u8>, Outcome),
+    Reply(Vec<u8>, QueryOutcome),
     /// One of the resolvers knows.
-    Forward(Box<Asked>, &'a [SocketAddr]),
+    Forward(Box<ClientQuery>, &'a [SocketAddr]),
 }
 
 /// One question, with all that its answer needs.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct ClientQuery {
     /// Name, type and class, the name as the client wrote it.
     pub query: Query,
     id: u16,
@@ -59,31 +59,37 @@ pub struct Asked {
 
 /// Decides on one message.
 #[must_use]
-pub fn decide<'a>(message: &[u8], transport: Transport, view: &View<'a>) -> Verdict<'a> {
-    let recursion_available = view.names.is_forwarding();
-    let asked = match read(message, transport, recursion_available) {
-        Ok(asked) => asked,
-        Err(verdict) => return verdict,
+pub fn decide<'a>(
+    message: &[u8],
+    transport: Transport,
+    context: &AnswerContext<'a>,
+) -> Decision<'a> {
+    let recursion_available = context.names.is_forwarding();
+    let client_query = match read(message, transport, recursion_available) {
+        Ok(client_query) => client_query,
+        Err(decision) => return decision,
     };
-    if asked.query.query_class != DNSClass::IN {
-        return asked.refuse(ResponseCode::Refused, Outcome::Refused);
+    if client_query.query.query_class != DNSClass::IN {
+        return client_query.refuse(ResponseCode::Refused, QueryOutcome::Refused);
     }
-    let kind = asked.query.query_type;
+    let kind = client_query.query.query_type;
     if matches!(kind, RecordType::AXFR | RecordType::IXFR) {
-        return asked.refuse(ResponseCode::Refused, Outcome::Refused);
+        return client_query.refuse(ResponseCode::Refused, QueryOutcome::Refused);
     }
-    let name = plain_text(&asked.query.name);
-    match view.names.source(&name, view.records) {
-        Source::Ours {
+    let name = plain_text(&client_query.query.name);
+    match context.names.resolve(&name, context.records) {
+        NameResolution::Local {
             addresses,
             authority,
-        } => asked.ours(addresses, authority),
-        Source::Absent { authority } => asked.negative(ResponseCode::NXDomain, authority),
-        // All records of a name at once are asked for by nobody but amplifiers (RFC 8482).
-        Source::Elsewhere(resolvers) if resolvers.is_empty() || kind == RecordType::ANY => {
-            asked.refuse(ResponseCode::Refused, Outcome::Refused)
+        } => client_query.answer_local(addresses, authority),
+        NameResolution::Absent { authority } => {
+            client_query.negative(ResponseCode::NXDomain, authority)
         }
-        Source::Elsewhere(resolvers) => Verdict::Forward(Box::new(asked), resolvers),
+        // All records of a name at once are asked for by nobody but amplifiers (RFC 8482).
+        NameResolution::Upstream(resolvers) if resolvers.is_empty() || kind == RecordType::ANY => {
+            client_query.refuse(ResponseCode::Refused, QueryOutcome::Refused)
+        }
+        NameResolution::Upstream(resolvers) => Decision::Forward(Box::new(client_query), resolvers),
     }
 }
 
@@ -92,23 +98,23 @@ fn read<'a>(
     message: &[u8],
     transport: Transport,
     recursion_available: bool,
-) -> Result<Asked, Verdict<'a>> {
+) -> Result<ClientQuery, Decision<'a>> {
     let Ok(header) = Header::read(&mut BinDecoder::new(message)) else {
-        return Err(Verdict::Silence(Outcome::Malformed));
+        return Err(Decision::Ignore(QueryOutcome::Malformed));
     };
     // An answer to an answer could go round for ever.
     if header.metadata.message_type == MessageType::Response {
-        return Err(Verdict::Silence(Outcome::Malformed));
+        return Err(Decision::Ignore(QueryOutcome::Malformed));
     }
     let refuse = |code, outcome| {
         let mut reply = Message::error_msg(header.metadata.id, header.metadata.op_code, code);
         reply.metadata.recursion_desired = header.metadata.recursion_desired;
-        Err(reply.to_vec().map_or(Verdict::Silence(outcome), |bytes| {
-            Verdict::Reply(bytes, outcome)
+        Err(reply.to_vec().map_or(Decision::Ignore(outcome), |bytes| {
+            Decision::Reply(bytes, outcome)
         }))
     };
     if header.metadata.op_code != OpCode::Query {
-        return refuse(ResponseCode::NotImp, Outcome::Refused);
+        return refuse(ResponseCode::NotImp, QueryOutcome::Refused);
     }
     // The counts come before everything that is as long as they say.
     let counts = &header.counts;
@@ -118,15 +124,15 @@ fn read<'a>(
         && counts.additionals <= ADDITIONALS_MAX
         && message.len() <= QUERY_MAX;
     if !is_plain {
-        return refuse(ResponseCode::FormErr, Outcome::Malformed);
+        return refuse(ResponseCode::FormErr, QueryOutcome::Malformed);
     }
     let Ok(mut message) = Message::from_vec(message) else {
-        return refuse(ResponseCode::FormErr, Outcome::Malformed);
+        return refuse(ResponseCode::FormErr, QueryOutcome::Malformed);
     };
     let Some(query) = message.queries.pop() else {
-        return refuse(ResponseCode::FormErr, Outcome::Malformed);
+        return refuse(ResponseCode::FormErr, QueryOutcome::Malformed);
     };
-    let asked = Asked {
+    let client_query = ClientQuery {
         query,
         id: message.metadata.id,
         recursion_desired: message.metadata.recursion_desired,
@@ -139,12 +145,12 @@ fn read<'a>(
         recursion_available,
     };
     if message.edns.is_some_and(|edns| edns.version() > 0) {
-        return Err(asked.refuse(ResponseCode::BADVERS, Outcome::Refused));
+        return Err(client_query.refuse(ResponseCode::BADVERS, QueryOutcome::Refused));
     }
-    Ok(asked)
+    Ok(client_query)
 }
 
-impl Asked {
+impl ClientQuery {
     /// The question as it is asked elsewhere: the client's flags, our own id and size.
     #[must_use]
     pub fn forwarded(&self) -> Message {
@@ -187,13 +193,13 @@ impl Asked {
         self.transport
     }
 
-    fn refuse<'a>(&self, code: ResponseCode, outcome: Outcome) -> Verdict<'a> {
-        Verdict::Reply(self.failed(code), outcome)
+    fn refuse<'a>(&self, code: ResponseCode, outcome: QueryOutcome) -> Decision<'a> {
+        Decision::Reply(self.failed(code), outcome)
     }
 
     /// The address of the family that was asked for. A name that has only the other one exists all the same: NOERROR
     /// without an answer, since clients ask for both.
-    fn ours<'a>(&self, addresses: Addresses, authority: &str) -> Verdict<'a> {
+    fn answer_local<'a>(&self, addresses: Addresses, authority: &str) -> Decision<'a> {
         let kind = self.query.query_type;
         let fitting = addresses.iter().filter_map(|address| match address {
             IpAddr::V4(address) if kind == RecordType::A => Some(RData::A(address.into())),
@@ -210,11 +216,11 @@ impl Asked {
         let mut reply = self.reply(ResponseCode::NoError);
         reply.metadata.authoritative = true;
         reply.add_answers(records);
-        Verdict::Reply(self.encode(reply), Outcome::Node)
+        Decision::Reply(self.encode(reply), QueryOutcome::Node)
     }
 
     /// No such name, or nothing of that type, with the SOA record that tells caches for how long (RFC 2308, section 3).
-    fn negative<'a>(&self, code: ResponseCode, authority: &str) -> Verdict<'a> {
+    fn negative<'a>(&self, code: ResponseCode, authority: &str) -> Decision<'a> {
         let mut reply = self.reply(code);
         reply.metadata.authoritative = true;
         let owner = Name::from_ascii(format!("{authority}.")).unwrap_or_else(|_| Name::root());
@@ -233,11 +239,11 @@ impl Asked {
             RData::SOA(soa),
         ));
         let outcome = if code == ResponseCode::NoError {
-            Outcome::NoData
+            QueryOutcome::NoData
         } else {
-            Outcome::NoName
+            QueryOutcome::NoName
         };
-        Verdict::Reply(self.encode(reply), outcome)
+        Decision::Reply(self.encode(reply), outcome)
     }
 
     fn reply(&self, code: ResponseCode) -> Message {

@@ -12,33 +12,33 @@ use governor::{Quota, RateLimiter};
 
 /// Who shares a limit: an IPv4 address, or an IPv6 network of 64 bits, since a host has that many addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Source {
+enum ClientKey {
     One(IpAddr),
     /// Everybody who comes while [`SOURCES_MAX`] others are being counted.
     Rest,
 }
 
-type Rate = RateLimiter<Source, HashMapStateStore<Source>, DefaultClock>;
+type Rate = RateLimiter<ClientKey, HashMapStateStore<ClientKey>, DefaultClock>;
 
 /// Limits of all sources.
 #[derive(Debug)]
 pub(super) struct Limiter {
     queries: Rate,
-    complaints: Rate,
+    error_replies: Rate,
     swept: Mutex<Instant>,
-    connections: Held,
-    forwards: Held,
+    connections: SourceCounts,
+    forwards: SourceCounts,
 }
 
 /// How many of something each source holds.
 #[derive(Debug, Clone, Default)]
-struct Held(Arc<Mutex<HashMap<Source, usize>>>);
+struct SourceCounts(Arc<Mutex<HashMap<ClientKey, usize>>>);
 
 /// One of what a source holds, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Share {
-    source: Source,
-    held: Held,
+pub(super) struct SourcePermit {
+    source: ClientKey,
+    counts: SourceCounts,
 }
 
 impl Limiter {
@@ -46,41 +46,41 @@ impl Limiter {
         let per_second = NonZeroU32::new(queries_per_second).unwrap_or(NonZeroU32::MIN);
         Self {
             queries: RateLimiter::hashmap(Quota::per_second(per_second)),
-            complaints: RateLimiter::hashmap(Quota::per_second(COMPLAINTS_PER_SECOND)),
+            error_replies: RateLimiter::hashmap(Quota::per_second(ERROR_REPLIES_PER_SECOND)),
             swept: Mutex::new(Instant::now()),
-            connections: Held::default(),
-            forwards: Held::default(),
+            connections: SourceCounts::default(),
+            forwards: SourceCounts::default(),
         }
     }
 
     /// Whether a query of this source is looked at.
-    pub(super) fn admits(&self, address: IpAddr) -> bool {
+    pub(super) fn admit_query(&self, address: IpAddr) -> bool {
         self.check(&self.queries, address)
     }
 
     /// Whether nonsense of this source is answered: a forged source is not to be flooded with our complaints.
-    pub(super) fn complains_to(&self, address: IpAddr) -> bool {
-        self.check(&self.complaints, address)
+    pub(super) fn can_send_error(&self, address: IpAddr) -> bool {
+        self.check(&self.error_replies, address)
     }
 
     /// Counts a TCP connection; `None` when its source has as many as it may.
-    pub(super) fn connect(&self, address: IpAddr) -> Option<Share> {
-        let source = Source::of(address);
-        self.connections.take(source, CONNECTIONS_PER_SOURCE)
+    pub(super) fn admit_connection(&self, address: IpAddr) -> Option<SourcePermit> {
+        let source = ClientKey::of(address);
+        self.connections.acquire(source, CONNECTIONS_PER_SOURCE)
     }
 
     /// Counts a query that is asked elsewhere; `None` when its source holds as many as are `free`. So one source never
     /// has more than half of all, and the more sources there are, the smaller the part of each.
-    pub(super) fn forward(&self, address: IpAddr, free: usize) -> Option<Share> {
-        self.forwards.take(Source::of(address), free)
+    pub(super) fn forward(&self, address: IpAddr, free: usize) -> Option<SourcePermit> {
+        self.forwards.acquire(ClientKey::of(address), free)
     }
 
     fn check(&self, rate: &Rate, address: IpAddr) -> bool {
-        let mut source = Source::of(address);
+        let mut source = ClientKey::of(address);
         if rate.len() >= SOURCES_MAX {
             self.sweep();
             if rate.len() >= SOURCES_MAX {
-                source = Source::Rest;
+                source = ClientKey::Rest;
             }
         }
         rate.check_key(&source).is_ok()
@@ -97,11 +97,11 @@ impl Limiter {
             *swept = now;
         }
         self.queries.retain_recent();
-        self.complaints.retain_recent();
+        self.error_replies.retain_recent();
     }
 }
 
-impl Source {
+impl ClientKey {
     fn of(address: IpAddr) -> Self {
         Self::One(match address.to_canonical() {
             IpAddr::V4(address) => address.into(),
@@ -113,24 +113,24 @@ impl Source {
     }
 }
 
-impl Held {
-    fn take(&self, source: Source, limit: usize) -> Option<Share> {
+impl SourceCounts {
+    fn acquire(&self, source: ClientKey, limit: usize) -> Option<SourcePermit> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let count = all.get(&source).copied().unwrap_or_default();
         if count >= limit {
             return None;
         }
         all.insert(source, count + 1);
-        Some(Share {
+        Some(SourcePermit {
             source,
-            held: self.clone(),
+            counts: self.clone(),
         })
     }
 }
 
-impl Drop for Share {
+impl Drop for SourcePermit {
     fn drop(&mut self) {
-        let mut all = self.held.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.counts.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = all.get_mut(&self.source) {
             *count -= 1;
             if *count == 0 {
@@ -144,7 +144,7 @@ impl Drop for Share {
 const SOURCES_MAX: usize = 65_536;
 const SWEEP_PAUSE: Duration = Duration::from_secs(1);
 /// FORMERR, NOTIMP and REFUSED for one source.
-const COMPLAINTS_PER_SECOND: NonZeroU32 = NonZeroU32::new(100).unwrap();
+const ERROR_REPLIES_PER_SECOND: NonZeroU32 = NonZeroU32::new(100).unwrap();
 /// A stub resolver has one or two; a cache that asks over TCP some more.
 const CONNECTIONS_PER_SOURCE: usize = 32;
 
@@ -156,20 +156,20 @@ mod tests {
     fn one_source_is_limited_and_others_are_not() {
         let limiter = Limiter::new(3);
         let [greedy, other] = ["192.0.2.1", "192.0.2.2"].map(|text| text.parse().unwrap());
-        let admitted = (0..20).filter(|_| limiter.admits(greedy)).count();
+        let admitted = (0..20).filter(|_| limiter.admit_query(greedy)).count();
         assert!((3..6).contains(&admitted), "{admitted}");
-        assert!(limiter.admits(other));
+        assert!(limiter.admit_query(other));
     }
 
     #[test]
     fn addresses_of_one_ipv6_network_share_a_limit() {
         let same =
-            ["2001:db8::1", "2001:db8::ffff:2"].map(|text| Source::of(text.parse().unwrap()));
+            ["2001:db8::1", "2001:db8::ffff:2"].map(|text| ClientKey::of(text.parse().unwrap()));
         assert_eq!(same[0], same[1]);
-        assert_ne!(same[0], Source::of("2001:db8:0:1::1".parse().unwrap()));
+        assert_ne!(same[0], ClientKey::of("2001:db8:0:1::1".parse().unwrap()));
         assert_eq!(
-            Source::of("::ffff:192.0.2.1".parse().unwrap()),
-            Source::of("192.0.2.1".parse().unwrap())
+            ClientKey::of("::ffff:192.0.2.1".parse().unwrap()),
+            ClientKey::of("192.0.2.1".parse().unwrap())
         );
     }
 
@@ -177,10 +177,10 @@ mod tests {
     fn connections_of_a_source_are_bounded_and_given_back() {
         let limiter = Limiter::new(1);
         let address = "192.0.2.1".parse().unwrap();
-        let held: Vec<_> = std::iter::from_fn(|| limiter.connect(address)).collect();
-        assert_eq!(held.len(), CONNECTIONS_PER_SOURCE);
-        drop(held);
-        assert!(limiter.connect(address).is_some());
+        let counts: Vec<_> = std::iter::from_fn(|| limiter.admit_connection(address)).collect();
+        assert_eq!(counts.len(), CONNECTIONS_PER_SOURCE);
+        drop(counts);
+        assert!(limiter.admit_connection(address).is_some());
         assert!(limiter.connections.0.lock().unwrap().is_empty());
     }
 
@@ -188,19 +188,19 @@ mod tests {
     fn one_source_holds_half_of_the_forwards_and_leaves_the_rest_to_others() {
         let limiter = Limiter::new(1);
         let all = 512;
-        let mut held = Vec::new();
+        let mut counts = Vec::new();
         let mut fill = |text: &str| {
             let address = text.parse().unwrap();
-            let before = held.len();
-            while let Some(share) = limiter.forward(address, all - held.len()) {
-                held.push(share);
+            let before = counts.len();
+            while let Some(source_permit) = limiter.forward(address, all - counts.len()) {
+                counts.push(source_permit);
             }
-            held.len() - before
+            counts.len() - before
         };
         assert_eq!(fill("192.0.2.1"), 256);
         assert_eq!(fill("192.0.2.2"), 128);
         assert_eq!(fill("192.0.2.3"), 64);
-        drop(held);
+        drop(counts);
         assert!(limiter.forwards.0.lock().unwrap().is_empty());
     }
 
@@ -208,7 +208,7 @@ mod tests {
     fn forged_sources_do_not_fill_the_memory() {
         let limiter = Limiter::new(1);
         for number in 0..200_000_u32 {
-            limiter.admits(IpAddr::from(number.to_be_bytes()));
+            limiter.admit_query(IpAddr::from(number.to_be_bytes()));
         }
         assert!(limiter.queries.len() <= SOURCES_MAX + 1);
     }

@@ -25,7 +25,7 @@ pub struct DnsMetrics {
 
 /// How a query ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum QueryOutcome {
     /// Answered with a node's address.
     Node,
     /// The name is ours, but has nothing of that type.
@@ -51,7 +51,7 @@ pub enum Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct QueryLabels {
     transport: Transport,
-    outcome: Outcome,
+    outcome: QueryOutcome,
 }
 
 impl DnsMetrics {
@@ -66,7 +66,7 @@ impl DnsMetrics {
         let registry = root.sub_registry_with_prefix("tunnel_server_dns");
         registry.register(
             "queries",
-            "DNS queries by how they ended: limited by limits.dnsPerSource, busy by limits.dnsForwards, upstream_failed by limits.dnsForwardBudget",
+            "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, upstream_failed by limits.dnsForwardBudget",
             metrics.queries.clone(),
         );
         registry.register(
@@ -76,7 +76,7 @@ impl DnsMetrics {
         );
         registry.register(
             "connections_waited",
-            "Connections over TCP that came when all limits.dnsConnections were taken, and so had to wait",
+            "TCP connections that waited because limits.dnsConnections was reached",
             metrics.connections_waited.clone(),
         );
         registry.register_collector(Box::new(RecordsGauge(records)));
@@ -84,13 +84,13 @@ impl DnsMetrics {
     }
 
     /// Counts a query.
-    pub fn query(&self, transport: Transport, outcome: Outcome) {
+    pub fn query(&self, transport: Transport, outcome: QueryOutcome) {
         let labels = QueryLabels { transport, outcome };
         self.queries.get_or_create(&labels).inc();
     }
 
     /// Counts that new connections have to wait.
-    pub fn waited(&self) {
+    pub fn connection_waited(&self) {
         self.connections_waited.inc();
     }
 
@@ -100,7 +100,7 @@ impl DnsMetrics {
     }
 }
 
-impl EncodeLabelValue for Outcome {
+impl EncodeLabelValue for QueryOutcome {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
         let word = match self {
             Self::Node => "node",

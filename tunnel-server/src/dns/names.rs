@@ -24,14 +24,14 @@ pub struct Names {
     /// Domains of clusters, with their resolvers.
     pub clusters: Vec<ClusterDomain>,
     /// Who is asked about all other names; none: nobody.
-    pub others: Vec<SocketAddr>,
+    pub default_resolvers: Vec<SocketAddr>,
 }
 
 /// Who has the answer to a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source<'a> {
+pub enum NameResolution<'a> {
     /// The name is ours and has these addresses, perhaps none. `authority` is the domain that says so, empty for the root.
-    Ours {
+    Local {
         /// Its addresses.
         addresses: Addresses,
         /// The domain above it.
@@ -43,47 +43,47 @@ pub enum Source<'a> {
         authority: &'a str,
     },
     /// One of these resolvers knows; without any, the query is refused.
-    Elsewhere(&'a [SocketAddr]),
+    Upstream(&'a [SocketAddr]),
 }
 
 impl Names {
     /// Who has the answer to `name`, which is in lower case and without a trailing dot; empty for the root.
     #[must_use]
-    pub fn source(&self, name: &str, records: &RecordSet) -> Source<'_> {
+    pub fn resolve(&self, name: &str, records: &RecordSet) -> NameResolution<'_> {
         let record = |name: &str| records.get(&name.parse().ok()?);
         if let Some(zone) = &self.zone
-            && let Some(inner) = below(name, zone)
+            && let Some(inner) = strip_domain(name, zone)
         {
-            return ours_or_absent(inner, record(inner), zone.as_str());
+            return local_or_absent(inner, record(inner), zone.as_str());
         }
         if let Some((cluster, inner)) = self.cluster_of(name) {
             let found = node_in_cluster(inner).and_then(record);
             return if found.is_none() && !cluster.resolvers.is_empty() {
-                Source::Elsewhere(&cluster.resolvers)
+                NameResolution::Upstream(&cluster.resolvers)
             } else {
-                ours_or_absent(inner, found, cluster.domain.as_str())
+                local_or_absent(inner, found, cluster.domain.as_str())
             };
         }
-        let is_localhost = name == LOCALHOST || has_suffix(name, LOCALHOST).is_some();
+        let is_localhost = name == LOCALHOST || strip_parent(name, LOCALHOST).is_some();
         if is_localhost {
-            return Source::Absent { authority: ROOT };
+            return NameResolution::Absent { authority: ROOT };
         }
         if let Some(addresses) = record(name) {
-            return Source::Ours {
+            return NameResolution::Local {
                 addresses,
                 authority: ROOT,
             };
         }
         if !name.is_empty() && !name.contains('.') {
-            return Source::Absent { authority: ROOT };
+            return NameResolution::Absent { authority: ROOT };
         }
-        Source::Elsewhere(&self.others)
+        NameResolution::Upstream(&self.default_resolvers)
     }
 
     /// Whether anything is forwarded at all.
     #[must_use]
     pub fn is_forwarding(&self) -> bool {
-        !self.others.is_empty()
+        !self.default_resolvers.is_empty()
             || self
                 .clusters
                 .iter()
@@ -94,7 +94,12 @@ impl Names {
     #[must_use]
     pub fn resolvers(&self) -> Vec<SocketAddr> {
         let clusters = self.clusters.iter().flat_map(|cluster| &cluster.resolvers);
-        let mut all: Vec<_> = self.others.iter().chain(clusters).copied().collect();
+        let mut all: Vec<_> = self
+            .default_resolvers
+            .iter()
+            .chain(clusters)
+            .copied()
+            .collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -105,23 +110,27 @@ impl Names {
         let holding = self
             .clusters
             .iter()
-            .filter_map(|cluster| Some((cluster, below(name, &cluster.domain)?)));
+            .filter_map(|cluster| Some((cluster, strip_domain(name, &cluster.domain)?)));
         holding.min_by_key(|(_, inner)| inner.len())
     }
 }
 
 /// The apex of a domain exists, but has no addresses.
-fn ours_or_absent<'a>(inner: &str, found: Option<Addresses>, authority: &'a str) -> Source<'a> {
+fn local_or_absent<'a>(
+    inner: &str,
+    found: Option<Addresses>,
+    authority: &'a str,
+) -> NameResolution<'a> {
     match found {
-        Some(addresses) => Source::Ours {
+        Some(addresses) => NameResolution::Local {
             addresses,
             authority,
         },
-        None if inner.is_empty() => Source::Ours {
+        None if inner.is_empty() => NameResolution::Local {
             addresses: Addresses::default(),
             authority,
         },
-        None => Source::Absent { authority },
+        None => NameResolution::Absent { authority },
     }
 }
 
@@ -136,14 +145,14 @@ fn node_in_cluster(inner: &str) -> Option<&str> {
 }
 
 /// What stands in `name` before `domain`; empty for the domain itself.
-fn below<'n>(name: &'n str, domain: &NodeName) -> Option<&'n str> {
+fn strip_domain<'n>(name: &'n str, domain: &NodeName) -> Option<&'n str> {
     if name == domain.as_str() {
         return Some("");
     }
-    has_suffix(name, domain.as_str())
+    strip_parent(name, domain.as_str())
 }
 
-fn has_suffix<'n>(name: &'n str, domain: &str) -> Option<&'n str> {
+fn strip_parent<'n>(name: &'n str, domain: &str) -> Option<&'n str> {
     name.strip_suffix(domain)?.strip_suffix('.')
 }
 
@@ -153,7 +162,7 @@ const ROOT: &str = "";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dns::{Node, Place};
+    use crate::dns::{Node, NodeLocation};
 
     const CLUSTER: &str = "10.96.0.10:53";
     const HOST: &str = "192.0.2.53:53";
@@ -166,7 +175,7 @@ mod tests {
                 domain: "cluster.local".parse().unwrap(),
                 resolvers: cluster.iter().map(parse).collect(),
             }],
-            others: vec![HOST.parse().unwrap()],
+            default_resolvers: vec![HOST.parse().unwrap()],
         }
     }
 
@@ -178,7 +187,7 @@ mod tests {
             .map(|name| Node {
                 name: name.parse().unwrap(),
                 hostname: None,
-                place: Place::Edge,
+                location: NodeLocation::Edge,
             })
             .collect();
         RecordSet::new(&nodes, tunnel())
@@ -190,22 +199,22 @@ mod tests {
 
     #[test]
     fn every_form_of_a_nodes_name_is_answered_and_no_service_is_shadowed() {
-        let ours = |authority| Source::Ours {
+        let local = |authority| NameResolution::Local {
             addresses: tunnel(),
             authority,
         };
-        let absent = |authority| Source::Absent { authority };
+        let absent = |authority| NameResolution::Absent { authority };
         let zone = "nodes.tunnel.internal";
         let cluster = "cluster.local";
         let host = [HOST.parse().unwrap()];
-        let rows: &[(&str, Source<'_>)] = &[
-            ("worker-1", ours("")),
-            ("ip-10.ec2.internal", ours("")),
-            ("worker-1.nodes.tunnel.internal", ours(zone)),
-            ("ip-10.ec2.internal.nodes.tunnel.internal", ours(zone)),
+        let rows: &[(&str, NameResolution<'_>)] = &[
+            ("worker-1", local("")),
+            ("ip-10.ec2.internal", local("")),
+            ("worker-1.nodes.tunnel.internal", local(zone)),
+            ("ip-10.ec2.internal.nodes.tunnel.internal", local(zone)),
             ("worker-9.nodes.tunnel.internal", absent(zone)),
-            ("worker-1.cluster.local", ours(cluster)),
-            ("worker-1.svc.cluster.local", ours(cluster)),
+            ("worker-1.cluster.local", local(cluster)),
+            ("worker-1.svc.cluster.local", local(cluster)),
             // The form of a Service in namespace kube-system: never a node.
             ("worker-1.kube-system.svc.cluster.local", absent(cluster)),
             ("a.b.svc.cluster.local", absent(cluster)),
@@ -218,22 +227,22 @@ mod tests {
             ("worker-9", absent("")),
             ("xworker-1", absent("")),
             ("com", absent("")),
-            ("", Source::Elsewhere(&host)),
-            ("example.com", Source::Elsewhere(&host)),
-            ("worker-1.example.com", Source::Elsewhere(&host)),
-            ("xcluster.local", Source::Elsewhere(&host)),
-            ("1.0.0.10.in-addr.arpa", Source::Elsewhere(&host)),
+            ("", NameResolution::Upstream(&host)),
+            ("example.com", NameResolution::Upstream(&host)),
+            ("worker-1.example.com", NameResolution::Upstream(&host)),
+            ("xcluster.local", NameResolution::Upstream(&host)),
+            ("1.0.0.10.in-addr.arpa", NameResolution::Upstream(&host)),
         ];
         let (names, records) = (names(&[]), records());
         for (name, expected) in rows {
-            assert_eq!(names.source(name, &records), *expected, "{name}");
+            assert_eq!(names.resolve(name, &records), *expected, "{name}");
         }
-        let apex = |authority| Source::Ours {
+        let apex = |authority| NameResolution::Local {
             addresses: Addresses::default(),
             authority,
         };
-        assert_eq!(names.source(zone, &records), apex(zone));
-        assert_eq!(names.source(cluster, &records), apex(cluster));
+        assert_eq!(names.resolve(zone, &records), apex(zone));
+        assert_eq!(names.resolve(cluster, &records), apex(cluster));
     }
 
     #[test]
@@ -246,12 +255,15 @@ mod tests {
             "worker-9.svc.cluster.local",
             "cluster.local",
         ] {
-            let found = names.source(name, &records);
-            assert_eq!(found, Source::Elsewhere(&resolver), "{name}");
+            let found = names.resolve(name, &records);
+            assert_eq!(found, NameResolution::Upstream(&resolver), "{name}");
         }
         for name in ["worker-1.svc.cluster.local", "worker-1.cluster.local"] {
-            let found = names.source(name, &records);
-            assert!(matches!(found, Source::Ours { .. }), "{name}: {found:?}");
+            let found = names.resolve(name, &records);
+            assert!(
+                matches!(found, NameResolution::Local { .. }),
+                "{name}: {found:?}"
+            );
         }
         assert_eq!(names.resolvers().len(), 2);
     }
@@ -264,8 +276,8 @@ mod tests {
             resolvers: Vec::new(),
         });
         assert_eq!(
-            names.source("x.y.svc.b.cluster.local", &records()),
-            Source::Absent {
+            names.resolve("x.y.svc.b.cluster.local", &records()),
+            NameResolution::Absent {
                 authority: "b.cluster.local"
             }
         );

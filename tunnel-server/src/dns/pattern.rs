@@ -28,11 +28,11 @@ impl NamePattern {
         wanted.clone().count() == labels.clone().count()
             && wanted
                 .zip(labels)
-                .all(|(wanted, label)| is_of(label, wanted))
+                .all(|(wanted, label)| matches_label(label, wanted))
     }
 }
 
-fn is_of(label: &str, wanted: &str) -> bool {
+fn matches_label(label: &str, wanted: &str) -> bool {
     match wanted.split_once('*') {
         None => label == wanted,
         Some((start, end)) => {

@@ -14,10 +14,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::{debug, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 
-use super::answer::{self, Asked, Transport, Verdict, View};
-use super::guard::{Guard, LoopError};
-use super::limiter::{Limiter, Share};
-use super::metrics::{DnsMetrics, Outcome};
+use super::answer::{self, AnswerContext, ClientQuery, Decision, Transport};
+use super::limiter::{Limiter, SourcePermit};
+use super::loop_detection::{LoopDetector, LoopError};
+use super::metrics::{DnsMetrics, QueryOutcome};
 use super::udp::DnsSocket;
 use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp, udp, upstream};
 use crate::dns::snapshot;
@@ -34,7 +34,7 @@ pub struct DnsSockets {
 
 /// What the embedded DNS is made from.
 #[derive(Debug)]
-pub struct DnsParts<'a> {
+pub struct DnsInputs<'a> {
     /// Where to listen.
     pub sockets: DnsSockets,
     /// Names and resolvers.
@@ -61,14 +61,14 @@ pub(super) struct Server {
     limits: DnsLimits,
     limiter: Limiter,
     forwards: Arc<Semaphore>,
-    guard: Guard,
+    loop_detection: LoopDetector,
     metrics: DnsMetrics,
 }
 
 /// What is to be done with a message.
 #[derive(Debug)]
-pub(super) enum Step {
-    Nothing,
+pub(super) enum QueryAction {
+    Ignore,
     Reply(Vec<u8>),
     Forward(Box<Forward>),
 }
@@ -76,9 +76,9 @@ pub(super) enum Step {
 /// A question for another resolver.
 #[derive(Debug)]
 pub(super) struct Forward {
-    asked: Asked,
+    client_query: ClientQuery,
     resolvers: Vec<SocketAddr>,
-    _held: (OwnedSemaphorePermit, Share),
+    _permits: (OwnedSemaphorePermit, SourcePermit),
 }
 
 impl Dns {
@@ -88,16 +88,16 @@ impl Dns {
     /// Answers from `records` as they are at once: whoever knows the nodes already puts them there first, or their names
     /// go to other resolvers.
     #[must_use]
-    pub fn start(parts: DnsParts<'_>, shutdown: &Shutdown) -> Self {
-        snapshot::keep(parts.data, &parts.records, shutdown);
+    pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
+        snapshot::persist(parts.data, &parts.records, shutdown);
         let names = Names {
             zone: parts.settings.zone.clone(),
             clusters: parts.settings.clusters.clone(),
-            others: others(&parts.settings.others),
+            default_resolvers: default_resolvers(&parts.settings.default_resolvers),
         };
         info!(
             zone = names.zone.as_ref().map(tracing::field::display),
-            resolvers = ?names.others,
+            resolvers = ?names.default_resolvers,
             "answering DNS"
         );
         let server = Arc::new(Server {
@@ -106,7 +106,7 @@ impl Dns {
             limits: parts.limits,
             limiter: Limiter::new(parts.limits.per_source),
             forwards: Arc::new(Semaphore::new(parts.limits.forwards)),
-            guard: Guard::default(),
+            loop_detection: LoopDetector::default(),
             metrics: parts.metrics,
         });
         shutdown.spawn_listener(udp::serve(server.clone(), parts.sockets.udp));
@@ -123,68 +123,77 @@ impl Dns {
     ///
     /// # Errors
     /// When there is one.
-    pub async fn refuse_loops(&self, shutdown: &Shutdown) -> Result<(), LoopError> {
+    pub async fn start_loop_detection(&self, shutdown: &Shutdown) -> Result<(), LoopError> {
         if !self.0.names.is_forwarding() {
             return Ok(());
         }
-        self.0.guard.probe(&self.0.names).await?;
+        self.0.loop_detection.probe(&self.0.names).await?;
         let server = self.0.clone();
-        shutdown.spawn_service(async move { server.guard.watch(&server.names).await });
+        shutdown.spawn_service(async move { server.loop_detection.run(&server.names).await });
         Ok(())
     }
 }
 
 impl Server {
     /// Decides on one message of a client and counts it; forwarded ones are counted at their end.
-    pub(super) fn look(&self, message: &[u8], client: SocketAddr, transport: Transport) -> Step {
+    pub(super) fn handle_query(
+        &self,
+        message: &[u8],
+        client: SocketAddr,
+        transport: Transport,
+    ) -> QueryAction {
         let count = |outcome| self.metrics.query(transport, outcome);
         // Nobody sends from port 0; an answer there is one to a forged source.
-        if client.port() == 0 || !self.limiter.admits(client.ip()) {
-            count(Outcome::Limited);
-            return Step::Nothing;
+        if client.port() == 0 || !self.limiter.admit_query(client.ip()) {
+            count(QueryOutcome::Limited);
+            return QueryAction::Ignore;
         }
         let records = self.records.load();
-        let view = View {
+        let context = AnswerContext {
             records: &records,
             names: &self.names,
         };
-        let (asked, resolvers) = match answer::decide(message, transport, &view) {
-            Verdict::Silence(outcome) => {
+        let (client_query, resolvers) = match answer::decide(message, transport, &context) {
+            Decision::Ignore(outcome) => {
                 count(outcome);
-                return Step::Nothing;
+                return QueryAction::Ignore;
             }
-            Verdict::Reply(bytes, outcome) => {
-                let is_complaint = matches!(outcome, Outcome::Malformed | Outcome::Refused);
-                if is_complaint && !self.limiter.complains_to(client.ip()) {
-                    count(Outcome::Limited);
-                    return Step::Nothing;
+            Decision::Reply(bytes, outcome) => {
+                let is_error_reply =
+                    matches!(outcome, QueryOutcome::Malformed | QueryOutcome::Refused);
+                if is_error_reply && !self.limiter.can_send_error(client.ip()) {
+                    count(QueryOutcome::Limited);
+                    return QueryAction::Ignore;
                 }
                 count(outcome);
-                return Step::Reply(bytes);
+                return QueryAction::Reply(bytes);
             }
-            Verdict::Forward(asked, resolvers) => (*asked, resolvers),
+            Decision::Forward(client_query, resolvers) => (*client_query, resolvers),
         };
-        debug!(%client, query = %asked.query, "asking another resolver");
-        if self.guard.hears(&asked.query.name) {
-            count(Outcome::Loop);
-            return Step::Reply(asked.failed(ResponseCode::NXDomain));
+        debug!(%client, query = %client_query.query, "forwarding a DNS query");
+        if self.loop_detection.is_own_probe(&client_query.query.name) {
+            count(QueryOutcome::Loop);
+            return QueryAction::Reply(client_query.failed(ResponseCode::NXDomain));
         }
-        let Some(held) = self.place_to_forward(client) else {
-            count(Outcome::Busy);
-            return Step::Reply(asked.failed(ResponseCode::ServFail));
+        let Some(permits) = self.acquire_forward_permits(client) else {
+            count(QueryOutcome::Busy);
+            return QueryAction::Reply(client_query.failed(ResponseCode::ServFail));
         };
-        Step::Forward(Box::new(Forward {
-            resolvers: self.guard.without_loops(resolvers),
-            asked,
-            _held: held,
+        QueryAction::Forward(Box::new(Forward {
+            resolvers: self.loop_detection.without_loops(resolvers),
+            client_query,
+            _permits: permits,
         }))
     }
 
-    fn place_to_forward(&self, client: SocketAddr) -> Option<(OwnedSemaphorePermit, Share)> {
+    fn acquire_forward_permits(
+        &self,
+        client: SocketAddr,
+    ) -> Option<(OwnedSemaphorePermit, SourcePermit)> {
         let free = self.forwards.available_permits();
-        let share = self.limiter.forward(client.ip(), free)?;
+        let source_permit = self.limiter.forward(client.ip(), free)?;
         let permit = self.forwards.clone().try_acquire_owned().ok()?;
-        Some((permit, share))
+        Some((permit, source_permit))
     }
 
     /// The answer of another resolver, or SERVFAIL when the budget is over.
@@ -192,47 +201,49 @@ impl Server {
     /// Cancel-safe: nothing goes on when it is dropped.
     pub(super) async fn forward(&self, forward: Forward) -> Vec<u8> {
         let Forward {
-            asked, resolvers, ..
+            client_query,
+            resolvers,
+            ..
         } = forward;
         let began = Instant::now();
-        let (question, transport) = (asked.forwarded(), asked.transport());
+        let (question, transport) = (client_query.forwarded(), client_query.transport());
         let budget = self.limits.forward_budget;
-        let Some(answer) = upstream::ask(&resolvers, &question, transport, budget).await else {
-            self.metrics.query(transport, Outcome::UpstreamFailed);
-            return asked.failed(ResponseCode::ServFail);
+        let Some(answer) = upstream::resolve(&resolvers, &question, transport, budget).await else {
+            self.metrics.query(transport, QueryOutcome::UpstreamFailed);
+            return client_query.failed(ResponseCode::ServFail);
         };
         self.metrics.forwarded(began.elapsed());
-        self.metrics.query(transport, Outcome::Forwarded);
-        asked.relayed(answer)
+        self.metrics.query(transport, QueryOutcome::Forwarded);
+        client_query.relayed(answer)
     }
 
     /// Counts that new connections have to wait for others to end.
-    pub(super) fn connections_wait(&self) {
-        self.metrics.waited();
+    pub(super) fn record_connection_wait(&self) {
+        self.metrics.connection_waited();
     }
 
     /// Counts a connection; `None` when its source has too many.
-    pub(super) fn connect(&self, client: SocketAddr) -> Option<Share> {
-        let connected = self.limiter.connect(client.ip());
-        if connected.is_none() {
-            self.metrics.query(Transport::Tcp, Outcome::Limited);
+    pub(super) fn admit_connection(&self, client: SocketAddr) -> Option<SourcePermit> {
+        let connection_permit = self.limiter.admit_connection(client.ip());
+        if connection_permit.is_none() {
+            self.metrics.query(Transport::Tcp, QueryOutcome::Limited);
         }
-        connected
+        connection_permit
     }
 }
 
-fn others(resolvers: &Resolvers) -> Vec<SocketAddr> {
+fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
     match resolvers {
         Resolvers::These(these) => these.clone(),
         Resolvers::Host => {
-            let found = upstream::of_host(Path::new(RESOLV_CONF));
+            let found = upstream::host_resolvers(Path::new(RESOLV_CONF));
             let found = found.unwrap_or_else(|error| {
                 debug!(%error, "cannot read {RESOLV_CONF}");
                 Vec::new()
             });
             if found.is_empty() {
                 warn!(
-                    "{RESOLV_CONF} names no resolver: DNS queries for other names are refused; name one with \
+                    "{RESOLV_CONF} names no resolver; DNS queries for other names are refused; set one with \
                      --dns-upstream"
                 );
             }

@@ -17,7 +17,7 @@ pub struct DnsSettings {
     /// The clusters' domains. Names below them are for their resolvers only.
     pub clusters: Vec<ClusterDomain>,
     /// Who is asked about all other names.
-    pub others: Resolvers,
+    pub default_resolvers: Resolvers,
     /// What edge nodes answer with.
     pub answer: Addresses,
     /// Names of the configuration, beside the known nodes.

@@ -17,29 +17,32 @@ use crate::store::data_dir::DataDir;
 /// behind: the next change replaces it. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
     match read(data) {
-        Ok(Some(kept)) if records.load().is_empty() => {
-            info!(records = kept.len(), "answering from the last records kept");
-            records.replace(kept);
+        Ok(Some(persisted)) if records.load().is_empty() => {
+            info!(
+                records = persisted.len(),
+                "serving the persisted DNS records"
+            );
+            records.replace(persisted);
         }
         Ok(_) => {}
-        Err(error) => warn!(%error, "cannot use the last DNS records"),
+        Err(error) => warn!(%error, "cannot load the persisted DNS records"),
     }
 }
 
 /// Keeps the records on disk, soon after each change and once more when the drain begins.
-pub(super) fn keep(data: &DataDir, records: &Records, shutdown: &Shutdown) {
+pub(super) fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
     let (data, mut changed) = (data.clone(), records.changed());
     let drain = shutdown.drain().clone();
-    let mut kept = read(&data).ok().flatten().unwrap_or_default();
+    let mut persisted = read(&data).ok().flatten().unwrap_or_default();
     shutdown.spawn_service(async move {
         loop {
             let current = changed.borrow_and_update().clone();
-            if *current != kept {
+            if *current != persisted {
                 let (data, records) = (data.clone(), current.clone());
                 match tokio::task::spawn_blocking(move || write(&data, &records)).await {
-                    Ok(Ok(())) => kept = RecordSet::clone(&current),
-                    Ok(Err(error)) => warn!(%error, "cannot keep the DNS records"),
-                    Err(error) => warn!(%error, "keeping the DNS records failed"),
+                    Ok(Ok(())) => persisted = RecordSet::clone(&current),
+                    Ok(Err(error)) => warn!(%error, "cannot persist the DNS records"),
+                    Err(error) => warn!(%error, "task that persists the DNS records failed"),
                 }
             }
             if drain.is_cancelled() {
@@ -71,10 +74,10 @@ fn read(data: &DataDir) -> io::Result<Option<RecordSet>> {
         let message = format!("{} is damaged: {why}", path.display());
         io::Error::new(io::ErrorKind::InvalidData, message)
     };
-    let kept: BTreeMap<String, Vec<IpAddr>> =
+    let persisted: BTreeMap<String, Vec<IpAddr>> =
         serde_json::from_slice(&content).map_err(|error| damaged(error.to_string()))?;
-    let mut records = Vec::with_capacity(kept.len());
-    for (name, addresses) in kept {
+    let mut records = Vec::with_capacity(persisted.len());
+    for (name, addresses) in persisted {
         let parsed = name.parse::<NodeName>();
         let name = parsed.map_err(|error| damaged(format!("{name:?}: {error}")))?;
         records.push((name, Addresses::first_of(addresses)));
@@ -83,11 +86,11 @@ fn read(data: &DataDir) -> io::Result<Option<RecordSet>> {
 }
 
 fn write(data: &DataDir, records: &RecordSet) -> io::Result<()> {
-    let kept: BTreeMap<&str, Vec<IpAddr>> = records
+    let persisted: BTreeMap<&str, Vec<IpAddr>> = records
         .iter()
         .map(|(name, addresses)| (name.as_str(), addresses.iter().collect()))
         .collect();
-    let content = serde_json::to_vec(&kept).map_err(io::Error::other)?;
+    let content = serde_json::to_vec(&persisted).map_err(io::Error::other)?;
     files::replace(&data.dns_records(), &content)
 }
 
@@ -111,7 +114,7 @@ mod tests {
         let scratch = Scratch::new();
         let before = Records::default();
         let shutdown = Shutdown::new();
-        keep(&scratch.0, &before, &shutdown);
+        persist(&scratch.0, &before, &shutdown);
         let set = records(&[("a", &["10.0.0.1", "fd00::1"]), ("b", &["10.0.0.2"])]);
         before.replace(set.clone());
         shutdown.drain().cancel();

@@ -11,11 +11,11 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{debug, warn};
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 
 use super::answer::Transport;
-use super::limiter::Share;
-use super::server::{Server, Step};
+use super::limiter::SourcePermit;
+use super::server::{QueryAction, Server};
 
 /// Accepts and answers until it is dropped. Beyond the limit one connection waits here, and others in
 /// the system's queue.
@@ -27,7 +27,8 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
         let (stream, client) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                static FAILED: LineLimit = LineLimit::new("DNS connections cannot be accepted");
+                static FAILED: LogRateLimit =
+                    LogRateLimit::new("DNS connections cannot be accepted");
                 if FAILED.admit() {
                     warn!(%error, "cannot accept DNS connections");
                 }
@@ -35,14 +36,14 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
                 continue;
             }
         };
-        let Some(connected) = server.connect(client) else {
+        let Some(connection_permit) = server.admit_connection(client) else {
             continue;
         };
         let permit = match permits.clone().try_acquire_owned() {
             Ok(permit) => permit,
             Err(_none_left) => {
-                debug!("new DNS connections wait (limits.dnsConnections)");
-                server.connections_wait();
+                debug!("limits.dnsConnections is reached; new DNS connections wait");
+                server.record_connection_wait();
                 // Never closed.
                 let Ok(permit) = permits.clone().acquire_owned().await else {
                     return;
@@ -52,7 +53,7 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
         };
         let server = server.clone();
         tasks.spawn(async move {
-            if let Err(error) = converse(&server, stream, client, connected).await {
+            if let Err(error) = serve_connection(&server, stream, client, connection_permit).await {
                 debug!(%client, %error, "DNS connection ended");
             }
             drop(permit);
@@ -60,11 +61,11 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
     }
 }
 
-async fn converse(
+async fn serve_connection(
     server: &Server,
     mut stream: TcpStream,
     client: SocketAddr,
-    _connected: Share,
+    _connection_permit: SourcePermit,
 ) -> io::Result<()> {
     let mut message = Vec::new();
     loop {
@@ -76,10 +77,10 @@ async fn converse(
         if !read? {
             return Ok(());
         }
-        let answer = match server.look(&message, client, Transport::Tcp) {
-            Step::Nothing => return Ok(()),
-            Step::Reply(bytes) => bytes,
-            Step::Forward(forward) => server.forward(*forward).await,
+        let answer = match server.handle_query(&message, client, Transport::Tcp) {
+            QueryAction::Ignore => return Ok(()),
+            QueryAction::Reply(bytes) => bytes,
+            QueryAction::Forward(forward) => server.forward(*forward).await,
         };
         let Ok(length) = u16::try_from(answer.len()) else {
             return Ok(());

@@ -10,11 +10,11 @@ use tokio::io::Interest;
 use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
-use tunnel_proto::process::panics::contained;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::panics::catch_panic;
+use tunnel_proto::process::telemetry::LogRateLimit;
 
 use super::answer::Transport;
-use super::server::{Server, Step};
+use super::server::{QueryAction, Server};
 
 /// A UDP socket that answers from the address that was asked: on a wildcard socket of a host with several addresses the
 /// system may take another one, and clients drop such answers.
@@ -26,9 +26,9 @@ pub struct DnsSocket {
 
 /// Who asked, and which of our addresses.
 #[derive(Debug, Clone, Copy)]
-struct Path {
+struct ReplyPath {
     client: SocketAddr,
-    asked: Option<IpAddr>,
+    local_addr: Option<IpAddr>,
 }
 
 impl DnsSocket {
@@ -60,19 +60,19 @@ impl DnsSocket {
         Ok(meta)
     }
 
-    async fn send(&self, path: Path, contents: &[u8]) {
+    async fn send(&self, reply_path: ReplyPath, contents: &[u8]) {
         let transmit = Transmit {
-            destination: path.client,
+            destination: reply_path.client,
             ecn: None,
             contents,
             segment_size: None,
-            src_ip: path.asked,
+            src_ip: reply_path.local_addr,
         };
         let sent = self.socket.async_io(Interest::WRITABLE, || {
             self.state.try_send((&self.socket).into(), &transmit)
         });
         if let Err(error) = sent.await {
-            debug!(client = %path.client, %error, "cannot send a DNS answer");
+            debug!(client = %reply_path.client, %error, "cannot send a DNS answer");
         }
     }
 }
@@ -90,7 +90,7 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
         let meta = match received {
             Ok(meta) => meta,
             Err(error) => {
-                static FAILED: LineLimit = LineLimit::new("DNS queries cannot be received");
+                static FAILED: LogRateLimit = LogRateLimit::new("DNS queries cannot be received");
                 if FAILED.admit() {
                     warn!(%error, "cannot receive DNS queries");
                 }
@@ -98,24 +98,24 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
                 continue;
             }
         };
-        let path = Path {
+        let reply_path = ReplyPath {
             client: meta.addr,
-            asked: meta.dst_ip,
+            local_addr: meta.dst_ip,
         };
         let Some(datagrams) = buffer.get(..meta.len) else {
             continue;
         };
         // The system may hand over several datagrams of one client in one piece.
         for datagram in datagrams.chunks(meta.stride.max(1)) {
-            let look = || server.look(datagram, path.client, Transport::Udp);
-            match contained(look).unwrap_or(Step::Nothing) {
-                Step::Nothing => {}
-                Step::Reply(bytes) => socket.send(path, &bytes).await,
-                Step::Forward(forward) => {
+            let handle_query = || server.handle_query(datagram, reply_path.client, Transport::Udp);
+            match catch_panic(handle_query).unwrap_or(QueryAction::Ignore) {
+                QueryAction::Ignore => {}
+                QueryAction::Reply(bytes) => socket.send(reply_path, &bytes).await,
+                QueryAction::Forward(forward) => {
                     let (server, socket) = (server.clone(), socket.clone());
                     forwards.spawn(async move {
                         let bytes = server.forward(*forward).await;
-                        socket.send(path, &bytes).await;
+                        socket.send(reply_path, &bytes).await;
                     });
                 }
             }

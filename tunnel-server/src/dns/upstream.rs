@@ -21,19 +21,19 @@ use super::answer::Transport;
 /// The first good answer of `resolvers` within `budget`; else a bad one, if any came.
 ///
 /// Cancel-safe: nothing goes on when it is dropped.
-pub(super) async fn ask(
+pub(super) async fn resolve(
     resolvers: &[SocketAddr],
     message: &Message,
     transport: Transport,
     budget: Duration,
 ) -> Option<Message> {
-    let ask_all = async {
+    let resolve_all = async {
         let mut waiting = resolvers.iter();
         let mut running = FuturesUnordered::new();
         let mut bad = None;
         loop {
             if let Some(next) = waiting.next() {
-                running.push(ask_one(*next, message.clone(), transport, budget));
+                running.push(query_resolver(*next, message.clone(), transport, budget));
             }
             tokio::select! {
                 answer = running.next() => match answer {
@@ -45,7 +45,7 @@ pub(super) async fn ask(
             }
         }
     };
-    timeout(budget, ask_all).await.ok().flatten()
+    timeout(budget, resolve_all).await.ok().flatten()
 }
 
 /// Another resolver may know better than one that cannot or does not want to answer.
@@ -54,7 +54,7 @@ fn is_good(answer: &Message) -> bool {
     !matches!(code, ResponseCode::ServFail | ResponseCode::Refused)
 }
 
-async fn ask_one(
+async fn query_resolver(
     resolver: SocketAddr,
     message: Message,
     transport: Transport,
@@ -64,20 +64,20 @@ async fn ask_one(
     options.retry_interval = RETRY;
     let request = DnsRequest::new(message, options);
     let answer = match transport {
-        Transport::Udp => over_udp(resolver, request, budget).await,
-        Transport::Tcp => over_tcp(resolver, request, budget).await,
+        Transport::Udp => query_udp(resolver, request, budget).await,
+        Transport::Tcp => query_tcp(resolver, request, budget).await,
     };
     match answer {
         Ok(answer) => Some(answer.into_message()),
         Err(error) => {
-            debug!(%resolver, %error, "resolver gave no answer");
+            debug!(%resolver, %error, "resolver did not answer");
             None
         }
     }
 }
 
 /// From a port of its own for each try, so that answers are hard to forge.
-async fn over_udp(
+async fn query_udp(
     resolver: SocketAddr,
     request: DnsRequest,
     budget: Duration,
@@ -93,7 +93,7 @@ async fn over_udp(
         .await
 }
 
-async fn over_tcp(
+async fn query_tcp(
     resolver: SocketAddr,
     request: DnsRequest,
     budget: Duration,
@@ -112,7 +112,7 @@ async fn over_tcp(
 }
 
 /// The resolvers that this host uses itself, on port 53.
-pub(super) fn of_host(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> {
+pub(super) fn host_resolvers(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> {
     let text = std::fs::read_to_string(resolv_conf)?;
     let resolvers = text.lines().filter_map(|line| {
         let address = line.strip_prefix("nameserver")?.split_whitespace().next()?;
@@ -140,10 +140,10 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let expected = ["192.0.2.1:53", "[2001:db8::1]:53"];
         assert_eq!(
-            of_host(&path).unwrap(),
+            host_resolvers(&path).unwrap(),
             expected.map(|text| text.parse().unwrap())
         );
         std::fs::remove_file(&path).unwrap();
-        assert!(of_host(&path).is_err());
+        assert!(host_resolvers(&path).is_err());
     }
 }

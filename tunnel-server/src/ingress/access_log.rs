@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::telemetry::{ACCESS, LineLimit};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
 
-use super::peer::{CallerName, Peer};
-use crate::ingress::error::{Failure, Outcome};
+use super::peer::{CallerAddr, CallerIdentity};
+use crate::ingress::error::{Outcome, ProxyError};
 use crate::metrics::{GaugeGuard, Metrics};
 
 /// Longest text of a caller in a record, bytes.
@@ -19,9 +19,9 @@ const FIELD_MAX_BYTES: usize = 256;
 
 /// A request or stream that is under way. Dropping it writes the record.
 #[derive(Debug)]
-pub struct Record {
-    door: &'static str,
-    peer: Peer,
+pub struct AccessLog {
+    listener: &'static str,
+    peer: CallerAddr,
     caller: String,
     began: Instant,
     /// Method and path, or the service's name.
@@ -36,15 +36,15 @@ pub struct Record {
     before: (u64, u64),
     metrics: Metrics,
     open: Option<GaugeGuard>,
-    lines: Option<&'static LineLimit>,
+    lines: Option<&'static LogRateLimit>,
 }
 
-impl Record {
+impl AccessLog {
     /// Begins a record; until told otherwise its outcome is "caller gone".
     #[must_use]
-    pub fn begin(
-        door: &'static str,
-        peer: impl Into<Peer>,
+    pub fn start(
+        listener: &'static str,
+        peer: impl Into<CallerAddr>,
         subject: &str,
         metrics: &Metrics,
     ) -> Self {
@@ -55,7 +55,7 @@ impl Record {
         }
         subject.truncate(end);
         Self {
-            door,
+            listener,
             peer: peer.into(),
             caller: String::new(),
             began: Instant::now(),
@@ -74,14 +74,14 @@ impl Record {
     }
 
     /// Who asks, as far as that was proved.
-    pub fn caller(&mut self, caller: &CallerName) {
+    pub fn caller(&mut self, caller: &CallerIdentity) {
         self.caller = one_line(&caller.to_string());
     }
 
     /// A connection of the server's own that carries it.
-    pub fn dialled(&mut self, bytes: Arc<ByteCount>) {
+    pub fn dialed(&mut self, bytes: Arc<ByteCount>) {
         self.bytes = bytes;
-        self.open = Some(self.metrics.dialled());
+        self.open = Some(self.metrics.dialed());
     }
 
     /// Where it goes.
@@ -114,17 +114,17 @@ impl Record {
     }
 
     /// How it ended.
-    pub fn set(&mut self, outcome: Outcome) {
+    pub fn set_outcome(&mut self, outcome: Outcome) {
         self.outcome = outcome;
     }
 
     /// Its line is one of many that are alike, of which only some are written.
-    pub fn limit_lines(&mut self, lines: &'static LineLimit) {
+    pub fn rate_limit(&mut self, lines: &'static LogRateLimit) {
         self.lines = Some(lines);
     }
 
     /// It failed before an answer of the target.
-    pub fn fail(&mut self, failure: &Failure) {
+    pub fn fail(&mut self, failure: &ProxyError) {
         self.outcome = failure.outcome;
         self.error.clone_from(&failure.text);
         if let Some(limit) = failure.limit {
@@ -133,7 +133,7 @@ impl Record {
     }
 }
 
-impl Drop for Record {
+impl Drop for AccessLog {
     fn drop(&mut self) {
         let (received, sent) = self.bytes.read();
         let received = received.saturating_sub(self.before.0);
@@ -144,15 +144,15 @@ impl Drop for Record {
         }
         info!(
             target: ACCESS,
-            door = self.door,
+            listener = self.listener,
             peer = %self.peer,
-            caller = present(&self.caller),
+            caller = non_empty(&self.caller),
             request = self.subject,
-            target = present(&self.destination),
+            target = non_empty(&self.destination),
             session = self.session.map(|session| session.0),
             status = self.status,
             code = %self.outcome,
-            error = present(&self.error),
+            error = non_empty(&self.error),
             bytes_in = received,
             bytes_out = sent,
             elapsed = ?self.began.elapsed(),
@@ -162,6 +162,6 @@ impl Drop for Record {
 }
 
 /// A field that is left out when there is nothing to say.
-fn present(text: &str) -> Option<&str> {
+fn non_empty(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }

@@ -20,17 +20,17 @@ const LINGER_LIMIT: Duration = Duration::from_secs(1);
 
 /// What must happen to a caller's connection when it ends; shared by the socket and whatever answers on it.
 #[derive(Debug, Default)]
-pub struct Fate {
+pub struct CloseMode {
     cut: AtomicBool,
     /// Answers that have begun and not ended.
-    unfinished: AtomicUsize,
+    open_responses: AtomicUsize,
     /// At least one answer or stream has begun.
-    begun: AtomicBool,
+    has_started: AtomicBool,
     /// The connection carries an upgraded stream, where a half-close is only that.
     upgraded: AtomicBool,
 }
 
-impl Fate {
+impl CloseMode {
     /// From here on the connection is aborted: no further byte, no close_notify, a TCP reset.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
@@ -43,11 +43,11 @@ impl Fate {
 
     /// Marks an answer or stream as begun: unless it is finished, the connection ends in a reset.
     #[must_use]
-    pub fn begin(self: &Arc<Self>) -> Unfinished {
-        self.begun.store(true, Ordering::Relaxed);
-        self.unfinished.fetch_add(1, Ordering::Relaxed);
-        Unfinished {
-            fate: self.clone(),
+    pub fn start(self: &Arc<Self>) -> ResponseGuard {
+        self.has_started.store(true, Ordering::Relaxed);
+        self.open_responses.fetch_add(1, Ordering::Relaxed);
+        ResponseGuard {
+            close_mode: self.clone(),
             finished: false,
         }
     }
@@ -57,26 +57,28 @@ impl Fate {
     }
 }
 
-/// See [`Fate::begin`].
+/// See [`CloseMode::start`].
 #[derive(Debug)]
-pub struct Unfinished {
-    fate: Arc<Fate>,
+pub struct ResponseGuard {
+    close_mode: Arc<CloseMode>,
     finished: bool,
 }
 
-impl Unfinished {
+impl ResponseGuard {
     /// The answer or stream is complete.
     pub fn finish(mut self) {
         self.finished = true;
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for ResponseGuard {
     fn drop(&mut self) {
         if !self.finished {
-            self.fate.cut();
+            self.close_mode.cut();
         }
-        self.fate.unfinished.fetch_sub(1, Ordering::Relaxed);
+        self.close_mode
+            .open_responses
+            .fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -92,7 +94,7 @@ pub enum CallerSocket {
 
 impl From<TcpStream> for CallerSocket {
     fn from(socket: TcpStream) -> Self {
-        if let Err(error) = tcp::prepare(&socket) {
+        if let Err(error) = tcp::configure(&socket) {
             debug!(%error, "cannot set options of a caller's socket");
         }
         Self::Tcp(socket)
@@ -153,21 +155,21 @@ impl CallerSocket {
 
 /// A caller's connection.
 #[derive(Debug)]
-pub struct DoorSocket {
-    /// Shared with [`Hangup`] alone, which must not outlive the work on the connection.
+pub struct CallerStream {
+    /// Shared with [`CallerClosed`] alone, which must not outlive the work on the connection.
     socket: Arc<CallerSocket>,
-    fate: Arc<Fate>,
+    close_mode: Arc<CloseMode>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
 }
 
-impl DoorSocket {
+impl CallerStream {
     /// Wraps an accepted connection.
     #[must_use]
-    pub fn new(socket: impl Into<CallerSocket>, fate: Arc<Fate>) -> Self {
+    pub fn new(socket: impl Into<CallerSocket>, close_mode: Arc<CloseMode>) -> Self {
         Self {
             socket: Arc::new(socket.into()),
-            fate,
+            close_mode,
             fin_sent: false,
             linger: None,
         }
@@ -175,14 +177,14 @@ impl DoorSocket {
 
     /// A watch for the caller's end.
     #[must_use]
-    pub fn hangup(&self) -> Hangup {
-        Hangup(Some(self.socket.clone()))
+    pub fn caller_closed(&self) -> CallerClosed {
+        CallerClosed(Some(self.socket.clone()))
     }
 
     fn aborted(&self) -> Option<io::Error> {
-        self.fate
+        self.close_mode
             .is_cut()
-            .then(|| io::Error::new(io::ErrorKind::ConnectionAborted, "answer was cut"))
+            .then(|| io::Error::new(io::ErrorKind::ConnectionAborted, "response was aborted"))
     }
 
     fn poll_send(
@@ -224,9 +226,9 @@ impl DoorSocket {
 /// Tells when a caller has ended its direction. hyper reads no further than it needs, so it does not see a FIN behind a
 /// pipelined request or behind a body that the target does not take.
 #[derive(Debug)]
-pub struct Hangup(Option<Arc<CallerSocket>>);
+pub struct CallerClosed(Option<Arc<CallerSocket>>);
 
-impl Hangup {
+impl CallerClosed {
     /// For callers that never go.
     #[cfg(test)]
     pub(super) fn never() -> Self {
@@ -235,7 +237,7 @@ impl Hangup {
 
     /// Ready once the caller's FIN or reset has come, unread input or not. Cancel-safe. On systems other than Linux never:
     /// there the end is noticed when all before it was read.
-    pub async fn come(&self) {
+    pub async fn closed(&self) {
         #[cfg(any(target_os = "linux", target_os = "android"))]
         if let Some(socket) = &self.0
             // Of all interests this is the one that unread input does not satisfy, while the end of the input does.
@@ -247,8 +249,8 @@ impl Hangup {
     }
 }
 
-impl Hangup {
-    /// Whether [`Hangup::readable`] works on this connection.
+impl CallerClosed {
+    /// Whether [`CallerClosed::readable`] works on this connection.
     pub(super) fn can_wait(&self) -> bool {
         self.0.is_some()
     }
@@ -263,7 +265,7 @@ impl Hangup {
     }
 }
 
-impl AsyncRead for DoorSocket {
+impl AsyncRead for CallerStream {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -273,7 +275,7 @@ impl AsyncRead for DoorSocket {
     }
 }
 
-impl AsyncWrite for DoorSocket {
+impl AsyncWrite for CallerStream {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -310,31 +312,31 @@ impl AsyncWrite for DoorSocket {
             self.socket.finish()?;
             self.fin_sent = true;
         }
-        if !self.fate.upgraded.load(Ordering::Relaxed) {
+        if !self.close_mode.upgraded.load(Ordering::Relaxed) {
             ready!(self.poll_linger(cx));
         }
         Poll::Ready(Ok(()))
     }
 }
 
-impl Drop for DoorSocket {
+impl Drop for CallerStream {
     fn drop(&mut self) {
         // Without a FIN the end of the last answer may still be in somebody's buffer: a close would look like the end of
         // an answer that is delimited by it.
-        let open_ended = self.fate.begun.load(Ordering::Relaxed) && !self.fin_sent;
-        let unfinished = self.fate.unfinished.load(Ordering::Relaxed) > 0;
-        if (self.fate.is_cut() || open_ended || unfinished)
+        let open_ended = self.close_mode.has_started.load(Ordering::Relaxed) && !self.fin_sent;
+        let open_responses = self.close_mode.open_responses.load(Ordering::Relaxed) > 0;
+        if (self.close_mode.is_cut() || open_ended || open_responses)
             && let Err(error) = self.socket.abort_on_close()
         {
-            debug!(%error, "cannot make the close a reset");
+            debug!(%error, "cannot configure the socket to reset on close");
         }
     }
 }
 
 /// Reads a caller's remaining input away until it ends, at most 1 s, so that the close does not reset what the caller has
 /// not taken yet.
-pub async fn read_away<R: AsyncRead + Unpin>(caller: &mut R) {
-    let _patience_over = timeout(
+pub async fn discard_input<R: AsyncRead + Unpin>(caller: &mut R) {
+    let _timed_out = timeout(
         LINGER_LIMIT,
         tokio::io::copy(caller, &mut tokio::io::sink()),
     )
@@ -352,7 +354,7 @@ mod tests {
             .await
             .unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
-        let socket = DoorSocket::new(accepted, Arc::default());
+        let socket = CallerStream::new(accepted, Arc::default());
         let CallerSocket::Tcp(tcp) = &*socket.socket else {
             panic!("a TCP socket became {socket:?}");
         };

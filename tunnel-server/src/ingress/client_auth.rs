@@ -13,13 +13,13 @@ use tunnel_proto::identity::common_name;
 use tunnel_proto::tls;
 
 /// TLS of the doors. Each handshake takes the configuration of its moment.
-pub struct DoorTls {
+pub struct ListenerTls {
     own: Arc<dyn ResolvesServerCert>,
     required: bool,
     config: ArcSwap<ServerConfig>,
 }
 
-impl DoorTls {
+impl ListenerTls {
     /// Serves with `own`; with `client_roots`, callers' certificates are verified, and needed if `required`.
     ///
     /// # Errors
@@ -30,7 +30,7 @@ impl DoorTls {
         required: bool,
     ) -> Result<Arc<Self>, Error> {
         let client_roots = client_roots.map(|roots| (roots, required));
-        let config = tls::door_server(own.clone(), client_roots)?;
+        let config = tls::https_server(own.clone(), client_roots)?;
         Ok(Arc::new(Self {
             own,
             required,
@@ -45,7 +45,7 @@ impl DoorTls {
     pub fn trust(&self, client_roots: Arc<RootCertStore>) -> Result<(), Error> {
         let client_roots = Some((client_roots, self.required));
         self.config
-            .store(tls::door_server(self.own.clone(), client_roots)?);
+            .store(tls::https_server(self.own.clone(), client_roots)?);
         Ok(())
     }
 
@@ -56,17 +56,17 @@ impl DoorTls {
     }
 }
 
-impl fmt::Debug for DoorTls {
+impl fmt::Debug for ListenerTls {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("DoorTls(..)")
+        formatter.write_str("ListenerTls(..)")
     }
 }
 
 /// Who may borrow the server's identity: callers with a certificate of `--client-ca` for one of these common names.
 #[derive(Debug, Clone, Default)]
-pub struct Borrowers(BTreeSet<String>);
+pub struct DelegationPolicy(BTreeSet<String>);
 
-impl Borrowers {
+impl DelegationPolicy {
     /// Callers with these common names.
     #[must_use]
     pub fn named(names: impl IntoIterator<Item = String>) -> Self {
@@ -104,9 +104,10 @@ mod tests {
     }
 
     #[test]
-    fn only_the_named_callers_may_borrow() {
-        let borrowers = Borrowers::named(["kube-apiserver-kubelet-client".to_owned()]);
-        let admits = |name| borrowers.admit(Some(&chain(name)));
+    fn only_the_named_callers_have_delegation() {
+        let delegation_callers =
+            DelegationPolicy::named(["kube-apiserver-kubelet-client".to_owned()]);
+        let admits = |name| delegation_callers.admit(Some(&chain(name)));
         assert!(admits(Some("kube-apiserver-kubelet-client")));
         for name in [
             None,
@@ -118,9 +119,9 @@ mod tests {
         ] {
             assert!(!admits(name), "{name:?}");
         }
-        assert!(!borrowers.admit(None));
-        assert!(!borrowers.admit(Some(&[])));
-        assert!(!borrowers.admit(Some(&[CertificateDer::from(vec![1, 2, 3])])));
-        assert!(!Borrowers::default().admit(Some(&chain(Some("")))));
+        assert!(!delegation_callers.admit(None));
+        assert!(!delegation_callers.admit(Some(&[])));
+        assert!(!delegation_callers.admit(Some(&[CertificateDer::from(vec![1, 2, 3])])));
+        assert!(!DelegationPolicy::default().admit(Some(&chain(Some("")))));
     }
 }

@@ -12,47 +12,49 @@ use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 use tracing::debug;
+use tunnel_proto::process::admission::source;
 use tunnel_proto::process::host::is_own_address;
-use tunnel_proto::process::places::source;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
-use super::Doors;
-use super::http::{Caller, Forwarded, Rest};
-use super::peer::CallerName;
-use crate::ingress::access_log::Record;
-use crate::ingress::caller_stream::read_away;
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::http::body::{Passing, RequestBody};
-use crate::ingress::http::headers::{clean_response, judge, prepare, trace_parent};
-use crate::ingress::http::upstream::{Carrier, exchange_direct};
+use super::IngressContext;
+use super::http::{Caller, Forwarded, ForwardedBody};
+use super::peer::CallerIdentity;
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::caller_stream::discard_input;
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::http::body::{ExchangeGuard, RequestBody};
+use crate::ingress::http::headers::{
+    rewrite_request, rewrite_response, trace_parent, validate_response,
+};
+use crate::ingress::http::upstream::{UpstreamBodyGuard, exchange_direct};
 use crate::routing::decision::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 
 mod admin;
-mod attempts;
 pub mod basic_auth;
 mod dial;
 mod request;
 #[cfg(test)]
 #[cfg(feature = "kubernetes")]
 pub(crate) mod table;
+mod throttle;
 
-use crate::ingress::connect::basic_auth::{LivePasswords, PasswordRefusal};
-use crate::ingress::connect::request::{Form, Goal, Place, Way};
-use crate::routing::dial_policy::Claims;
-pub use admin::Tunnels;
+use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError};
+use crate::ingress::connect::request::{DialTarget, ProxyRequest, RequestKind, Route};
+use crate::routing::dial_policy::AddressClaims;
+pub use admin::AdminTunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
 
 /// What a CONNECT door asks of its callers, and lets them do.
 #[derive(Debug, Clone)]
-pub struct Gate {
+pub struct ConnectProxy {
     /// Whoever shows no certificate has to know one of these.
-    pub passwords: Option<Arc<LivePasswords>>,
+    pub passwords: Option<Arc<BasicAuth>>,
     /// Callers may come without TLS, too.
-    pub also_plain: bool,
+    pub is_tls_optional: bool,
     /// Connections of the server's own.
     pub direct: Arc<Direct>,
 }
@@ -66,43 +68,48 @@ pub(super) enum Tunnel {
     Direct(DirectSocket),
 }
 
-impl Gate {
+impl ConnectProxy {
     /// Who the caller is.
-    fn admit(&self, caller: &Caller, request: &Request<Incoming>) -> Result<CallerName, Failure> {
-        let shown = &caller.name;
+    fn authenticate(
+        &self,
+        caller: &Caller,
+        request: &Request<Incoming>,
+    ) -> Result<CallerIdentity, ProxyError> {
+        let identity = &caller.name;
         let Some(passwords) = &self.passwords else {
-            return Ok(shown.clone());
+            return Ok(identity.clone());
         };
-        match shown {
-            CallerName::Certificate(_) | CallerName::Uid(_) | CallerName::User(_) => {
-                Ok(shown.clone())
+        match identity {
+            CallerIdentity::Certificate(_) | CallerIdentity::Uid(_) | CallerIdentity::User(_) => {
+                Ok(identity.clone())
             }
-            CallerName::Unnamed => {
+            CallerIdentity::Anonymous => {
                 let source = source(caller.peer.source());
-                let admitted = passwords.admit(request.headers(), source, &caller.credentials);
-                caller.doors.metrics.password(match admitted {
+                let admitted =
+                    passwords.authenticate(request.headers(), source, &caller.credentials);
+                caller.ingress.metrics.password(match admitted {
                     Ok(_) => "right",
-                    Err(PasswordRefusal::Missing) => "missing",
-                    Err(PasswordRefusal::Wrong) => "wrong",
-                    Err(PasswordRefusal::Wait(_)) => "waiting",
+                    Err(BasicAuthError::Missing) => "missing",
+                    Err(BasicAuthError::Wrong) => "wrong",
+                    Err(BasicAuthError::Throttled(_)) => "waiting",
                 });
-                admitted.map(CallerName::User).map_err(refused)
+                admitted.map(CallerIdentity::User).map_err(refused)
             }
         }
     }
 }
 
-fn refused(refusal: PasswordRefusal) -> Failure {
+fn refused(refusal: BasicAuthError) -> ProxyError {
     let text = match refusal {
-        PasswordRefusal::Missing | PasswordRefusal::Wrong => {
-            "a name and a password of --connect-auth are needed".to_owned()
+        BasicAuthError::Missing | BasicAuthError::Wrong => {
+            "proxy authentication required; send a name and password of --connect-auth".to_owned()
         }
-        PasswordRefusal::Wait(left) => format!(
-            "too many wrong ones came from this address: the next name and password of --connect-auth are judged in {} s",
+        BasicAuthError::Throttled(left) => format!(
+            "too many failed proxy authentication attempts from this address; retry in {} s",
             left.as_secs() + 1
         ),
     };
-    Failure::new(Outcome::ProxyAuth, text)
+    ProxyError::new(Outcome::ProxyAuth, text)
 }
 
 /// What a request is called in its record: without a name and password that somebody put into the URL, and without its query.
@@ -115,72 +122,91 @@ pub(super) fn subject<B>(request: &Request<B>) -> String {
 
 /// Answers one request of a CONNECT door.
 pub(super) async fn forward(
-    gate: &Gate,
+    proxy: &ConnectProxy,
     caller: &Caller,
     request: Request<Incoming>,
-    record: &mut Record,
-) -> Result<Forwarded, Failure> {
-    let name = gate.admit(caller, &request)?;
-    record.caller(&name);
+    access_log: &mut AccessLog,
+) -> Result<Forwarded, ProxyError> {
+    let name = proxy.authenticate(caller, &request)?;
+    access_log.caller(&name);
     let key = name.key(caller.peer);
-    let goal = Goal::of(request.method(), request.uri(), request.headers())?;
-    let doors = &caller.doors;
-    let way = way(doors, gate, &goal)?;
-    match goal.form {
-        Form::Connect => {
+    let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
+    let ingress = &caller.ingress;
+    let route = route(ingress, proxy, &proxy_request)?;
+    match proxy_request.kind {
+        RequestKind::Connect => {
             let trace_parent = trace_parent(request.headers());
-            let tunnel = open(doors, gate, (&goal, way, trace_parent), &key, record).await?;
+            let tunnel = open(
+                ingress,
+                proxy,
+                (&proxy_request, route, trace_parent),
+                &key,
+                access_log,
+            )
+            .await?;
             Ok(Forwarded {
                 head: Response::new(()),
-                rest: Rest::Tunnel {
+                forwarded_body: ForwardedBody::Tunnel {
                     caller: caller.take_upgrade(),
                     tunnel: Box::new(tunnel),
                 },
             })
         }
-        Form::Read => {
+        RequestKind::Read => {
             let request = in_origin_form(request);
-            match way {
-                Way::Agent(destination) => {
+            match route {
+                Route::Agent(destination) => {
                     let target = (destination.into(), Scheme::Http);
-                    let passed = caller.pass_on(request, target, &key, None, record);
+                    let passed = caller.forward_to(request, target, &key, None, access_log);
                     passed.await
                 }
-                Way::Direct(place) => {
-                    let socket = dial(doors, gate, (&goal, &place), record).await?;
-                    read_direct(doors, (socket, &goal.to_string()), request, record).await
+                Route::Direct(target) => {
+                    let socket =
+                        dial(ingress, proxy, (&proxy_request, &target), access_log).await?;
+                    fetch_direct(
+                        ingress,
+                        (socket, &proxy_request.to_string()),
+                        request,
+                        access_log,
+                    )
+                    .await
                 }
             }
         }
     }
 }
 
-fn way(doors: &Doors, gate: &Gate, goal: &Goal) -> Result<Way, Failure> {
-    goal.way(
-        &doors.routes.load(),
-        &doors.policy.load(),
-        &gate.direct.allowed().cluster(),
-        |node| doors.registry.has(node),
+fn route(
+    ingress: &IngressContext,
+    proxy: &ConnectProxy,
+    proxy_request: &ProxyRequest,
+) -> Result<Route, ProxyError> {
+    proxy_request.route(
+        &ingress.routes.load(),
+        &ingress.policy.load(),
+        &proxy.direct.dial_policy().cluster(),
+        |node| ingress.registry.has(node),
     )
 }
 
 /// Opens the way, up to the target's having accepted the connection.
 async fn open(
-    doors: &Doors,
-    gate: &Gate,
-    (goal, way, trace_parent): (&Goal, Way, String),
+    ingress: &IngressContext,
+    proxy: &ConnectProxy,
+    (proxy_request, route, trace_parent): (&ProxyRequest, Route, String),
     caller: &CallerKey,
-    record: &mut Record,
-) -> Result<Tunnel, Failure> {
-    match way {
-        Way::Agent(destination) => {
-            record.destination(&destination);
-            let stream = open_stream(doors, &destination, trace_parent, caller, record).await?;
+    access_log: &mut AccessLog,
+) -> Result<Tunnel, ProxyError> {
+    match route {
+        Route::Agent(destination) => {
+            access_log.destination(&destination);
+            let stream =
+                open_stream(ingress, &destination, trace_parent, caller, access_log).await?;
             Ok(Tunnel::Agent(stream))
         }
-        Way::Direct(place) => {
-            let socket = dial(doors, gate, (goal, &place), record).await?;
-            record.dialled(socket.bytes());
+        Route::Direct(target) => {
+            let socket = dial(ingress, proxy, (proxy_request, &target), access_log).await?;
+            access_log.dialed(socket.bytes());
             Ok(Tunnel::Direct(socket))
         }
     }
@@ -188,39 +214,42 @@ async fn open(
 
 /// Dials what the server may dial itself, by what is known of nodes at this moment.
 async fn dial(
-    doors: &Doors,
-    gate: &Gate,
-    (goal, place): (&Goal, &Place),
-    record: &mut Record,
-) -> Result<DirectSocket, Failure> {
-    let text = goal.to_string();
-    record.destination(&format!("direct {text}"));
-    let routes = doors.routes.load();
-    let claims = Claims {
+    ingress: &IngressContext,
+    proxy: &ConnectProxy,
+    (proxy_request, target): (&ProxyRequest, &DialTarget),
+    access_log: &mut AccessLog,
+) -> Result<DirectSocket, ProxyError> {
+    let text = proxy_request.to_string();
+    access_log.destination(&format!("direct {text}"));
+    let routes = ingress.routes.load();
+    let claims = AddressClaims {
         routes: &routes,
-        has_agent: &|node| doors.registry.has(node),
+        has_agent: &|node| ingress.registry.has(node),
         is_own: &is_own_address,
-        own_ports: gate.direct.own_ports(),
+        own_ports: proxy.direct.own_ports(),
     };
-    gate.direct.dial(place, goal.port, &text, &claims).await
+    proxy
+        .direct
+        .dial(target, proxy_request.port, &text, &claims)
+        .await
 }
 
 /// Opens a stream and waits for the agent's word that the target is connected. An agent that is stopping has started
 /// nothing, so that another session of the node may be asked, once.
 async fn open_stream(
-    doors: &Doors,
+    ingress: &IngressContext,
     destination: &Destination,
     trace_parent: String,
     caller: &CallerKey,
-    record: &mut Record,
-) -> Result<Stream, Failure> {
-    let place = destination.to_string();
+    access_log: &mut AccessLog,
+) -> Result<Stream, ProxyError> {
+    let target = destination.to_string();
     let header = StreamHeader {
         kind: StreamKind::Target(destination.target.clone()),
         trace_parent,
     };
-    let (registry, limit) = (&doors.registry, doors.limits.open);
-    let mut refused: Option<(Failure, _)> = None;
+    let (registry, limit) = (&ingress.registry, ingress.limits.open);
+    let mut refused: Option<(ProxyError, _)> = None;
     loop {
         let except = refused.as_ref().map(|(_, session)| *session);
         let began = Instant::now();
@@ -229,13 +258,13 @@ async fn open_stream(
             (Ok(opened), _) => opened,
             // There was no other way, so the refusal is the answer.
             (Err(_), Some((failure, _))) => return Err(failure),
-            (Err(error), None) => return Err(Failure::from_open(&error, &place)),
+            (Err(error), None) => return Err(ProxyError::from_open(&error, &target)),
         };
-        record.opened(opened.session, opened.stream.bytes(), began.elapsed());
+        access_log.opened(opened.session, opened.stream.bytes(), began.elapsed());
         let Err(error) = opened.stream.accepted().await else {
             return Ok(opened.stream);
         };
-        let failure = Failure::from_stream(&error, &place, Outcome::AgentLost);
+        let failure = ProxyError::from_stream(&error, &target, Outcome::AgentLost);
         if failure.outcome != Outcome::Draining || except.is_some() {
             return Err(failure);
         }
@@ -244,33 +273,38 @@ async fn open_stream(
 }
 
 /// Asks a target that the server dialled.
-async fn read_direct(
-    doors: &Arc<Doors>,
-    (mut socket, goal): (DirectSocket, &str),
+async fn fetch_direct(
+    ingress: &Arc<IngressContext>,
+    (mut socket, proxy_request): (DirectSocket, &str),
     mut request: Request<Incoming>,
-    record: &mut Record,
-) -> Result<Forwarded, Failure> {
-    prepare(&mut request, goal, None, true);
+    access_log: &mut AccessLog,
+) -> Result<Forwarded, ProxyError> {
+    rewrite_request(&mut request, proxy_request, None, true);
     let bytes = socket.bytes();
-    record.dialled(bytes.clone());
+    access_log.dialed(bytes.clone());
     // How a request ends is told by its framing.
     socket.finish();
-    let exchanged = exchange_direct(doors, (socket, bytes), request.map(RequestBody), goal);
+    let exchanged = exchange_direct(
+        ingress,
+        (socket, bytes),
+        request.map(RequestBody),
+        proxy_request,
+    );
     let (mut response, upstream) = exchanged.await?;
-    judge(None::<&HeaderValue>, &response).map_err(|what| {
-        let text = format!("{goal}: the target {what}");
-        Failure::new(Outcome::TargetBadResponse, text)
+    validate_response(None::<&HeaderValue>, &response).map_err(|what| {
+        let text = format!("{proxy_request}: the target {what}");
+        ProxyError::new(Outcome::TargetBadResponse, text)
     })?;
-    clean_response(&mut response, false);
+    rewrite_response(&mut response, false);
     let (head, body) = response.into_parts();
-    let carrier = Carrier {
+    let upstream_guard = UpstreamBodyGuard {
         upstream,
-        doors: doors.clone(),
-        keep: None,
+        ingress: ingress.clone(),
+        reuse: None,
     };
     Ok(Forwarded {
         head: Response::from_parts(head, ()),
-        rest: Rest::Body(body, carrier),
+        forwarded_body: ForwardedBody::Body(body, upstream_guard),
     })
 }
 
@@ -286,27 +320,27 @@ fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
 }
 
 /// Passes bytes both ways once the caller has its 200.
-pub(super) async fn pass<S, E>(
+pub(super) async fn relay_tunnel<S, E>(
     caller: impl Future<Output = Result<S, E>>,
     tunnel: Tunnel,
-    passing: Passing,
+    exchange_guard: ExchangeGuard,
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin,
     E: std::fmt::Display,
 {
     match caller.await {
-        Ok(caller) => pass_bytes(caller, tunnel, passing).await,
-        Err(error) => debug!(%error, "caller went away before its tunnel began"),
+        Ok(caller) => relay_both_ways(caller, tunnel, exchange_guard).await,
+        Err(error) => debug!(%error, "caller disconnected before the tunnel was open"),
     }
 }
 
 /// Half-closes are kept; a cut on one side is one on the other.
-async fn pass_bytes<S>(mut caller: S, mut tunnel: Tunnel, passing: Passing)
+async fn relay_both_ways<S>(mut caller: S, mut tunnel: Tunnel, exchange_guard: ExchangeGuard)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin,
 {
     // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
-    let mut passing = passing;
+    let mut exchange_guard = exchange_guard;
     let end = match &mut tunnel {
         Tunnel::Agent(stream) => relay(&mut caller, stream).await.end,
         Tunnel::Direct(socket) => relay(&mut caller, socket).await.end,
@@ -314,18 +348,18 @@ where
     match end {
         RelayEnd::Clean => {
             finish(&mut tunnel);
-            passing.finish();
+            exchange_guard.finish();
         }
-        RelayEnd::ReaderLeft(side) => {
+        RelayEnd::ReaderClosed(side) => {
             debug!(?side, "tunnel ended with unread bytes");
-            passing.record.set(Outcome::Cut);
+            exchange_guard.access_log.set_outcome(Outcome::Cut);
             finish(&mut tunnel);
-            read_away(&mut caller).await;
-            passing.unfinished.finish();
+            discard_input(&mut caller).await;
+            exchange_guard.response_guard.finish();
         }
         RelayEnd::Cut(side, error) => {
-            debug!(?side, %error, "tunnel was cut");
-            passing.record.set(Outcome::Cut);
+            debug!(?side, %error, "tunnel was reset");
+            exchange_guard.access_log.set_outcome(Outcome::Cut);
         }
     }
 }

@@ -3,12 +3,12 @@
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use hyper::ext::ReasonPhrase;
 use prometheus_client::encoding::EncodeLabelValue;
-use tunnel_proto::transport::{StreamCut, cause_in};
+use tunnel_proto::transport::{StreamCut, find_cause};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
-use crate::ingress::http::body::DoorBody;
+use crate::ingress::http::body::ResponseBody;
 use crate::routing::registry::OpenError;
 
 /// Header with the code of an answer that is ours and not the target's.
@@ -150,7 +150,7 @@ impl EncodeLabelValue for Outcome {
 /// A failure before an answer began: its code, and one line that names node and target.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
-pub struct Failure {
+pub struct ProxyError {
     /// The code.
     pub outcome: Outcome,
     /// One line for the caller.
@@ -159,7 +159,7 @@ pub struct Failure {
     pub limit: Option<Limit>,
 }
 
-impl Failure {
+impl ProxyError {
     /// A failure with its line.
     #[must_use]
     pub fn new(outcome: Outcome, text: impl Into<String>) -> Self {
@@ -172,7 +172,7 @@ impl Failure {
 
     /// The failure, for the reason that a limit was reached, which the line names.
     #[must_use]
-    pub fn at(self, limit: Limit) -> Self {
+    pub fn with_limit(self, limit: Limit) -> Self {
         Self {
             text: format!("{} (limits.{})", self.text, limit.name()),
             limit: Some(limit),
@@ -180,19 +180,19 @@ impl Failure {
         }
     }
 
-    /// The failure of opening a stream; `place` names node and target.
+    /// The failure of opening a stream; `target_label` names node and target.
     #[must_use]
-    pub fn from_open(error: &OpenError, place: &str) -> Self {
+    pub fn from_open(error: &OpenError, target_label: &str) -> Self {
         let outcome = match error {
             OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
-            OpenError::TooManyStreams(_) | OpenError::NoRoom(_) => Outcome::TooManyStreams,
+            OpenError::TooManyStreams(_) | OpenError::BufferPoolFull(_) => Outcome::TooManyStreams,
             OpenError::Draining => Outcome::Draining,
             OpenError::Lost(_) => Outcome::AgentLost,
             OpenError::Timeout => Outcome::AgentTimeout,
         };
         let limit = match error {
             OpenError::TooManyStreams(_) => Some(Limit::StreamsPerAgent),
-            OpenError::NoRoom(_) => Some(Limit::BufferPool),
+            OpenError::BufferPoolFull(_) => Some(Limit::BufferPool),
             OpenError::Timeout => Some(Limit::OpenTimeout),
             OpenError::NoAgent
             | OpenError::Suspect(_)
@@ -201,7 +201,7 @@ impl Failure {
         };
         Self {
             limit,
-            ..Self::new(outcome, format!("{place}: {error}"))
+            ..Self::new(outcome, format!("{target_label}: {error}"))
         }
     }
 
@@ -210,20 +210,20 @@ impl Failure {
     #[must_use]
     pub fn from_stream(
         error: &(dyn std::error::Error + 'static),
-        place: &str,
+        target_label: &str,
         otherwise: Outcome,
     ) -> Self {
-        if let Some(refusal) = cause_in::<Refusal>(error) {
+        if let Some(refusal) = find_cause::<Refusal>(error) {
             let failure = Self::new(
                 refusal_outcome(refusal.code),
-                format!("{place}: {}", refusal.detail),
+                format!("{target_label}: {}", refusal.detail),
             );
             return match refusal.code {
-                RefusalCode::TargetTimeout => failure.at(Limit::TargetDialTimeout),
+                RefusalCode::TargetTimeout => failure.with_limit(Limit::TargetDialTimeout),
                 _ => failure,
             };
         }
-        let cut = cause_in::<StreamCut>(error);
+        let cut = find_cause::<StreamCut>(error);
         let outcome = match cut {
             Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
             Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
@@ -235,19 +235,19 @@ impl Failure {
                 "the target cut the connection".to_owned()
             }
             Some(cut) => cut.to_string(),
-            None => innermost(error),
+            None => root_cause(error),
         };
-        let failure = Self::new(outcome, format!("{place}: {reason}"));
+        let failure = Self::new(outcome, format!("{target_label}: {reason}"));
         match cut {
-            Some(StreamCut::ReplyTimeout) => failure.at(Limit::OpenTimeout),
+            Some(StreamCut::ReplyTimeout) => failure.with_limit(Limit::OpenTimeout),
             Some(_) | None => failure,
         }
     }
 
     /// The answer.
     #[must_use]
-    pub fn response(&self) -> Response<DoorBody> {
-        let mut response = Response::new(DoorBody::text(format!("{}\n", one_line(&self.text))));
+    pub fn response(&self) -> Response<ResponseBody> {
+        let mut response = Response::new(ResponseBody::text(format!("{}\n", one_line(&self.text))));
         *response.status_mut() = self.outcome.status();
         let headers = response.headers_mut();
         headers.insert(ERROR_HEADER, HeaderValue::from_static(self.outcome.label()));
@@ -275,7 +275,7 @@ impl Failure {
 
     /// The answer to a CONNECT: its line is in the status line too, since kube-apiserver shows nothing else of it.
     #[must_use]
-    pub fn connect_response(&self) -> Response<DoorBody> {
+    pub fn connect_response(&self) -> Response<ResponseBody> {
         let mut response = self.response();
         let mut reason = one_line(&self.text).into_bytes();
         reason.truncate(REASON_MAX_BYTES);
@@ -303,7 +303,7 @@ fn refusal_outcome(code: RefusalCode) -> Outcome {
 }
 
 /// The most specific message of an error, without what wraps it.
-fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
+fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     let mut deepest = error;
     while let Some(source) = deepest.source() {
         deepest = source;
@@ -314,7 +314,7 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::routing::registry::{Exhausted, Share, Suspicion};
+    use crate::routing::registry::{QuotaExhausted, StreamQuota, SuspectReason};
 
     #[test]
     fn refusals_and_cuts_are_found_inside_wrapped_errors() {
@@ -326,7 +326,8 @@ mod tests {
             std::io::ErrorKind::ConnectionRefused,
             refusal,
         ));
-        let failure = Failure::from_stream(&wrapped, "worker-1 node:1", Outcome::TargetBadResponse);
+        let failure =
+            ProxyError::from_stream(&wrapped, "worker-1 node:1", Outcome::TargetBadResponse);
         assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
         assert_eq!(
             failure.text,
@@ -334,12 +335,12 @@ mod tests {
         );
         let lost = std::io::Error::from(StreamCut::SessionLost);
         assert_eq!(
-            Failure::from_stream(&lost, "x", Outcome::TargetTls).outcome,
+            ProxyError::from_stream(&lost, "x", Outcome::TargetTls).outcome,
             Outcome::AgentLost
         );
         let other = std::io::Error::other("odd");
         assert_eq!(
-            Failure::from_stream(&other, "x", Outcome::TargetTls).outcome,
+            ProxyError::from_stream(&other, "x", Outcome::TargetTls).outcome,
             Outcome::TargetTls
         );
     }
@@ -347,7 +348,7 @@ mod tests {
     #[test]
     fn agent_that_may_be_gone_and_a_full_pool_are_503() {
         let answer = |error| {
-            let failure = Failure::from_open(&error, "worker-1 node:9100");
+            let failure = ProxyError::from_open(&error, "worker-1 node:9100");
             assert!(failure.text.starts_with("worker-1 node:9100: "));
             let response = failure.response();
             let code = response.headers()[ERROR_HEADER]
@@ -357,12 +358,12 @@ mod tests {
             let retry = response.headers().contains_key(http::header::RETRY_AFTER);
             (response.status().as_u16(), code, retry)
         };
-        let suspect = OpenError::Suspect(Suspicion::Unheard);
+        let suspect = OpenError::Suspect(SuspectReason::PeerHearsNothing);
         assert_eq!(answer(suspect), (503, "no_agent".into(), false));
-        let full = OpenError::NoRoom(1 << 20);
+        let full = OpenError::BufferPoolFull(1 << 20);
         assert_eq!(answer(full), (503, "too_many_streams".into(), true));
-        let busy = OpenError::TooManyStreams(Exhausted {
-            share: Share::UnverifiedCaller,
+        let busy = OpenError::TooManyStreams(QuotaExhausted {
+            quota: StreamQuota::UnverifiedCaller,
             streams: 128,
         });
         assert_eq!(answer(busy), (503, "too_many_streams".into(), true));

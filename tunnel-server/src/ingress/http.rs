@@ -27,128 +27,135 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tracing::debug;
 use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::places::Place;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::admission::ConnPermit;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::name::NodeName;
 
 use super::connect::{self, Tunnel};
-use super::peer::{CallerName, Peer};
-use super::{Door, DoorLimits, Doors, Line};
+use super::peer::{CallerAddr, CallerIdentity};
+use super::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use crate::config::Limit;
-use crate::ingress::access_log::Record;
-use crate::ingress::caller_stream::{Fate, Hangup, Unfinished, read_away};
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::caller_stream::{CallerClosed, CloseMode, ResponseGuard, discard_input};
 use crate::ingress::connect::basic_auth::Credentials;
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::http::body::{DoorBody, Passing, RequestBody};
-use crate::ingress::http::head_check::{Fault, Following};
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::http::body::{ExchangeGuard, RequestBody, ResponseBody};
+use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
-    clean_response, end_unless_switched, is_framed_twice, judge, may_share_connection, prepare,
-    requested_upgrade, trace_parent,
+    can_reuse_connection, close_unless_upgraded, has_conflicting_framing, requested_upgrade,
+    rewrite_request, rewrite_response, trace_parent, validate_response,
 };
-use crate::ingress::http::timeouts::{Course, Followed, Overdue, Patience, Underway};
-use crate::ingress::http::upstream::{Carrier, Kept, Purpose, Way};
-use crate::routing::decision::delegated::{self, Addressed, Decision, DelegatedRequest};
-use crate::routing::decision::{Facts, Scheme, decide};
+use crate::ingress::http::timeouts::{
+    ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
+};
+use crate::ingress::http::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest};
+use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
+use crate::routing::decision::{RequestFacts, Scheme, decide};
 use crate::routing::registry::CallerKey;
 
 /// A connection that has been idle for this long gives hyper's buffers back, which are most of what it costs.
 const RELEASE_BUFFERS_AFTER: Duration = Duration::from_secs(2);
 
 /// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
-pub(super) async fn serve<S>(doors: Arc<Doors>, door: Arc<Door>, stream: S, line: Line)
-where
+pub(super) async fn serve<S>(
+    ingress: Arc<IngressContext>,
+    listener: Arc<HttpListener>,
+    stream: S,
+    conn: CallerConn,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let Line {
+    let CallerConn {
         peer,
         name,
-        fate,
-        hangup,
+        close_mode,
+        caller_closed,
         permit,
-        borrows,
+        has_delegation,
         server_name,
         refused,
-    } = line;
-    let limits = doors.limits;
-    let patience = Patience {
+    } = conn;
+    let limits = ingress.limits;
+    let timeout_config = TimeoutConfig {
         head: limits.request_head_time,
         idle: limits.idle,
     };
-    let course = Course::begin(patience, permit.clone());
-    let mut stream = Followed::new(stream, course.clone());
+    let timeouts = ConnTimeouts::start(timeout_config, permit.clone());
+    let mut stream = TimedStream::new(stream, timeouts.clone());
     let caller = Arc::new(Caller {
-        kept: Arc::new(Kept::new(doors.drivers.clone())),
+        pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
         upgrade: Mutex::default(),
-        course,
+        timeouts,
         permit,
-        connecting: AtomicBool::new(false),
-        doors,
-        door,
+        is_connecting: AtomicBool::new(false),
+        ingress,
+        listener,
         peer,
         name,
-        fate,
-        borrows,
+        close_mode,
+        has_delegation,
         server_name,
         refused,
         credentials: Mutex::default(),
     });
     let ended = loop {
         // In a box of its own, which is freed while the connection is idle.
-        match Box::pin(caller.clone().attend(stream, &hangup)).await {
+        match Box::pin(caller.clone().drive(stream, &caller_closed)).await {
             Ok(Some(idle)) => stream = idle,
             Ok(None) => break Ok(()),
             Err(end) => break Err(end),
         }
-        match caller.wait(stream, &hangup).await {
+        match caller.wait(stream, &caller_closed).await {
             Ok(Some(readable)) => stream = readable,
             Ok(None) => break Ok(()),
             Err(end) => break Err(end),
         }
     };
-    caller.kept.close();
+    caller.pool.close();
     match ended {
         Ok(()) => {}
-        Err(End::Http(error)) if error.is_parse() => {
+        Err(ConnEnd::Http(error)) if error.is_parse() => {
             // hyper has answered 400, 414 or 431 by itself.
-            let metrics = &caller.doors.metrics;
-            let mut record = Record::begin(caller.door.name, peer, "unparsable request", metrics);
-            record.limit_lines(&UNPARSABLE);
-            let failure = Failure::new(Outcome::BadRequest, error.to_string());
-            record.fail(&if error.is_parse_too_large() {
-                failure.at(Limit::RequestHeadBytes)
+            let metrics = &caller.ingress.metrics;
+            let mut access_log =
+                AccessLog::start(caller.listener.name, peer, "unparsable request", metrics);
+            access_log.rate_limit(&UNPARSABLE);
+            let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
+            access_log.fail(&if error.is_parse_too_large() {
+                failure.with_limit(Limit::RequestHeadBytes)
             } else {
                 failure
             });
         }
-        Err(End::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
-        Err(End::Silent) => {}
-        Err(End::Gone) => debug!(%peer, "caller went away"),
-        Err(End::Evicted) => caller.doors.metrics.evicted_caller(),
+        Err(ConnEnd::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
+        Err(ConnEnd::TimedOut) => {}
+        Err(ConnEnd::Gone) => debug!(%peer, "caller disconnected"),
+        Err(ConnEnd::Evicted) => caller.ingress.metrics.evicted_caller(),
     }
 }
 
 /// How long TLS may take to hand its last bytes to the socket; then the connection is dropped.
-const SHUT_DOWN_LIMIT: Duration = Duration::from_secs(30);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Ends this server's direction in order.
-async fn shut_down<S: AsyncWrite + Unpin>(mut stream: S) {
-    match timeout(SHUT_DOWN_LIMIT, stream.shutdown()).await {
+async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
+    match timeout(SHUTDOWN_TIMEOUT, stream.shutdown()).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => debug!(%error, "cannot close a caller's connection in order"),
-        Err(_elapsed) => debug!("caller does not take the end of its connection"),
+        Ok(Err(error)) => debug!(%error, "cannot shut down a caller's connection"),
+        Err(_elapsed) => debug!("shutdown of a caller's connection timed out"),
     }
 }
 
 /// A caller can send such heads faster than a disk takes lines, and each line says the same.
-static UNPARSABLE: LineLimit = LineLimit::new("requests whose head cannot be parsed");
+static UNPARSABLE: LogRateLimit = LogRateLimit::new("requests whose head cannot be parsed");
 
 /// How callers are heard.
-pub(super) fn builder(limits: &DoorLimits) -> Builder {
+pub(super) fn builder(limits: &ListenerLimits) -> Builder {
     let mut builder = Builder::new();
     builder
         .timer(TokioTimer::new())
-        // Silence is `Course`'s matter.
+        // Silence is `ConnTimeouts`'s matter.
         .header_read_timeout(None)
         .max_header_size(limits.request_head_bytes)
         .auto_date_header(false)
@@ -159,10 +166,10 @@ pub(super) fn builder(limits: &DoorLimits) -> Builder {
 }
 
 /// Why a caller's connection is dropped as it is.
-enum End {
+enum ConnEnd {
     Http(hyper::Error),
     /// No first head came in time.
-    Silent,
+    TimedOut,
     /// The caller ended its direction, or the connection, while a request was under way.
     Gone,
     /// The connection was idle, and a newer one needed its place.
@@ -182,13 +189,13 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
 
 /// One caller's connection, as its requests see it.
 pub(super) struct Caller {
-    pub(super) doors: Arc<Doors>,
-    door: Arc<Door>,
-    pub(super) peer: Peer,
-    pub(super) name: CallerName,
-    fate: Arc<Fate>,
+    pub(super) ingress: Arc<IngressContext>,
+    listener: Arc<HttpListener>,
+    pub(super) peer: CallerAddr,
+    pub(super) name: CallerIdentity,
+    close_mode: Arc<CloseMode>,
     /// May borrow the server's identity towards targets.
-    borrows: bool,
+    has_delegation: bool,
     /// The name that its TLS asked for, of a caller with delegation.
     server_name: Option<NodeName>,
     /// Why nothing of it is passed on.
@@ -196,97 +203,97 @@ pub(super) struct Caller {
     /// The name and password that were right last, where a CONNECT listener asks for them.
     pub(super) credentials: Mutex<Option<Credentials>>,
     /// A CONNECT is under way, so that the end of the caller's direction is the target's to hear.
-    connecting: AtomicBool,
-    course: Arc<Course>,
+    is_connecting: AtomicBool,
+    timeouts: Arc<ConnTimeouts>,
     /// The connection's place among all callers.
-    permit: Arc<Place>,
-    kept: Arc<Kept>,
+    permit: Arc<ConnPermit>,
+    pool: Arc<UpstreamPool>,
     /// Receives the connection when hyper is done with it, if an upgrade was granted.
     upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
 impl Caller {
     /// Drives the connection until it ends, or has been idle for [`RELEASE_BUFFERS_AFTER`]: then the stream is returned.
-    async fn attend<S>(
+    async fn drive<S>(
         self: Arc<Self>,
-        stream: Followed<S>,
-        hangup: &Hangup,
-    ) -> Result<Option<Followed<S>>, End>
+        stream: TimedStream<S>,
+        caller_closed: &CallerClosed,
+    ) -> Result<Option<TimedStream<S>>, ConnEnd>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let answering = self.clone();
         let service = service_fn(move |request| {
             // Before hyper reads on.
-            let (underway, fault) = answering.begin(&request);
+            let (request_guard, head_error) = answering.start(&request);
             let caller = answering.clone();
-            Box::pin(
-                async move { Ok::<_, Infallible>(caller.answer(request, underway, fault).await) },
-            )
+            Box::pin(async move {
+                Ok::<_, Infallible>(caller.answer(request, request_guard, head_error).await)
+            })
         });
-        let mut builder = builder(&self.doors.limits);
-        // What follows a CONNECT is the target's, its end too; of other requests `Hangup` tells.
-        builder.half_close(self.door.connect.is_some());
+        let mut builder = builder(&self.ingress.limits);
+        // What follows a CONNECT is the target's, its end too; of other requests `CallerClosed` tells.
+        builder.half_close(self.listener.connect.is_some());
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
-        let mut expire = pin!(self.kept.expire());
+        let mut expire = pin!(self.pool.expire());
         let mut gone = pin!(async {
-            hangup.come().await;
+            caller_closed.closed().await;
             // An end between requests is hyper's to see, after what was sent before it.
-            self.course.in_request().await;
-            if self.connecting.load(Ordering::Relaxed) {
+            self.timeouts.wait_for_request().await;
+            if self.is_connecting.load(Ordering::Relaxed) {
                 std::future::pending().await
             }
         });
-        let drain = self.doors.shutdown.drain();
-        let mut idle = pin!(self.course.idle_for(RELEASE_BUFFERS_AFTER));
-        let mut stuck = pin!(self.course.stuck_for(self.doors.limits.idle));
-        let (mut draining, mut waited, mut evicted) = (false, false, false);
+        let drain = self.ingress.shutdown.drain();
+        let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
+        let mut write_blocked = pin!(self.timeouts.write_blocked_for(self.ingress.limits.idle));
+        let (mut draining, mut has_expired, mut evicted) = (false, false, false);
         loop {
             tokio::select! {
                 biased;
                 ended = poll_fn(|cx| match connection.poll_without_shutdown(cx) {
                     // hyper is done, and has not flushed: it leaves that to a shutdown of its own.
-                    Poll::Ready(Ok(())) if self.course.is_write_blocked() => Poll::Pending,
+                    Poll::Ready(Ok(())) if self.timeouts.is_write_blocked() => Poll::Pending,
                     polled => polled,
                 }) => {
-                    let stream = into_stream(connection.into_parts());
+                    let stream = stream_from_parts(connection.into_parts());
                     match ended {
                         Ok(()) if evicted => return Err(self.evict(stream)),
                         Ok(()) => self.finish(stream).await,
                         Err(error) => {
                             // hyper has answered what it could not parse. What it did not get rid of is lost, visibly.
-                            if self.course.is_write_blocked() {
-                                self.fate.cut();
+                            if self.timeouts.is_write_blocked() {
+                                self.close_mode.cut();
                             } else if error.is_parse() {
-                                shut_down(stream).await;
+                                close_gracefully(stream).await;
                             }
-                            return Err(End::Http(error));
+                            return Err(ConnEnd::Http(error));
                         }
                     }
                     return Ok(None);
                 }
                 () = self.permit.evicted(), if !evicted => {
-                    if self.course.is_idle() {
-                        return Err(self.evict(into_stream(connection.into_parts())));
+                    if self.timeouts.is_idle() {
+                        return Err(self.evict(stream_from_parts(connection.into_parts())));
                     }
                     evicted = true;
                 }
-                () = idle.as_mut(), if hangup.can_wait() && !draining && !waited && !evicted => {
-                    return Ok(Some(into_stream(connection.into_parts())));
+                () = idle.as_mut(), if caller_closed.can_wait() && !draining && !has_expired && !evicted => {
+                    return Ok(Some(stream_from_parts(connection.into_parts())));
                 }
-                () = stuck.as_mut() => {
-                    self.report_overdue(Overdue::Idle);
-                    self.fate.cut();
-                    return Err(End::Silent);
+                () = write_blocked.as_mut() => {
+                    self.report_timeout(TimeoutKind::Idle);
+                    self.close_mode.cut();
+                    return Err(ConnEnd::TimedOut);
                 }
                 never = expire.as_mut() => match never {},
-                () = gone.as_mut() => return Err(End::Gone),
+                () = gone.as_mut() => return Err(ConnEnd::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
-                overdue = self.course.overdue(), if !waited => {
-                    waited = true;
-                    self.report_overdue(overdue);
-                    if overdue == Overdue::Opening {
-                        return Err(End::Silent);
+                expired = self.timeouts.expired(), if !has_expired => {
+                    has_expired = true;
+                    self.report_timeout(expired);
+                    if expired == TimeoutKind::FirstHead {
+                        return Err(ConnEnd::TimedOut);
                     }
                 }
             }
@@ -297,34 +304,34 @@ impl Caller {
     /// Waits without hyper until the caller sends something: then the stream is returned.
     async fn wait<S>(
         &self,
-        stream: Followed<S>,
-        hangup: &Hangup,
-    ) -> Result<Option<Followed<S>>, End>
+        stream: TimedStream<S>,
+        caller_closed: &CallerClosed,
+    ) -> Result<Option<TimedStream<S>>, ConnEnd>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         tokio::select! {
             biased;
             () = self.permit.evicted() => return Err(self.evict(stream)),
-            () = hangup.readable() => return Ok(Some(stream)),
-            () = self.doors.shutdown.drain().cancelled() => {}
-            overdue = self.course.overdue() => self.report_overdue(overdue),
+            () = caller_closed.readable() => return Ok(Some(stream)),
+            () = self.ingress.shutdown.drain().cancelled() => {}
+            expired = self.timeouts.expired() => self.report_timeout(expired),
         }
-        shut_down(stream).await;
+        close_gracefully(stream).await;
         Ok(None)
     }
 
-    fn report_overdue(&self, overdue: Overdue) {
-        let limit = match overdue {
-            Overdue::Opening | Overdue::Next => Limit::RequestHeadTimeout,
-            Overdue::Idle => Limit::CallerIdleTimeout,
+    fn report_timeout(&self, expired: TimeoutKind) {
+        let limit = match expired {
+            TimeoutKind::FirstHead | TimeoutKind::NextHead => Limit::RequestHeadTimeout,
+            TimeoutKind::Idle => Limit::CallerIdleTimeout,
         };
-        self.doors.metrics.limit(limit);
-        debug!(peer = %self.peer, limit = limit.name(), "caller was silent for too long");
+        self.ingress.metrics.limit(limit);
+        debug!(peer = %self.peer, limit = limit.name(), "caller connection timed out");
     }
 
     /// Hands the connection over to the stream that it was upgraded for, or closes it in order.
-    async fn finish<S>(&self, stream: Followed<S>)
+    async fn finish<S>(&self, stream: TimedStream<S>)
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -332,22 +339,22 @@ impl Caller {
         match granted {
             // Where the receiver is gone, dropping the connection is its end.
             Some(granted) => drop(granted.send(Box::new(stream))),
-            None => shut_down(stream).await,
+            None => close_gracefully(stream).await,
         }
     }
 
     /// Ends a connection for a newer one: with a FIN, and without waiting for the caller's, since its descriptor is needed. An
     /// upgraded connection is in use and goes on.
-    fn evict<S>(&self, mut stream: Followed<S>) -> End
+    fn evict<S>(&self, mut stream: TimedStream<S>) -> ConnEnd
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         if let Some(granted) = self.upgrade_slot().take() {
             drop(granted.send(Box::new(stream)));
         } else if let Some(Err(error)) = stream.shutdown().now_or_never() {
-            debug!(%error, "cannot close a caller's connection in order");
+            debug!(%error, "cannot shut down a caller's connection");
         }
-        End::Evicted
+        ConnEnd::Evicted
     }
 
     /// Asks for the connection once hyper has written the answer to the current request, which has to grant an upgrade.
@@ -362,64 +369,76 @@ impl Caller {
     }
 
     /// Notes that hyper has read a head, and says what is wrong with it.
-    fn begin(&self, request: &Request<Incoming>) -> (Underway, Option<Fault>) {
-        self.connecting
-            .store(self.connects(request), Ordering::Relaxed);
+    fn start(&self, request: &Request<Incoming>) -> (RequestGuard, Option<HeadError>) {
+        self.is_connecting
+            .store(self.is_connect(request), Ordering::Relaxed);
         let has_body = !request.body().is_end_stream();
-        self.course.request(has_body, Following::of(request))
+        self.timeouts.request(has_body, BodyFraming::of(request))
     }
 
-    fn connects(&self, request: &Request<Incoming>) -> bool {
-        *request.method() == Method::CONNECT && self.door.connect.is_some()
+    fn is_connect(&self, request: &Request<Incoming>) -> bool {
+        *request.method() == Method::CONNECT && self.listener.connect.is_some()
     }
 
     async fn answer(
         &self,
         request: Request<Incoming>,
-        underway: Underway,
-        fault: Option<Fault>,
-    ) -> Response<DoorBody> {
-        let connects = self.connects(&request);
-        let subject = match &self.door.connect {
+        request_guard: RequestGuard,
+        head_error: Option<HeadError>,
+    ) -> Response<ResponseBody> {
+        let is_connect = self.is_connect(&request);
+        let subject = match &self.listener.connect {
             Some(_) => connect::subject(&request),
             None => format!("{} {}", request.method(), request.uri().path()),
         };
-        let mut record = Record::begin(self.door.name, self.peer, &subject, &self.doors.metrics);
-        record.caller(&self.name);
+        let mut access_log = AccessLog::start(
+            self.listener.name,
+            self.peer,
+            &subject,
+            &self.ingress.metrics,
+        );
+        access_log.caller(&self.name);
         let wanted = requested_upgrade(request.version(), request.headers());
-        let wanted = wanted.filter(|_| !connects);
-        let forwarded = match (self.refusal(fault), &self.door.connect) {
+        let wanted = wanted.filter(|_| !is_connect);
+        let forwarded = match (self.refusal(head_error), &self.listener.connect) {
             (Some(failure), _) => Err(failure),
-            (None, Some(gate)) => {
-                Box::pin(connect::forward(gate, self, request, &mut record)).await
+            (None, Some(proxy)) => {
+                Box::pin(connect::forward(proxy, self, request, &mut access_log)).await
             }
-            (None, None) => self.forward(request, wanted.as_ref(), &mut record).await,
+            (None, None) => {
+                self.forward(request, wanted.as_ref(), &mut access_log)
+                    .await
+            }
         };
         let mut response = match forwarded {
-            Ok(Forwarded { head, rest }) => {
-                record.status(head.status());
-                rest.settle(head, record, self)
+            Ok(Forwarded {
+                head,
+                forwarded_body,
+            }) => {
+                access_log.status(head.status());
+                forwarded_body.into_response(head, access_log, self)
             }
             Err(failure) => {
-                record.fail(&failure);
-                record.status(failure.outcome.status());
-                if connects {
+                access_log.fail(&failure);
+                access_log.status(failure.outcome.status());
+                if is_connect {
                     failure.connect_response()
                 } else {
                     failure.response()
                 }
             }
         };
-        end_unless_switched(wanted.as_ref(), &mut response);
-        response.map(|body| body.ending(underway))
+        close_unless_upgraded(wanted.as_ref(), &mut response);
+        response.map(|body| body.with_request_guard(request_guard))
     }
 
     /// Why a request is answered without a look at what it asks for.
-    fn refusal(&self, fault: Option<Fault>) -> Option<Failure> {
-        let bad = fault.map(|fault| Failure::new(Outcome::BadRequest, fault.to_string()));
+    fn refusal(&self, head_error: Option<HeadError>) -> Option<ProxyError> {
+        let bad = head_error
+            .map(|head_error| ProxyError::new(Outcome::BadRequest, head_error.to_string()));
         let refused = self
             .refused
-            .map(|error| Failure::new(Outcome::RefusedByPolicy, error.to_string()));
+            .map(|error| ProxyError::new(Outcome::RefusedByPolicy, error.to_string()));
         bad.or(refused)
     }
 
@@ -427,85 +446,90 @@ impl Caller {
         &self,
         request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
-        record: &mut Record,
-    ) -> Result<Forwarded, Failure> {
+        access_log: &mut AccessLog,
+    ) -> Result<Forwarded, ProxyError> {
         let addressed = self.destination(&request).await?;
-        let (scheme, key) = (self.door.scheme, self.name.key(self.peer));
-        self.pass_on(request, (addressed, scheme), &key, upgrade, record)
+        let (scheme, key) = (self.listener.scheme, self.name.key(self.peer));
+        self.forward_to(request, (addressed, scheme), &key, upgrade, access_log)
             .await
     }
 
     /// Passes a request on to its destination.
-    pub(super) async fn pass_on(
+    pub(super) async fn forward_to(
         &self,
         mut request: Request<Incoming>,
-        (addressed, scheme): (Addressed, Scheme),
+        (addressed, scheme): (ResolvedDestination, Scheme),
         caller: &CallerKey,
         upgrade: Option<&HeaderValue>,
-        record: &mut Record,
-    ) -> Result<Forwarded, Failure> {
+        access_log: &mut AccessLog,
+    ) -> Result<Forwarded, ProxyError> {
         let host = host_field(&addressed, &request);
         let destination = addressed.destination;
-        record.destination(&destination);
-        let place = destination.to_string();
-        let shares = may_share_connection(&request);
-        prepare(&mut request, &host, upgrade, !shares);
-        let leg = self.doors.targets.leg(self.borrows);
-        let purpose = shares.then(|| Purpose {
+        access_log.destination(&destination);
+        let target_label = destination.to_string();
+        let is_reusable = can_reuse_connection(&request);
+        rewrite_request(&mut request, &host, upgrade, !is_reusable);
+        let tls_profile = self.ingress.targets.tls_profile(self.has_delegation);
+        let pool_key = is_reusable.then(|| PoolKey {
             destination: destination.clone(),
-            leg: leg.id,
+            tls_profile: tls_profile.id,
             authorization: request.headers().get(AUTHORIZATION).cloned(),
         });
-        let way = Way {
-            doors: &self.doors,
+        let upstream_request = UpstreamRequest {
+            ingress: &self.ingress,
             scheme,
-            leg,
+            tls_profile,
             destination: &destination,
             caller,
             trace_parent: trace_parent(request.headers()),
-            kept: purpose.as_ref().map(|purpose| (&*self.kept, purpose)),
+            pool: pool_key.as_ref().map(|pool_key| (&*self.pool, pool_key)),
         };
-        let (mut response, upstream) = way.exchange(request.map(RequestBody), record).await?;
-        let switches = judge(upgrade, &response).map_err(|what| {
-            let text = format!("{place}: the target {what}");
-            Failure::new(Outcome::TargetBadResponse, text)
+        let (mut response, upstream) = upstream_request
+            .exchange(request.map(RequestBody), access_log)
+            .await?;
+        let switches = validate_response(upgrade, &response).map_err(|what| {
+            let text = format!("{target_label}: the target {what}");
+            ProxyError::new(Outcome::TargetBadResponse, text)
         })?;
         let switched = switches.then(|| hyper::upgrade::on(&mut response));
-        let clear = !is_framed_twice(response.headers());
-        clean_response(&mut response, switched.is_some());
+        let has_clear_framing = !has_conflicting_framing(response.headers());
+        rewrite_response(&mut response, switched.is_some());
         let switched = switched.map(|target| (self.take_upgrade(), target));
-        let keep = purpose
-            .filter(|_| clear)
-            .map(|purpose| (self.kept.clone(), purpose));
+        let reuse = pool_key
+            .filter(|_| has_clear_framing)
+            .map(|pool_key| (self.pool.clone(), pool_key));
         let (head, body) = response.into_parts();
-        let rest = match switched {
-            Some((caller, target)) => Rest::Upgraded { caller, target },
-            None => Rest::Body(
+        let forwarded_body = match switched {
+            Some((caller, target)) => ForwardedBody::Upgraded { caller, target },
+            None => ForwardedBody::Body(
                 body,
-                Carrier {
+                UpstreamBodyGuard {
                     upstream,
-                    doors: self.doors.clone(),
-                    keep,
+                    ingress: self.ingress.clone(),
+                    reuse,
                 },
             ),
         };
         Ok(Forwarded {
             head: Response::from_parts(head, ()),
-            rest,
+            forwarded_body,
         })
     }
 
-    async fn destination(&self, request: &Request<Incoming>) -> Result<Addressed, Failure> {
-        let facts = Facts {
+    async fn destination(
+        &self,
+        request: &Request<Incoming>,
+    ) -> Result<ResolvedDestination, ProxyError> {
+        let facts = RequestFacts {
             method: request.method(),
             uri: request.uri(),
             headers: request.headers(),
-            scheme: self.door.scheme,
-            implied_port: self.door.implied_port,
+            scheme: self.listener.scheme,
+            implied_port: self.listener.implied_port,
         };
-        let (routes, policy) = (&self.doors.routes, &self.doors.policy);
-        if !self.borrows || self.door.scheme != Scheme::Https {
-            return decide(&facts, &routes.load(), &policy.load()).map(Addressed::from);
+        let (routes, policy) = (&self.ingress.routes, &self.ingress.policy);
+        if !self.has_delegation || self.listener.scheme != Scheme::Https {
+            return decide(&facts, &routes.load(), &policy.load()).map(ResolvedDestination::from);
         }
         let request = DelegatedRequest {
             facts,
@@ -516,23 +540,28 @@ impl Caller {
             Decision::Forward(addressed) => return Ok(addressed),
             Decision::LookUp(pod) => pod,
         };
-        let Some(pods) = &self.doors.pods else {
+        let Some(pods) = &self.ingress.pods else {
             return delegated::decide_by_host(&request, &routes.load(), &policy.load());
         };
-        let found = pods.node_of(pod.clone()).await;
-        delegated::decide_by_pod(&request, (&pod, found), &routes.load(), &policy.load())
+        let node_result = pods.node_of(pod.clone()).await;
+        delegated::decide_by_pod(
+            &request,
+            (&pod, node_result),
+            &routes.load(),
+            &policy.load(),
+        )
     }
 }
 
 /// Takes the stream back from hyper, with what hyper read and did not use.
-fn into_stream<S, F>(parts: Parts<TokioIo<Followed<S>>, F>) -> Followed<S> {
+fn stream_from_parts<S, F>(parts: Parts<TokioIo<TimedStream<S>>, F>) -> TimedStream<S> {
     let mut stream = parts.io.into_inner();
     stream.put_back(parts.read_buf);
     stream
 }
 
 /// The Host field of the request to the target.
-fn host_field(addressed: &Addressed, request: &Request<Incoming>) -> String {
+fn host_field(addressed: &ResolvedDestination, request: &Request<Incoming>) -> String {
     let own = request
         .headers()
         .get(HOST)
@@ -544,11 +573,11 @@ fn host_field(addressed: &Addressed, request: &Request<Incoming>) -> String {
 /// The head of an answer and what follows it.
 pub(super) struct Forwarded {
     pub(super) head: Response<()>,
-    pub(super) rest: Rest,
+    pub(super) forwarded_body: ForwardedBody,
 }
 
-pub(super) enum Rest {
-    Body(Incoming, Carrier),
+pub(super) enum ForwardedBody {
+    Body(Incoming, UpstreamBodyGuard),
     Upgraded {
         caller: CallerUpgrade,
         target: OnUpgrade,
@@ -560,39 +589,50 @@ pub(super) enum Rest {
     },
 }
 
-impl Rest {
-    fn settle(self, head: Response<()>, record: Record, caller: &Caller) -> Response<DoorBody> {
-        let unfinished = caller.fate.begin();
-        let shutdown = &caller.doors.shutdown;
+impl ForwardedBody {
+    fn into_response(
+        self,
+        head: Response<()>,
+        access_log: AccessLog,
+        caller: &Caller,
+    ) -> Response<ResponseBody> {
+        let response_guard = caller.close_mode.start();
+        let shutdown = &caller.ingress.shutdown;
         let in_use = caller.permit.in_use();
         match self {
-            Self::Body(body, carrier) => {
-                let passing = Passing { unfinished, record };
-                return head.map(|()| DoorBody::target(body, passing, carrier));
+            Self::Body(body, upstream_guard) => {
+                let exchange_guard = ExchangeGuard {
+                    response_guard,
+                    access_log,
+                };
+                return head.map(|()| ResponseBody::target(body, exchange_guard, upstream_guard));
             }
             Self::Upgraded {
                 caller: caller_side,
                 target,
             } => {
-                caller.fate.upgrade();
+                caller.close_mode.upgrade();
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
-                    relay_upgraded(caller_side, target, unfinished, record).await;
+                    relay_upgraded(caller_side, target, response_guard, access_log).await;
                 });
             }
             Self::Tunnel {
                 caller: caller_side,
                 tunnel,
             } => {
-                caller.fate.upgrade();
-                let passing = Passing { unfinished, record };
+                caller.close_mode.upgrade();
+                let exchange_guard = ExchangeGuard {
+                    response_guard,
+                    access_log,
+                };
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
-                    connect::pass(caller_side, *tunnel, passing).await;
+                    connect::relay_tunnel(caller_side, *tunnel, exchange_guard).await;
                 });
             }
         }
-        head.map(|()| DoorBody::empty())
+        head.map(|()| ResponseBody::empty())
     }
 }
 
@@ -600,30 +640,30 @@ impl Rest {
 async fn relay_upgraded(
     caller: CallerUpgrade,
     target: OnUpgrade,
-    unfinished: Unfinished,
-    mut record: Record,
+    response_guard: ResponseGuard,
+    mut access_log: AccessLog,
 ) {
     let (mut caller, target) = match tokio::join!(caller, target) {
         (Ok(caller), Ok(target)) => (caller, target),
-        (Err(error), _) => return debug!(%error, "caller went away before its upgrade"),
-        (Ok(_), Err(error)) => return debug!(%error, "upgrade of the target did not happen"),
+        (Err(error), _) => return debug!(%error, "caller disconnected before the upgrade"),
+        (Ok(_), Err(error)) => return debug!(%error, "target connection failed before the upgrade"),
     };
     let mut target = TokioIo::new(target);
     // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
-    let unfinished = unfinished;
+    let response_guard = response_guard;
     match relay(&mut caller, &mut target).await.end {
         RelayEnd::Clean => {
-            record.set(Outcome::Ok);
-            unfinished.finish();
+            access_log.set_outcome(Outcome::Ok);
+            response_guard.finish();
         }
-        RelayEnd::ReaderLeft(_) => {
-            record.set(Outcome::Cut);
-            read_away(&mut caller).await;
-            unfinished.finish();
+        RelayEnd::ReaderClosed(_) => {
+            access_log.set_outcome(Outcome::Cut);
+            discard_input(&mut caller).await;
+            response_guard.finish();
         }
         RelayEnd::Cut(side, error) => {
-            debug!(?side, %error, "upgraded stream was cut");
-            record.set(Outcome::Cut);
+            debug!(?side, %error, "upgraded stream was reset");
+            access_log.set_outcome(Outcome::Cut);
         }
     }
 }

@@ -4,20 +4,20 @@ use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
-use tunnel_proto::process::places::source;
+use tunnel_proto::process::admission::source;
 
 use crate::routing::registry::CallerKey;
 
 /// The other end of a caller's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Peer {
+pub enum CallerAddr {
     /// Over TCP.
     Tcp(SocketAddr),
     /// Over a Unix socket of this host.
     Unix,
 }
 
-impl Peer {
+impl CallerAddr {
     /// What places for strangers are counted by: Unix callers are one source.
     #[must_use]
     pub fn source(self) -> IpAddr {
@@ -28,13 +28,13 @@ impl Peer {
     }
 }
 
-impl From<SocketAddr> for Peer {
+impl From<SocketAddr> for CallerAddr {
     fn from(address: SocketAddr) -> Self {
         Self::Tcp(address)
     }
 }
 
-impl fmt::Display for Peer {
+impl fmt::Display for CallerAddr {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address) => address.fmt(formatter),
@@ -45,10 +45,10 @@ impl fmt::Display for Peer {
 
 /// What a caller has proved.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum CallerName {
+pub enum CallerIdentity {
     /// Nothing.
     #[default]
-    Unnamed,
+    Anonymous,
     /// A certificate of the callers' CA, with the common name of its subject (empty when it has no single one).
     Certificate(Arc<str>),
     /// A name and its password.
@@ -57,12 +57,12 @@ pub enum CallerName {
     Uid(u32),
 }
 
-impl CallerName {
+impl CallerIdentity {
     /// What the streams of a caller that comes from `peer` are counted by.
     #[must_use]
-    pub fn key(&self, peer: Peer) -> CallerKey {
+    pub fn key(&self, peer: CallerAddr) -> CallerKey {
         match self {
-            Self::Unnamed => CallerKey::Source(source(peer.source())),
+            Self::Anonymous => CallerKey::Source(source(peer.source())),
             Self::Certificate(name) => CallerKey::Certificate(name.clone()),
             Self::User(name) => CallerKey::User(name.clone()),
             Self::Uid(uid) => CallerKey::Local(Some(*uid)),
@@ -70,10 +70,10 @@ impl CallerName {
     }
 }
 
-impl fmt::Display for CallerName {
+impl fmt::Display for CallerIdentity {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unnamed => Ok(()),
+            Self::Anonymous => Ok(()),
             Self::Certificate(name) => write!(formatter, "certificate:{name}"),
             Self::User(name) => write!(formatter, "user:{name}"),
             Self::Uid(uid) => write!(formatter, "uid:{uid}"),

@@ -9,11 +9,11 @@ use tracing::debug;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
-use super::Doors;
-use super::peer::CallerName;
-use crate::ingress::access_log::Record;
-use crate::ingress::caller_stream::{DoorSocket, Fate, read_away};
-use crate::ingress::error::{Failure, Outcome};
+use super::IngressContext;
+use super::peer::CallerIdentity;
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::caller_stream::{CallerStream, CloseMode, discard_input};
+use crate::ingress::error::{Outcome, ProxyError};
 use crate::routing::decision::Destination;
 
 /// One entry of `services:`.
@@ -27,44 +27,53 @@ pub struct Service {
 
 /// Passes one connection. Whatever fails before or after the first byte, the caller sees a TCP reset, never a clean
 /// end; the reason is in the access record.
-pub async fn serve(doors: Arc<Doors>, service: Arc<Service>, tcp: TcpStream, peer: SocketAddr) {
-    let mut record = Record::begin("service", peer, &service.name, &doors.metrics);
-    record.destination(&service.destination);
-    let fate = Arc::new(Fate::default());
-    fate.upgrade();
-    let mut caller = DoorSocket::new(tcp, fate.clone());
+pub async fn serve(
+    ingress: Arc<IngressContext>,
+    service: Arc<Service>,
+    tcp: TcpStream,
+    peer: SocketAddr,
+) {
+    let mut access_log = AccessLog::start("service", peer, &service.name, &ingress.metrics);
+    access_log.destination(&service.destination);
+    let close_mode = Arc::new(CloseMode::default());
+    close_mode.upgrade();
+    let mut caller = CallerStream::new(tcp, close_mode.clone());
     // Dropped before the socket, so that an end without `finish` is a reset.
-    let unfinished = fate.begin();
-    let place = service.destination.to_string();
+    let response_guard = close_mode.start();
+    let target_label = service.destination.to_string();
     let header = StreamHeader::new(StreamKind::Target(service.destination.target.clone()));
     let began = Instant::now();
-    let key = CallerName::Unnamed.key(peer.into());
-    let opening = doors.registry.open(
+    let key = CallerIdentity::Anonymous.key(peer.into());
+    let opening = ingress.registry.open(
         &service.destination.node,
         &header,
         &key,
-        doors.limits.open,
+        ingress.limits.open,
         None,
     );
     let mut opened = match opening.await {
         Ok(opened) => opened,
-        Err(error) => return record.fail(&Failure::from_open(&error, &place)),
+        Err(error) => return access_log.fail(&ProxyError::from_open(&error, &target_label)),
     };
-    record.opened(opened.session, opened.stream.bytes(), began.elapsed());
+    access_log.opened(opened.session, opened.stream.bytes(), began.elapsed());
     match relay(&mut caller, &mut opened.stream).await.end {
         RelayEnd::Clean => {
-            record.set(Outcome::Ok);
-            unfinished.finish();
+            access_log.set_outcome(Outcome::Ok);
+            response_guard.finish();
         }
-        RelayEnd::ReaderLeft(side) => {
+        RelayEnd::ReaderClosed(side) => {
             debug!(?side, "service stream ended with unread bytes");
-            record.set(Outcome::Cut);
-            read_away(&mut caller).await;
-            unfinished.finish();
+            access_log.set_outcome(Outcome::Cut);
+            discard_input(&mut caller).await;
+            response_guard.finish();
         }
         RelayEnd::Cut(_, error) => {
-            debug!(%error, "service stream was cut");
-            record.fail(&Failure::from_stream(&error, &place, Outcome::Cut));
+            debug!(%error, "service stream was reset");
+            access_log.fail(&ProxyError::from_stream(
+                &error,
+                &target_label,
+                Outcome::Cut,
+            ));
         }
     }
 }

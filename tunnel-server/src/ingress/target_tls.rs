@@ -12,14 +12,14 @@ use tunnel_proto::tls;
 use tunnel_proto::wire::name::NodeName;
 
 /// How https targets are spoken to.
-pub struct Targets {
+pub struct TargetTls {
     /// What the legs are made of.
-    given: Mutex<Given>,
-    legs: ArcSwap<Legs>,
+    inputs: Mutex<TlsInputs>,
+    tls_profiles: ArcSwap<TlsProfiles>,
 }
 
 #[derive(Clone, Default)]
-struct Given {
+struct TlsInputs {
     /// Absent when certificates of targets are accepted as they are.
     roots: Option<Arc<RootCertStore>>,
     own: Option<Arc<CertifiedKey>>,
@@ -27,42 +27,42 @@ struct Given {
     generation: u64,
 }
 
-struct Legs {
-    bare: Leg,
-    lending: Leg,
+struct TlsProfiles {
+    anonymous: TlsProfile,
+    delegated: TlsProfile,
 }
 
 /// TLS for connections to targets on behalf of one kind of caller.
 #[derive(Debug, Clone)]
-pub struct Leg {
+pub struct TlsProfile {
     /// The configuration.
     pub tls: Arc<ClientConfig>,
     /// Equal for legs whose connections may serve each other's requests.
-    pub id: LegId,
+    pub id: TlsProfileId,
 }
 
 /// Tells legs apart: those with the server's own certificate from those without, and both from what they were before a
 /// replacement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LegId {
+pub struct TlsProfileId {
     generation: u64,
-    lends: bool,
+    is_delegated: bool,
 }
 
-impl Targets {
+impl TargetTls {
     /// With `roots`, certificates of targets have to chain to them and to be for the node's name; without, they are
     /// accepted as they are. Nothing is lent yet.
     ///
     /// # Errors
     /// When the roots cannot be used.
     pub fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, Error> {
-        let given = Given {
+        let inputs = TlsInputs {
             roots,
-            ..Given::default()
+            ..TlsInputs::default()
         };
         Ok(Arc::new(Self {
-            legs: ArcSwap::from_pointee(given.legs()?),
-            given: Mutex::new(given),
+            tls_profiles: ArcSwap::from_pointee(inputs.tls_profiles()?),
+            inputs: Mutex::new(inputs),
         }))
     }
 
@@ -71,51 +71,54 @@ impl Targets {
     /// # Errors
     /// When they cannot be used; the old ones stay.
     pub fn trust(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
-        self.replace(|given| given.roots = Some(roots))
+        self.replace(|inputs| inputs.roots = Some(roots))
     }
 
     /// Lends this certificate from the next connection on.
     ///
     /// # Errors
     /// When it cannot be used; the old one stays.
-    pub fn lend(&self, own: Arc<CertifiedKey>) -> Result<(), Error> {
-        self.replace(|given| given.own = Some(own))
+    pub fn delegate(&self, own: Arc<CertifiedKey>) -> Result<(), Error> {
+        self.replace(|inputs| inputs.own = Some(own))
     }
 
     /// How to speak to a target for a caller that may, or may not, borrow the server's certificate.
     #[must_use]
-    pub fn leg(&self, borrows: bool) -> Leg {
-        let legs = self.legs.load();
-        if borrows {
-            legs.lending.clone()
+    pub fn tls_profile(&self, has_delegation: bool) -> TlsProfile {
+        let tls_profiles = self.tls_profiles.load();
+        if has_delegation {
+            tls_profiles.delegated.clone()
         } else {
-            legs.bare.clone()
+            tls_profiles.anonymous.clone()
         }
     }
 
-    fn replace(&self, change: impl FnOnce(&mut Given)) -> Result<(), Error> {
-        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut next = given.clone();
+    fn replace(&self, change: impl FnOnce(&mut TlsInputs)) -> Result<(), Error> {
+        let mut inputs = self.inputs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = inputs.clone();
         change(&mut next);
         next.generation += 1;
-        self.legs.store(Arc::new(next.legs()?));
-        *given = next;
+        self.tls_profiles.store(Arc::new(next.tls_profiles()?));
+        *inputs = next;
         Ok(())
     }
 }
 
-impl Given {
-    fn legs(&self) -> Result<Legs, Error> {
-        let leg = |own: Option<Arc<CertifiedKey>>| {
-            let lends = own.is_some();
+impl TlsInputs {
+    fn tls_profiles(&self) -> Result<TlsProfiles, Error> {
+        let tls_profile = |own: Option<Arc<CertifiedKey>>| {
+            let is_delegated = own.is_some();
             let tls = tls::target_client(self.roots.clone(), own)?;
             let generation = self.generation;
-            let id = LegId { generation, lends };
-            Ok::<_, Error>(Leg { tls, id })
+            let id = TlsProfileId {
+                generation,
+                is_delegated,
+            };
+            Ok::<_, Error>(TlsProfile { tls, id })
         };
-        Ok(Legs {
-            bare: leg(None)?,
-            lending: leg(self.own.clone())?,
+        Ok(TlsProfiles {
+            anonymous: tls_profile(None)?,
+            delegated: tls_profile(self.own.clone())?,
         })
     }
 }
@@ -131,9 +134,9 @@ pub fn server_name(node: &NodeName) -> Result<ServerName<'static>, InvalidDnsNam
         .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
 }
 
-impl fmt::Debug for Targets {
+impl fmt::Debug for TargetTls {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Targets(..)")
+        formatter.write_str("TargetTls(..)")
     }
 }
 
@@ -151,18 +154,24 @@ mod tests {
     }
 
     #[test]
-    fn legs_differ_by_what_is_lent_and_by_each_replacement() {
-        let targets = Targets::new(None).unwrap();
+    fn tls_profiles_differ_by_delegation_and_by_each_replacement() {
+        let targets = TargetTls::new(None).unwrap();
         // Nothing to lend: borrowers are as all others.
-        assert_eq!(targets.leg(true).id, targets.leg(false).id);
-        assert!(!targets.leg(true).tls.client_auth_cert_resolver.has_certs());
-        targets.lend(own()).unwrap();
-        let (bare, lending) = (targets.leg(false), targets.leg(true));
-        assert_ne!(bare.id, lending.id);
-        assert!(!bare.tls.client_auth_cert_resolver.has_certs());
-        assert!(lending.tls.client_auth_cert_resolver.has_certs());
-        targets.lend(own()).unwrap();
-        assert_ne!(targets.leg(true).id, lending.id);
-        assert_ne!(targets.leg(false).id, bare.id);
+        assert_eq!(targets.tls_profile(true).id, targets.tls_profile(false).id);
+        assert!(
+            !targets
+                .tls_profile(true)
+                .tls
+                .client_auth_cert_resolver
+                .has_certs()
+        );
+        targets.delegate(own()).unwrap();
+        let (anonymous, delegated) = (targets.tls_profile(false), targets.tls_profile(true));
+        assert_ne!(anonymous.id, delegated.id);
+        assert!(!anonymous.tls.client_auth_cert_resolver.has_certs());
+        assert!(delegated.tls.client_auth_cert_resolver.has_certs());
+        targets.delegate(own()).unwrap();
+        assert_ne!(targets.tls_profile(true).id, delegated.id);
+        assert_ne!(targets.tls_profile(false).id, anonymous.id);
     }
 }

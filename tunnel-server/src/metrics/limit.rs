@@ -3,7 +3,7 @@
 /// An entry of `limits:` that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Limit {
-    /// A handshake, an admission or an enrolment took too long.
+    /// A handshake, an admission or an enrollment took too long.
     HandshakeTimeout,
     /// A caller's head, or its first bytes, took too long.
     RequestHeadTimeout,

@@ -7,9 +7,9 @@ use http::{HeaderMap, HeaderName, Method, Uri};
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::http::headers::is_plainly_coded;
-use crate::policy::{PortPolicy, PortRefusal};
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::http::headers::has_supported_coding;
+use crate::policy::{PortPolicy, PortPolicyError};
 use crate::routing::routes::RouteTable;
 
 pub(crate) mod delegated;
@@ -43,7 +43,7 @@ impl Scheme {
 
 /// What a request says about where it wants to go.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts<'a> {
+pub struct RequestFacts<'a> {
     /// The method.
     pub method: &'a Method,
     /// The request target.
@@ -86,25 +86,26 @@ impl std::fmt::Display for Destination {
 /// Decides where a request goes.
 ///
 /// # Errors
-/// A [`Failure`] with the answer for the caller.
+/// A [`ProxyError`] with the answer for the caller.
 pub fn decide(
-    facts: &Facts<'_>,
+    facts: &RequestFacts<'_>,
     routes: &RouteTable,
     policy: &PortPolicy,
-) -> Result<Destination, Failure> {
+) -> Result<Destination, ProxyError> {
     check_form(facts)?;
-    let host = single(facts.headers, &HOST)?.ok_or_else(|| bad("the request has no Host"))?;
+    let host = single_value(facts.headers, &HOST)?
+        .ok_or_else(|| bad_request("the request has no Host"))?;
     let host = HostPort::parse(host)
-        .ok_or_else(|| bad("Host is not a name or address with an optional port"))?;
-    let select_host = single(facts.headers, &SELECT_HOST)?
+        .ok_or_else(|| bad_request("Host is not a name or address with an optional port"))?;
+    let select_host = single_value(facts.headers, &SELECT_HOST)?
         .map(|text| {
             text.parse::<NodeName>()
-                .map_err(|error| bad(format!("{SELECT_HOST}: {error}")))
+                .map_err(|error| bad_request(format!("{SELECT_HOST}: {error}")))
         })
         .transpose()?;
-    let select_dest = single(facts.headers, &SELECT_DEST)?
+    let select_dest = single_value(facts.headers, &SELECT_DEST)?
         .map(|text| HostPort::parse(text).filter(|dest| dest.port.is_some()))
-        .map(|parsed| parsed.ok_or_else(|| bad(format!("{SELECT_DEST} is not host:port"))))
+        .map(|parsed| parsed.ok_or_else(|| bad_request(format!("{SELECT_DEST} is not host:port"))))
         .transpose()?;
 
     let port = select_dest
@@ -114,7 +115,7 @@ pub fn decide(
         .or(facts.implied_port);
     let port = port
         .or_else(|| Port::new(facts.scheme.default_port()))
-        .ok_or_else(|| bad("no port"))?;
+        .ok_or_else(|| bad_request("no port"))?;
     let node = choose_node(
         &host.host,
         select_host.as_ref(),
@@ -127,40 +128,42 @@ pub fn decide(
     Ok(Destination { node, target })
 }
 
-fn refused_port(node: &NodeName, port: Port, refusal: &PortRefusal) -> Failure {
+fn refused_port(node: &NodeName, port: Port, refusal: &PortPolicyError) -> ProxyError {
     let text = format!("{node} port {port}: {refusal}");
-    Failure::new(Outcome::RefusedByPolicy, text)
+    ProxyError::new(Outcome::RefusedByPolicy, text)
 }
 
 /// Only origin-form requests are for a node: these doors are no forward proxy.
-fn check_form(facts: &Facts<'_>) -> Result<(), Failure> {
+fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
     if *facts.method == Method::CONNECT {
-        return Err(bad("CONNECT is not offered on this port"));
+        return Err(bad_request("CONNECT is not supported on this port"));
     }
     if facts.uri.scheme().is_some() || facts.uri.authority().is_some() {
-        return Err(bad(
-            "absolute-form requests are not offered on this port; send the path and put the node in Host",
+        return Err(bad_request(
+            "absolute-form requests are not supported on this port; send the path and put the node in Host",
         ));
     }
     check_path(facts.uri, facts.headers)
 }
 
 /// A path, and nothing behind the head that another reader would take for a request.
-pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), Failure> {
-    if !is_plainly_coded(headers) {
-        return Err(bad("Transfer-Encoding other than chunked is not offered"));
+pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyError> {
+    if !has_supported_coding(headers) {
+        return Err(bad_request(
+            "Transfer-Encoding other than chunked is not supported",
+        ));
     }
     if !uri.path().starts_with('/') {
-        return Err(bad("the request target is not a path"));
+        return Err(bad_request("the request target is not a path"));
     }
     let target = uri.path_and_query().map_or("", |target| target.as_str());
     if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(bad(
-            "the request target has bytes that no URI has (RFC 3986); percent-encode them",
+        return Err(bad_request(
+            "the request target contains bytes that are invalid in a URI (RFC 3986); percent-encode them",
         ));
     }
     if target.len() > URI_MAX_BYTES {
-        return Err(Failure::new(
+        return Err(ProxyError::new(
             Outcome::UriTooLong,
             format!("the request target is longer than {URI_MAX_BYTES} bytes"),
         ));
@@ -173,9 +176,9 @@ fn choose_node(
     select_host: Option<&NodeName>,
     select_dest: Option<&Host>,
     routes: &RouteTable,
-) -> Result<NodeName, Failure> {
+) -> Result<NodeName, ProxyError> {
     let contradiction = |header: &HeaderName, node: &NodeName| {
-        bad(format!("{header} names another node than Host ({node})"))
+        bad_request(format!("{header} names another node than Host ({node})"))
     };
     let resolve = |host: &Host| match host {
         Host::Name(name) => routes.by_name(name),
@@ -200,14 +203,16 @@ fn choose_node(
             }
             route(routes.by_name(name))
         }
-        (Host::Address(_), Some(selected), Some(Host::Name(dest))) if dest != selected => Err(bad(
-            format!("{SELECT_HOST} and {SELECT_DEST} name different nodes"),
-        )),
+        (Host::Address(_), Some(selected), Some(Host::Name(dest))) if dest != selected => {
+            Err(bad_request(format!(
+                "{SELECT_HOST} and {SELECT_DEST} name different nodes"
+            )))
+        }
         // An address that is one other node's own names that node; one that nobody or several have names none.
         (Host::Address(_), Some(selected), Some(dest))
             if resolve(dest).is_ok_and(|node| node != *selected) =>
         {
-            Err(bad(format!(
+            Err(bad_request(format!(
                 "{SELECT_HOST} and {SELECT_DEST} name different nodes"
             )))
         }
@@ -217,33 +222,38 @@ fn choose_node(
     }
 }
 
-pub(crate) fn route_failure(error: &crate::routing::routes::RouteError) -> Failure {
+pub(crate) fn route_failure(error: &crate::routing::routes::RouteError) -> ProxyError {
     use crate::routing::routes::RouteError;
     let outcome = match error {
         RouteError::UnknownName(_) | RouteError::UnknownAddress(_) => Outcome::UnknownNode,
-        RouteError::Ambiguous(..) | RouteError::AmbiguousName(..) => Outcome::AmbiguousAddress,
+        RouteError::AmbiguousAddress(..) | RouteError::AmbiguousName(..) => {
+            Outcome::AmbiguousAddress
+        }
     };
-    Failure::new(outcome, error.to_string())
+    ProxyError::new(outcome, error.to_string())
 }
 
 /// The only value of a field, `None` when it is absent.
-fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Failure> {
+fn single_value<'a>(
+    headers: &'a HeaderMap,
+    name: &HeaderName,
+) -> Result<Option<&'a str>, ProxyError> {
     let mut values = headers.get_all(name).iter();
     let first = values.next();
     if values.next().is_some() {
-        return Err(bad(format!("{name} is given more than once")));
+        return Err(bad_request(format!("{name} is given more than once")));
     }
     first
         .map(|value| {
             value
                 .to_str()
-                .map_err(|_binary| bad(format!("{name} is not plain text")))
+                .map_err(|_binary| bad_request(format!("{name} is not plain text")))
         })
         .transpose()
 }
 
-pub(crate) fn bad(text: impl Into<String>) -> Failure {
-    Failure::new(Outcome::BadRequest, text)
+pub(crate) fn bad_request(text: impl Into<String>) -> ProxyError {
+    ProxyError::new(Outcome::BadRequest, text)
 }
 
 /// What a caller names.

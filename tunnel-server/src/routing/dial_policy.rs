@@ -11,11 +11,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use tunnel_proto::process::networks::{Cidr, judged, never_dialled};
+use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::error::{Outcome, ProxyError};
 use crate::routing::routes::{RouteError, RouteTable};
 
 /// One entry of `--connect-direct`: a network, with ports where not all are meant.
@@ -27,7 +27,7 @@ pub struct DirectTarget {
 
 /// What a cluster tells of addresses that the server reaches without an agent. Kubelets write most of it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ClusterRanges {
+pub struct ClusterNetworks {
     /// Of Services.
     pub services: Vec<Cidr>,
     /// Of Pods, on all nodes.
@@ -49,7 +49,7 @@ pub struct PodNetwork {
 
 /// To what an address belongs, for a dial of the server's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub(crate) enum AddressOwner {
     /// A node that is reached through its agent alone.
     Agent(NodeName),
     /// A node in the cloud without an agent.
@@ -57,14 +57,14 @@ pub(crate) enum Owner {
     /// Services, or Pods in the cloud.
     Network,
     /// Several; none of them is believed.
-    Contested(Contest),
+    Conflicting(ClaimConflict),
     /// Nothing that is known.
     Unknown,
 }
 
-/// Claims on one address that contradict each other.
+/// Conflicting claims on one address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Contest {
+pub enum ClaimConflict {
     /// Of nodes.
     #[error(transparent)]
     Nodes(RouteError),
@@ -75,7 +75,7 @@ pub enum Contest {
 
 /// What is known of nodes and of this host when an address is judged.
 #[derive(Clone, Copy)]
-pub(crate) struct Claims<'a> {
+pub(crate) struct AddressClaims<'a> {
     /// Who has which address.
     pub(crate) routes: &'a RouteTable,
     /// Whether a node has an agent that is connected.
@@ -88,22 +88,22 @@ pub(crate) struct Claims<'a> {
 
 /// The ranges of this moment; clones share them.
 #[derive(Debug, Clone, Default)]
-pub struct LiveRanges(Arc<ArcSwap<ClusterRanges>>);
+pub struct LiveClusterNetworks(Arc<ArcSwap<ClusterNetworks>>);
 
 /// What `--connect-direct` allows.
 #[derive(Debug, Clone)]
-pub enum Allowed {
+pub enum DialPolicy {
     /// What the cluster tells, which is nothing outside of one.
-    Cluster(LiveRanges),
+    Cluster(LiveClusterNetworks),
     /// What the operator lists; the cluster still tells which nodes have no agent.
-    Listed(Vec<DirectTarget>, LiveRanges),
+    Listed(Vec<DirectTarget>, LiveClusterNetworks),
 }
 
 /// Why an address is not dialled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum DialRefusal {
     /// No setting allows it.
-    #[error("{1} is {0}, and such addresses are never dialled")]
+    #[error("{1} is {0}, and such addresses are never dialed")]
     Never(&'static str, IpAddr),
     /// Nothing that is allowed contains it.
     #[error("{0} is not within --connect-direct")]
@@ -115,26 +115,26 @@ pub enum Refused {
     Agent(IpAddr, NodeName),
     /// Objects of the cluster contradict each other.
     #[error(transparent)]
-    Contested(Contest),
+    Conflicting(ClaimConflict),
     /// An object of the cluster leads back to this server.
-    #[error("{0} is this server; where that is meant, --connect-direct has to list it")]
+    #[error("{0} is an address of this server; list it in --connect-direct to allow it")]
     Own(SocketAddr),
 }
 
-impl Refused {
-    /// The answer for a caller who wrote `goal`.
-    pub(crate) fn failure(&self, goal: &str) -> Failure {
+impl DialRefusal {
+    /// The answer for a caller who wrote `target`.
+    pub(crate) fn failure(&self, target: &str) -> ProxyError {
         let outcome = match self {
-            Self::Contested(_) => Outcome::AmbiguousAddress,
+            Self::Conflicting(_) => Outcome::AmbiguousAddress,
             Self::Never(..) | Self::NotListed(_) | Self::Agent(..) | Self::Own(_) => {
                 Outcome::RefusedByPolicy
             }
         };
-        Failure::new(outcome, format!("{goal}: {self}"))
+        ProxyError::new(outcome, format!("{target}: {self}"))
     }
 }
 
-impl ClusterRanges {
+impl ClusterNetworks {
     /// The addresses of a node in the cloud.
     #[must_use]
     pub fn cloud_node(&self, node: &NodeName) -> Option<&[IpAddr]> {
@@ -151,50 +151,50 @@ impl ClusterRanges {
         ip: IpAddr,
         routes: &RouteTable,
         has_agent: &dyn Fn(&NodeName) -> bool,
-    ) -> Owner {
+    ) -> AddressOwner {
         let ip = ip.to_canonical();
         let is_direct = |node: &NodeName| self.cloud_nodes.contains_key(node) && !has_agent(node);
         let is_service = self.services.iter().any(|network| network.contains(ip));
         match routes.by_address(ip) {
-            Ok(node) if is_service => Owner::Contested(Contest::Services(ip, node)),
-            Ok(node) if is_direct(&node) => Owner::CloudNode,
-            Ok(node) => Owner::Agent(node),
-            Err(RouteError::UnknownAddress(_)) if is_service => Owner::Network,
+            Ok(node) if is_service => AddressOwner::Conflicting(ClaimConflict::Services(ip, node)),
+            Ok(node) if is_direct(&node) => AddressOwner::CloudNode,
+            Ok(node) => AddressOwner::Agent(node),
+            Err(RouteError::UnknownAddress(_)) if is_service => AddressOwner::Network,
             Err(RouteError::UnknownAddress(_)) => {
                 let mut around = self.pods.iter().filter(|pods| pods.network.contains(ip));
                 let is_in_cloud = around.clone().any(|pods| is_direct(&pods.node));
                 if is_in_cloud && around.all(|pods| is_direct(&pods.node)) {
-                    Owner::Network
+                    AddressOwner::Network
                 } else {
-                    Owner::Unknown
+                    AddressOwner::Unknown
                 }
             }
             Err(
-                error @ (RouteError::Ambiguous(..)
+                error @ (RouteError::AmbiguousAddress(..)
                 | RouteError::UnknownName(_)
                 | RouteError::AmbiguousName(..)),
-            ) => Owner::Contested(Contest::Nodes(error)),
+            ) => AddressOwner::Conflicting(ClaimConflict::Nodes(error)),
         }
     }
 }
 
-impl LiveRanges {
+impl LiveClusterNetworks {
     /// The ranges of this moment.
     #[must_use]
-    pub fn load(&self) -> Arc<ClusterRanges> {
+    pub fn load(&self) -> Arc<ClusterNetworks> {
         self.0.load_full()
     }
 
     /// Puts others in force.
-    pub fn set(&self, ranges: ClusterRanges) {
+    pub fn set(&self, ranges: ClusterNetworks) {
         self.0.store(Arc::new(ranges));
     }
 }
 
-impl Allowed {
+impl DialPolicy {
     /// What the cluster tells.
     #[must_use]
-    pub fn cluster(&self) -> Arc<ClusterRanges> {
+    pub fn cluster(&self) -> Arc<ClusterNetworks> {
         match self {
             Self::Cluster(ranges) | Self::Listed(_, ranges) => ranges.load(),
         }
@@ -202,7 +202,7 @@ impl Allowed {
 
     /// Whether anything may be dialled at all.
     #[must_use]
-    pub fn is_nothing(&self) -> bool {
+    pub fn is_deny_all(&self) -> bool {
         match self {
             Self::Cluster(ranges) => {
                 let ranges = ranges.load();
@@ -217,60 +217,62 @@ impl Allowed {
     /// Judges an address that something resolved to; the one that is returned is the one to dial.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub(crate) fn judge(
+    /// [`DialRefusal`].
+    pub(crate) fn check(
         &self,
         address: SocketAddr,
-        claims: &Claims<'_>,
-    ) -> Result<SocketAddr, Refused> {
+        claims: &AddressClaims<'_>,
+    ) -> Result<SocketAddr, DialRefusal> {
         let ip = address.ip().to_canonical();
         let address = SocketAddr::new(ip, address.port());
-        if let Some(kind) = never_dialled(judged(ip)) {
-            return Err(Refused::Never(kind, ip));
+        if let Some(kind) = forbidden_kind(effective_ip(ip)) {
+            return Err(DialRefusal::Never(kind, ip));
         }
-        if judged(ip) != ip {
+        if effective_ip(ip) != ip {
             // An IPv4 address that a translator would dial: list the address itself.
-            return Err(Refused::Never("translated", ip));
+            return Err(DialRefusal::Never("translated", ip));
         }
         let Some(port) = Port::new(address.port()) else {
-            return Err(Refused::NotListed(address));
+            return Err(DialRefusal::NotListed(address));
         };
         let cluster = self.cluster();
         let owner = cluster.owner(ip, claims.routes, &|node| (claims.has_agent)(node));
         let this_port = [port];
         // On a host of the control plane the server shares the node's address: there only its own ports are left out.
         let own_ports = match owner {
-            Owner::Agent(node) => return Err(Refused::Agent(ip, node)),
-            Owner::Contested(contest) => return Err(Refused::Contested(contest)),
-            Owner::CloudNode => Some(claims.own_ports),
-            Owner::Network => Some(&this_port[..]),
-            Owner::Unknown => None,
+            AddressOwner::Agent(node) => return Err(DialRefusal::Agent(ip, node)),
+            AddressOwner::Conflicting(conflict) => return Err(DialRefusal::Conflicting(conflict)),
+            AddressOwner::CloudNode => Some(claims.own_ports),
+            AddressOwner::Network => Some(&this_port[..]),
+            AddressOwner::Unknown => None,
         };
         match (self, own_ports) {
             (Self::Listed(targets, _), _) => {
                 let is_listed = targets.iter().any(|target| target.contains(ip, port));
                 is_listed
                     .then_some(address)
-                    .ok_or(Refused::NotListed(address))
+                    .ok_or(DialRefusal::NotListed(address))
             }
-            (Self::Cluster(_), None) => Err(Refused::NotListed(address)),
+            (Self::Cluster(_), None) => Err(DialRefusal::NotListed(address)),
             (Self::Cluster(_), Some(_)) if ip.is_loopback() || ETCD_PORTS.contains(&port.get()) => {
-                Err(Refused::NotListed(address))
+                Err(DialRefusal::NotListed(address))
             }
             (Self::Cluster(_), Some(own_ports)) => {
                 let is_own =
                     cluster.own.contains(&ip) || own_ports.contains(&port) && (claims.is_own)(ip);
-                (!is_own).then_some(address).ok_or(Refused::Own(address))
+                (!is_own)
+                    .then_some(address)
+                    .ok_or(DialRefusal::Own(address))
             }
         }
     }
 }
 
 #[cfg(test)]
-impl Claims<'_> {
+impl AddressClaims<'_> {
     /// No node is known, and no address is this host's.
-    pub(crate) fn none(routes: &RouteTable) -> Claims<'_> {
-        Claims {
+    pub(crate) fn none(routes: &RouteTable) -> AddressClaims<'_> {
+        AddressClaims {
             routes,
             has_agent: &|_| false,
             is_own: &|_| false,

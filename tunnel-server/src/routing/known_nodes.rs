@@ -13,7 +13,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::store::data_dir::{
-    DataDir, SharedFile, Stamp, time_text, time_text_option, whole_seconds,
+    DataDir, FileStamp, SharedFile, time_text, time_text_option, whole_seconds,
 };
 
 /// The known nodes of a data directory. Changes are in memory at once and on disk after [`KnownNodes::save`], which
@@ -78,13 +78,13 @@ impl KnownNodes {
                 let is_draining = tokio::select! {
                     () = drain.cancelled() => true,
                     () = nodes.dirty.notified() => false,
-                    () = tokio::time::sleep(SAVE_AGAIN), if has_failed => false,
+                    () = tokio::time::sleep(SAVE_RETRY_DELAY), if has_failed => false,
                 };
                 if !is_draining {
                     // A site that comes back brings many changes in a row.
                     tokio::select! {
                         () = drain.cancelled() => {}
-                        () = tokio::time::sleep(SAVE_PAUSE) => {}
+                        () = tokio::time::sleep(SAVE_DEBOUNCE) => {}
                     }
                 }
                 let saving = nodes.clone();
@@ -92,8 +92,8 @@ impl KnownNodes {
                 has_failed = !matches!(saved, Ok(Ok(())));
                 match saved {
                     Ok(Ok(())) => {}
-                    Ok(Err(error)) => warn!(%error, "cannot keep the known nodes"),
-                    Err(error) => warn!(%error, "keeping the known nodes failed"),
+                    Ok(Err(error)) => warn!(%error, "cannot save the known nodes"),
+                    Err(error) => warn!(%error, "task that saves the known nodes failed"),
                 }
                 if is_draining {
                     return;
@@ -104,25 +104,29 @@ impl KnownNodes {
 
     /// Makes a node known. Addresses replace those given before; none leaves them as they are.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
-        let given: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
+        let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
         self.change(|state| {
             let is_new = !state.nodes.contains_key(node);
             let known = entry(&mut state.nodes, node, SystemTime::now());
-            let given: Vec<IpAddr> = given.into_iter().collect();
-            if !given.is_empty() && known.addresses != given {
-                known.addresses = given;
-                return Change::Routes;
+            let canonical: Vec<IpAddr> = canonical.into_iter().collect();
+            if !canonical.is_empty() && known.addresses != canonical {
+                known.addresses = canonical;
+                return NodeChange::Routes;
             }
-            if is_new { Change::Routes } else { Change::None }
+            if is_new {
+                NodeChange::Routes
+            } else {
+                NodeChange::None
+            }
         });
     }
 
     /// Notes that a node connected with a certificate that ends at `not_after`.
-    pub fn seen(&self, node: &NodeName, not_after: SystemTime) {
-        self.seen_at(node, not_after, SystemTime::now());
+    pub fn record_connection(&self, node: &NodeName, not_after: SystemTime) {
+        self.record_connection_at(node, not_after, SystemTime::now());
     }
 
-    fn seen_at(&self, node: &NodeName, not_after: SystemTime, now: SystemTime) {
+    fn record_connection_at(&self, node: &NodeName, not_after: SystemTime, now: SystemTime) {
         let (now, not_after) = (whole_seconds(now), whole_seconds(not_after));
         self.change(|state| {
             let is_new = !state.nodes.contains_key(node);
@@ -130,16 +134,16 @@ impl KnownNodes {
             let is_recent = known
                 .last_seen
                 .and_then(|last| now.duration_since(last).ok())
-                .is_some_and(|age| age < LAST_SEEN_GRAIN);
+                .is_some_and(|age| age < LAST_SEEN_RESOLUTION);
             if is_recent && known.certificate_not_after == Some(not_after) {
-                return Change::None;
+                return NodeChange::None;
             }
             known.last_seen = Some(now);
             known.certificate_not_after = Some(not_after);
             if is_new {
-                Change::Routes
+                NodeChange::Routes
             } else {
-                Change::Facts
+                NodeChange::Times
             }
         });
     }
@@ -150,10 +154,10 @@ impl KnownNodes {
         self.change(|state| {
             was_known = state.nodes.remove(node).is_some();
             if !was_known {
-                return Change::None;
+                return NodeChange::None;
             }
             state.forgotten.insert(node.clone());
-            Change::Routes
+            NodeChange::Routes
         });
         was_known
     }
@@ -210,7 +214,7 @@ impl KnownNodes {
             let has_more = state.refresh(&self.file)?;
             state.is_dirty = false;
             let forgotten = state.forgotten.clone();
-            (Content::of(&state.nodes), forgotten, has_more)
+            (KnownNodesFile::of(&state.nodes), forgotten, has_more)
         };
         let written = self.file.write(&content);
         {
@@ -233,20 +237,20 @@ impl KnownNodes {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self, change: impl FnOnce(&mut State) -> Change) {
+    fn change(&self, change: impl FnOnce(&mut State) -> NodeChange) {
         let changed = {
             let mut state = self.lock();
             let changed = change(&mut state);
-            if changed != Change::None {
+            if changed != NodeChange::None {
                 state.is_dirty = true;
                 state.shared = None;
             }
             changed
         };
         match changed {
-            Change::None => return,
-            Change::Facts => {}
-            Change::Routes => self.version.send_modify(|version| *version += 1),
+            NodeChange::None => return,
+            NodeChange::Times => {}
+            NodeChange::Routes => self.version.send_modify(|version| *version += 1),
         }
         self.dirty.notify_one();
     }
@@ -261,26 +265,26 @@ struct State {
     /// Forgotten since the last write, so that the file does not bring them back.
     forgotten: BTreeSet<NodeName>,
     /// The file as last read or written.
-    stamp: Option<Stamp>,
+    stamp: Option<FileStamp>,
 }
 
 /// What a change means for others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Change {
+enum NodeChange {
     None,
     /// Times only.
-    Facts,
+    Times,
     /// Names or addresses.
     Routes,
 }
 
 /// The form of the file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Content {
+struct KnownNodesFile {
     nodes: BTreeMap<String, KnownNode>,
 }
 
-impl Content {
+impl KnownNodesFile {
     fn of(nodes: &NodeMap) -> Self {
         Self {
             nodes: nodes
@@ -298,7 +302,7 @@ impl State {
         if stamp.is_none() || stamp == self.stamp {
             return Ok(false);
         }
-        let Some(content) = file.read::<Content>()? else {
+        let Some(content) = file.read::<KnownNodesFile>()? else {
             return Ok(false);
         };
         let mut has_more = false;
@@ -332,11 +336,11 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
 }
 
 /// Changes within this time are written together.
-const SAVE_PAUSE: Duration = Duration::from_secs(1);
+const SAVE_DEBOUNCE: Duration = Duration::from_secs(1);
 /// How long to wait after a write that failed.
-const SAVE_AGAIN: Duration = Duration::from_secs(10);
+const SAVE_RETRY_DELAY: Duration = Duration::from_secs(10);
 /// A reconnect within this time changes nothing that is kept.
-const LAST_SEEN_GRAIN: Duration = Duration::from_secs(10 * 60);
+const LAST_SEEN_RESOLUTION: Duration = Duration::from_secs(10 * 60);
 
 #[cfg(test)]
 mod tests;

@@ -7,9 +7,9 @@ use tokio::sync::{mpsc, oneshot};
 use tunnel_proto::wire::name::NodeName;
 
 /// Questions that wait in the queue; further callers wait for room in it.
-const QUESTIONS_MAX: usize = 64;
+const QUEUE_MAX: usize = 64;
 /// How long a request waits for an answer, its time in the queue included: two calls of the cluster's side that time out.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest DNS subdomain (RFC 1123), bytes.
 const SUBDOMAIN_MAX: usize = 253;
 /// Longest DNS label, bytes.
@@ -77,7 +77,7 @@ fn is_label(text: &str) -> bool {
 
 /// Why the node of a pod is not known.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum LookupError {
+pub enum PodLookupError {
     /// The API has no such pod.
     #[error("there is no such pod")]
     NotFound,
@@ -85,7 +85,7 @@ pub enum LookupError {
     #[error("the pod is bound to no node")]
     Unbound,
     /// The name of the pod's node cannot be addressed.
-    #[error("its node {0:?} has a name that no agent can have")]
+    #[error("node name {0:?} is not valid for an agent")]
     UnusableNode(String),
     /// The server lacks the right.
     #[error(
@@ -97,7 +97,7 @@ pub enum LookupError {
     #[error("the API server cannot be asked: {0}")]
     Unavailable(String),
     /// No answer in time.
-    #[error("no answer of the API server within {} s", ANSWER_LIMIT.as_secs())]
+    #[error("no answer of the API server within {} s", ANSWER_TIMEOUT.as_secs())]
     Timeout,
 }
 
@@ -107,35 +107,35 @@ pub struct Question {
     /// The pod.
     pub pod: Pod,
     /// Takes the node, by the name of its object.
-    pub answer: oneshot::Sender<Result<NodeName, LookupError>>,
+    pub answer: oneshot::Sender<Result<NodeName, PodLookupError>>,
 }
 
 /// Asks for pods' nodes. Clones ask the same side.
 #[derive(Debug, Clone)]
-pub struct PodFinder(mpsc::Sender<Question>);
+pub struct PodResolver(mpsc::Sender<Question>);
 
-impl PodFinder {
+impl PodResolver {
     /// A finder and the questions it asks.
     #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<Question>) {
-        let (questions, taken) = mpsc::channel(QUESTIONS_MAX);
-        (Self(questions), taken)
+        let (questions, receiver) = mpsc::channel(QUEUE_MAX);
+        (Self(questions), receiver)
     }
 
     /// Returns the node that a pod is bound to, within 10 s. Cancel-safe: a question whose asker is gone is dropped.
     ///
     /// # Errors
-    /// [`LookupError`].
-    pub async fn node_of(&self, pod: Pod) -> Result<NodeName, LookupError> {
+    /// [`PodLookupError`].
+    pub async fn node_of(&self, pod: Pod) -> Result<NodeName, PodLookupError> {
         let (answer, answered) = oneshot::channel();
         let asking = async {
-            let stopped = || LookupError::Unavailable("the server is stopping".to_owned());
+            let stopped = || PodLookupError::Unavailable("the server is stopping".to_owned());
             let sent = self.0.send(Question { pod, answer }).await;
             sent.map_err(|_closed| stopped())?;
             answered.await.map_err(|_dropped| stopped())?
         };
-        let waited = tokio::time::timeout(ANSWER_LIMIT, asking).await;
-        waited.unwrap_or(Err(LookupError::Timeout))
+        let waited = tokio::time::timeout(ANSWER_TIMEOUT, asking).await;
+        waited.unwrap_or(Err(PodLookupError::Timeout))
     }
 }
 
@@ -210,25 +210,25 @@ mod tests {
 
     #[tokio::test]
     async fn question_without_an_answering_side_is_an_error() {
-        let (finder, questions) = PodFinder::new();
+        let (finder, questions) = PodResolver::new();
         drop(questions);
         let answer = finder.node_of(pod()).await;
         assert!(
-            matches!(answer, Err(LookupError::Unavailable(_))),
+            matches!(answer, Err(PodLookupError::Unavailable(_))),
             "{answer:?}"
         );
     }
 
     #[tokio::test(start_paused = true)]
     async fn more_questions_than_the_queue_holds_wait_and_are_answered() {
-        let (finder, mut questions) = PodFinder::new();
+        let (finder, mut questions) = PodResolver::new();
         let mut asking = tokio::task::JoinSet::new();
-        for _ in 0..3 * QUESTIONS_MAX {
+        for _ in 0..3 * QUEUE_MAX {
             let finder = finder.clone();
             asking.spawn(async move { finder.node_of(pod()).await });
         }
         let answering = async {
-            for _ in 0..3 * QUESTIONS_MAX {
+            for _ in 0..3 * QUEUE_MAX {
                 let question = questions.recv().await.unwrap();
                 let node = "worker-1".parse().unwrap();
                 question.answer.send(Ok(node)).unwrap();
@@ -240,11 +240,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn wait_for_an_answer_is_bounded() {
-        let (finder, _questions) = PodFinder::new();
+        let (finder, _questions) = PodResolver::new();
         let began = tokio::time::Instant::now();
-        assert_eq!(finder.node_of(pod()).await, Err(LookupError::Timeout));
+        assert_eq!(finder.node_of(pod()).await, Err(PodLookupError::Timeout));
         let waited = began.elapsed();
-        let latest = ANSWER_LIMIT + Duration::from_millis(10);
-        assert!(waited >= ANSWER_LIMIT && waited < latest, "{waited:?}");
+        let latest = ANSWER_TIMEOUT + Duration::from_millis(10);
+        assert!(waited >= ANSWER_TIMEOUT && waited < latest, "{waited:?}");
     }
 }

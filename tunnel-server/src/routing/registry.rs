@@ -16,15 +16,15 @@ use tunnel_proto::wire::name::{NodeName, SessionId};
 mod agent_session;
 mod limiter;
 
-pub use crate::routing::registry::agent_session::{AgentSession, Suspicion};
-pub use limiter::{CallerKey, Exhausted, Share};
+pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
+pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
 use limiter::{StreamLimiter, StreamPermit};
 
 /// Sessions of a node that are tried for one stream: the active one and one spare.
-const ATTEMPTS: usize = 2;
+const OPEN_ATTEMPTS_MAX: usize = 2;
 
 /// How often the sessions of a node are looked up for one stream.
-const ROUNDS: usize = 3;
+const LOOKUP_ROUNDS_MAX: usize = 3;
 
 /// Sessions of one node at once. An agent holds two while it replaces one, and one more for each that a partition left behind.
 const SESSIONS_PER_NODE: usize = 4;
@@ -43,21 +43,21 @@ pub enum RegisterError {
 pub enum OpenError {
     /// No session.
     #[error(
-        "no agent is connected for this node; is tunnel-agent running there? 'tunnel-server nodes' lists who is"
+        "no agent is connected for this node; check that tunnel-agent runs there ('tunnel-server nodes' lists connected nodes)"
     )]
     NoAgent,
     /// Only sessions whose agent may be gone.
-    #[error("the agent may be gone: {0}; requests are taken again when it answers")]
-    Suspect(Suspicion),
+    #[error("the agent is suspect: {0}; requests are accepted again when it answers")]
+    Suspect(SuspectReason),
     /// The agent, or the caller at this agent, has as many streams as it may have.
     #[error("{0}")]
-    TooManyStreams(Exhausted),
+    TooManyStreams(QuotaExhausted),
     /// Stalled readers hold as much memory as they may, in bytes of the whole pool.
     #[error(
-        "callers that do not read hold too much of limits.bufferPool, {}; try again later",
+        "stalled readers use too much of limits.bufferPool, {}; try again later",
         format_size(*.0)
     )]
-    NoRoom(u64),
+    BufferPoolFull(u64),
     /// The agent is stopping and no other session is there.
     #[error("the agent is stopping")]
     Draining,
@@ -65,13 +65,13 @@ pub enum OpenError {
     #[error("the session with the agent was lost")]
     Lost(#[source] SessionError),
     /// The agent takes no stream in time.
-    #[error("the agent did not take the stream in time (limits.openTimeout)")]
+    #[error("the agent did not accept the stream in time (limits.openTimeout)")]
     Timeout,
 }
 
 /// A stream with the session that carries it.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenedStream {
     /// The stream; it gives its place back when dropped.
     pub stream: Stream,
     /// For logs.
@@ -248,10 +248,10 @@ impl Registry {
         caller: &CallerKey,
         limit: Duration,
         except: Option<SessionId>,
-    ) -> Result<Opened, OpenError> {
+    ) -> Result<OpenedStream, OpenError> {
         let mut failure = OpenError::NoAgent;
         // A session that is replaced while it is asked has its successor beside it by then.
-        for _ in 0..ROUNDS {
+        for _ in 0..LOOKUP_ROUNDS_MAX {
             failure = match self.try_open(node, header, caller, limit, except).await {
                 Err(OpenError::Draining) => OpenError::Draining,
                 outcome => return outcome,
@@ -267,14 +267,14 @@ impl Registry {
         caller: &CallerKey,
         limit: Duration,
         except: Option<SessionId>,
-    ) -> Result<Opened, OpenError> {
+    ) -> Result<OpenedStream, OpenError> {
         let (routable, permit) = self.admit(node, caller, except)?;
         let mut failure = OpenError::NoAgent;
         for agent in routable {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     stream.attach((permit, agent.count_stream()));
-                    return Ok(Opened {
+                    return Ok(OpenedStream {
                         stream,
                         session: agent.id,
                     });
@@ -301,7 +301,7 @@ impl Registry {
     /// Whether an idle stream over `session` may be kept for a further request: new streams would take the same way, and
     /// the node's agent has at most a quarter of its streams open.
     #[must_use]
-    pub fn may_keep(&self, node: &NodeName, session: SessionId) -> bool {
+    pub fn can_reuse(&self, node: &NodeName, session: SessionId) -> bool {
         let nodes = self.lock();
         nodes.get(node).is_some_and(|node| {
             node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == session)
@@ -319,24 +319,24 @@ impl Registry {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
-        let mut suspicion = None;
+        let mut suspect_reason = None;
         let mut routable = Vec::new();
         for agent in &sessions {
             if agent.is_withdrawn() || except == Some(agent.id) {
                 continue;
             }
-            match agent.suspicion() {
-                Some(doubt) => suspicion = suspicion.or(Some(doubt)),
-                None if routable.len() < ATTEMPTS => routable.push(agent.clone()),
+            match agent.suspect_reason() {
+                Some(reason) => suspect_reason = suspect_reason.or(Some(reason)),
+                None if routable.len() < OPEN_ATTEMPTS_MAX => routable.push(agent.clone()),
                 None => {}
             }
         }
         if routable.is_empty() {
-            return Err(suspicion.map_or(OpenError::Draining, OpenError::Suspect));
+            return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
         }
         // Another session is no way out: the pool is everyone's, and its share is the agent's.
         if !sessions.iter().all(|agent| agent.session.has_room()) {
-            return Err(OpenError::NoRoom(self.limits.buffer_pool));
+            return Err(OpenError::BufferPoolFull(self.limits.buffer_pool));
         }
         let permit = limiter.acquire(caller).map_err(OpenError::TooManyStreams)?;
         Ok((routable, permit))

@@ -25,7 +25,7 @@ pub struct RouteTable {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// Nobody has vouched for a node of this name.
-    #[error("no node is called {0}; 'tunnel-server nodes' lists the known ones")]
+    #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownName(NodeName),
     /// Several nodes say that this is their host name.
     #[error("{} is the host name of {}; address the node by its own name", .0, join(.1))]
@@ -35,7 +35,7 @@ pub enum RouteError {
     UnknownAddress(IpAddr),
     /// Several nodes have this address, connected or not; guessing would reach the wrong machine.
     #[error("{} is the address of {}; address the node by name", .0, join(.1))]
-    Ambiguous(IpAddr, Vec<NodeName>),
+    AmbiguousAddress(IpAddr, Vec<NodeName>),
 }
 
 /// A node as one source knows it.
@@ -147,7 +147,7 @@ impl RouteTable {
     /// The one known node with this address.
     ///
     /// # Errors
-    /// [`RouteError::UnknownAddress`], or [`RouteError::Ambiguous`] when several have it.
+    /// [`RouteError::UnknownAddress`], or [`RouteError::AmbiguousAddress`] when several have it.
     pub fn by_address(&self, address: IpAddr) -> Result<NodeName, RouteError> {
         match self
             .addresses
@@ -156,7 +156,7 @@ impl RouteTable {
         {
             None | Some([]) => Err(RouteError::UnknownAddress(address)),
             Some([node]) => Ok(node.clone()),
-            Some(several) => Err(RouteError::Ambiguous(address, several.to_vec())),
+            Some(several) => Err(RouteError::AmbiguousAddress(address, several.to_vec())),
         }
     }
 
@@ -189,7 +189,7 @@ fn listed<K: std::hash::Hash + Eq>(
 
 /// Who knows of nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
+pub enum RouteSource {
     /// Tokens and certificates, with the addresses that operators gave.
     Known,
     /// The cluster's Node objects.
@@ -198,12 +198,12 @@ pub enum Source {
 
 /// The table in force, merged from its sources. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Routes(Arc<Shared>);
+pub struct Routes(Arc<RoutesInner>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct RoutesInner {
     table: ArcSwap<RouteTable>,
-    sources: Mutex<BTreeMap<Source, Arc<[RouteNode]>>>,
+    sources: Mutex<BTreeMap<RouteSource, Arc<[RouteNode]>>>,
 }
 
 impl Routes {
@@ -215,14 +215,14 @@ impl Routes {
 
     /// What a source knows.
     #[must_use]
-    pub fn of(&self, source: Source) -> Arc<[RouteNode]> {
+    pub fn of(&self, source: RouteSource) -> Arc<[RouteNode]> {
         let sources = self.0.sources.lock();
         let sources = sources.unwrap_or_else(PoisonError::into_inner);
         sources.get(&source).cloned().unwrap_or_default()
     }
 
     /// Replaces what a source knows, as a whole, and puts the merged table in force.
-    pub fn set(&self, source: Source, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
+    pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
         let sources = self.0.sources.lock();
         let mut sources = sources.unwrap_or_else(PoisonError::into_inner);
         sources.insert(source, nodes.into());
@@ -302,19 +302,19 @@ mod tests {
     #[test]
     fn sources_are_merged_and_replaced_one_by_one() {
         let routes = Routes::default();
-        routes.set(Source::Known, vec![route("a", None, &["10.0.0.1"])]);
+        routes.set(RouteSource::Known, vec![route("a", None, &["10.0.0.1"])]);
         let cluster = vec![
             route("a", None, &["10.0.0.2"]),
             route("b", None, &["10.0.0.1"]),
         ];
-        let table = routes.set(Source::Cluster, cluster);
+        let table = routes.set(RouteSource::Cluster, cluster);
         assert_eq!(table, routes.load());
         assert_eq!(table.by_address("10.0.0.2".parse().unwrap()), Ok(name("a")));
         assert!(matches!(
             table.by_address("10.0.0.1".parse().unwrap()),
-            Err(RouteError::Ambiguous(_, nodes)) if nodes == [name("a"), name("b")]
+            Err(RouteError::AmbiguousAddress(_, nodes)) if nodes == [name("a"), name("b")]
         ));
-        let table = routes.set(Source::Cluster, Vec::new());
+        let table = routes.set(RouteSource::Cluster, Vec::new());
         assert_eq!(table.by_address("10.0.0.1".parse().unwrap()), Ok(name("a")));
         assert!(!table.knows(&name("b")));
     }

@@ -9,19 +9,19 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, debug, error, info_span, warn};
-use tunnel_proto::process::accept::Accepting;
-use tunnel_proto::process::telemetry::LineLimit;
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
 use crate::config::Limit;
 use crate::metrics::TIMEOUT;
 use crate::session::Sessions;
-use tunnel_proto::process::places::{Place, Places, Reached};
+use tunnel_proto::process::admission::{ConnLimiter, ConnPermit, LimitReached};
 
 mod tcp;
 
-pub use tcp::TcpEntry;
+pub use tcp::TcpHandler;
 
 /// Accepts agents.
 #[derive(Debug)]
@@ -29,15 +29,15 @@ pub struct Acceptor {
     /// UDP.
     pub quic: Arc<QuicAcceptor>,
     /// What TCP connections need.
-    pub tcp_entry: Arc<TcpEntry>,
+    pub tcp_handler: Arc<TcpHandler>,
     /// What a session needs.
     pub sessions: Arc<Sessions>,
-    /// Time for a handshake, and for a whole enrolment.
+    /// Time for a handshake, and for a whole enrollment.
     pub handshake_limit: Duration,
-    /// Places for connections without a valid credential yet.
-    pub pre_auth: Arc<Places>,
-    /// Places for TCP connections, for their whole life: each takes a descriptor, and others need some, too.
-    pub over_tcp: Arc<Semaphore>,
+    /// Limits connections that are not yet authenticated.
+    pub pre_auth: Arc<ConnLimiter>,
+    /// Permits for TCP connections, for their whole life: each takes a descriptor, and others need some, too.
+    pub tcp_permits: Arc<Semaphore>,
 }
 
 impl Acceptor {
@@ -45,7 +45,7 @@ impl Acceptor {
     /// agent that was sent away looks for another server at once: the TCP listener is closed, and over QUIC, whose socket
     /// the open sessions need, each is answered with CONNECTION_REFUSED.
     pub fn start(self, tcp: TcpListener) {
-        let tcp = Accepting::new(tcp, "agents");
+        let tcp = RetryingListener::new(tcp, "agents");
         let shutdown = self.sessions.shutdown.clone();
         let acceptor = Arc::new(self);
         let quic = acceptor.clone();
@@ -59,7 +59,7 @@ impl Acceptor {
             let Some((peer, handshake)) = self.quic.accept().await else {
                 if !drain.is_cancelled() {
                     error!(
-                        "the QUIC endpoint has ended; agents go on over TCP until the server is started anew"
+                        "the QUIC endpoint has stopped; agents stay connected over TCP; restart the server"
                     );
                 }
                 return;
@@ -69,37 +69,37 @@ impl Acceptor {
                 drop(handshake);
                 continue;
             }
-            let Some(stranger) = self.stranger(peer) else {
+            let Some(half_open) = self.half_open(peer) else {
                 continue;
             };
             let work = async move {
-                let shaken = stranger.in_time(handshake).await;
-                stranger.admit(shaken).await;
+                let outcome = half_open.with_deadline(handshake).await;
+                half_open.admit(outcome).await;
             };
             let work = work.instrument(info_span!("conn", %peer));
             self.sessions.shutdown.spawn_service(work);
         }
     }
 
-    async fn accept_tcp(&self, mut tcp: Accepting<TcpListener>) {
+    async fn accept_tcp(&self, mut tcp: RetryingListener<TcpListener>) {
         let drain = self.sessions.shutdown.drain();
         loop {
             let (socket, peer) = tokio::select! {
                 biased;
                 () = drain.cancelled() => return,
-                accepted = tcp.next() => accepted,
+                accepted = tcp.accept() => accepted,
             };
-            let Ok(permit) = self.over_tcp.clone().try_acquire_owned() else {
+            let Ok(permit) = self.tcp_permits.clone().try_acquire_owned() else {
                 self.sessions.metrics.handshake("overloaded");
-                debug!(%peer, "no descriptor is left for another agent over TCP; raise the limit of open files");
+                debug!(%peer, "cannot accept another agent over TCP: no file descriptor is left; raise the limit of open files");
                 continue;
             };
-            let Some(stranger) = self.stranger(peer) else {
+            let Some(half_open) = self.half_open(peer) else {
                 continue;
             };
-            let entry = self.tcp_entry.clone();
+            let handler = self.tcp_handler.clone();
             let work = async move {
-                entry.serve(socket, peer, stranger).await;
+                handler.serve(socket, peer, half_open).await;
                 drop(permit);
             };
             let work = work.instrument(info_span!("conn", %peer));
@@ -108,50 +108,50 @@ impl Acceptor {
     }
 
     /// A new connection, with a place of its own. Without one it is dropped, which refuses it.
-    fn stranger(&self, peer: SocketAddr) -> Option<Stranger> {
-        let entered = self.pre_auth.enter(peer.ip());
+    fn half_open(&self, peer: SocketAddr) -> Option<HalfOpenConn> {
+        let acquired = self.pre_auth.acquire(peer.ip());
         let metrics = &self.sessions.metrics;
-        let reached = match &entered {
-            Ok(place) => place.reached(),
+        let reached = match &acquired {
+            Ok(permit) => permit.reached(),
             Err(reached) => Some(*reached),
         };
         match reached {
-            Some(Reached::PerSource) => metrics.limit(Limit::PreAuthPerSource),
-            Some(Reached::Total) => metrics.limit(Limit::PreAuthTotal),
+            Some(LimitReached::PerSource) => metrics.limit(Limit::PreAuthPerSource),
+            Some(LimitReached::Total) => metrics.limit(Limit::PreAuthTotal),
             None => {}
         }
-        let Ok(place) = entered else {
+        let Ok(permit) = acquired else {
             metrics.handshake("overloaded");
             return None;
         };
-        Some(Stranger {
+        Some(HalfOpenConn {
             sessions: self.sessions.clone(),
             deadline: Instant::now() + self.handshake_limit,
-            place,
+            permit,
         })
     }
 }
 
 /// A connection that has shown no credential yet.
 #[derive(Debug)]
-struct Stranger {
+struct HalfOpenConn {
     sessions: Arc<Sessions>,
     deadline: Instant,
-    place: Place,
+    permit: ConnPermit,
 }
 
 /// Why a connection was given up before it showed a credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-enum GivenUp {
+enum PreAuthError {
     #[error("handshake did not finish in time (limits.handshakeTimeout)")]
     Timeout,
     #[error(
-        "place was needed for a newer connection (limits.preAuthPerSource, limits.preAuthTotal)"
+        "connection evicted in favor of a newer one (limits.preAuthPerSource, limits.preAuthTotal)"
     )]
     Evicted,
 }
 
-impl GivenUp {
+impl PreAuthError {
     /// For metrics.
     fn label(self) -> &'static str {
         match self {
@@ -161,51 +161,51 @@ impl GivenUp {
     }
 }
 
-impl Stranger {
+impl HalfOpenConn {
     /// Work under the deadline, for as long as the place lasts.
-    async fn in_time<T>(&self, work: impl Future<Output = T>) -> Result<T, GivenUp> {
+    async fn with_deadline<T>(&self, work: impl Future<Output = T>) -> Result<T, PreAuthError> {
         tokio::select! {
             biased;
-            () = self.place.evicted() => Err(GivenUp::Evicted),
-            done = timeout_at(self.deadline, work) => done.map_err(|_elapsed| GivenUp::Timeout),
+            () = self.permit.evicted() => Err(PreAuthError::Evicted),
+            done = timeout_at(self.deadline, work) => done.map_err(|_elapsed| PreAuthError::Timeout),
         }
     }
 
     /// Serves the session that the handshake gave, to its end.
-    async fn admit(self, shaken: Result<Shaken, GivenUp>) {
+    async fn admit(self, outcome: Result<HandshakeResult, PreAuthError>) {
         let metrics = &self.sessions.metrics;
-        match shaken {
+        match outcome {
             Ok(Ok(session)) => {
-                drop(self.place);
+                drop(self.permit);
                 self.sessions.serve(session).await;
             }
             Ok(Err(error)) => {
                 metrics.handshake(handshake_label(&error));
                 match error {
-                    HandshakeError::Timeout => debug!(%error, "handshake with an agent failed"),
+                    HandshakeError::Timeout => debug!(%error, "agent handshake failed"),
                     HandshakeError::Transport(_)
-                    | HandshakeError::Verdict(..)
+                    | HandshakeError::CertificateRejected(..)
                     | HandshakeError::Identity(_)
                     | HandshakeError::Local(_)
                     | HandshakeError::Refused
                     | HandshakeError::Connect(_) => {
-                        static FAILED: LineLimit = LineLimit::new("handshakes with agents failed");
+                        static FAILED: LogRateLimit = LogRateLimit::new("agent handshakes failed");
                         if FAILED.admit() {
-                            warn!(%error, "handshake with an agent failed");
+                            warn!(%error, "agent handshake failed");
                         }
                     }
                 }
             }
-            Err(given_up) => {
-                metrics.handshake(given_up.label());
-                debug!(%given_up, "handshake with an agent failed");
+            Err(error) => {
+                metrics.handshake(error.label());
+                debug!(%error, "agent handshake failed");
             }
         }
     }
 }
 
 /// The end of a handshake.
-type Shaken = Result<Arc<dyn Session>, HandshakeError>;
+type HandshakeResult = Result<Arc<dyn Session>, HandshakeError>;
 
 fn handshake_label(error: &HandshakeError) -> &'static str {
     match error {
@@ -216,6 +216,6 @@ fn handshake_label(error: &HandshakeError) -> &'static str {
         HandshakeError::Local(_)
         | HandshakeError::Connect(_)
         | HandshakeError::Refused
-        | HandshakeError::Verdict(..) => "local",
+        | HandshakeError::CertificateRejected(..) => "local",
     }
 }

@@ -9,99 +9,102 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tunnel_proto::transport::control::ControlWriter;
-use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, State, SuspicionLog, Verdict};
+use tunnel_proto::transport::liveness::{
+    Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle,
+};
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::enroll::EnrollReply;
 
-use super::renewing::Renewing;
-use super::{Admitted, Sessions};
+use super::renewal::RenewalTask;
+use super::{AdmittedSession, Sessions};
 use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
-use crate::routing::registry::{AgentSession, Suspicion};
+use crate::routing::registry::{AgentSession, SuspectReason};
 
 /// Reason of the close.
-const EXPIRED: &str = "the certificate has ended and was not renewed";
+const EXPIRED: &str = "certificate expired and was not renewed";
 /// Clocks that are shortened for tests must not keep a processor busy.
-const LOOK_AT_MOST_EVERY: Duration = Duration::from_millis(1);
+const POLL_INTERVAL_MIN: Duration = Duration::from_millis(1);
 
 impl Sessions {
     /// Runs an admitted session until it ends.
-    pub(super) async fn run(&self, admitted: Admitted) {
-        let Admitted {
+    pub(super) async fn run(&self, admitted: AdmittedSession) {
+        let AdmittedSession {
             mut reader,
             writer,
             registration,
         } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
-        let (word, words) = watch::channel(Word::default());
+        let (outgoing, outgoing_rx) = watch::channel(OutgoingControl::default());
         // Nothing waits for what the agent is told: on a silent session it may never leave.
-        let mut telling = pin!(tell(writer, words));
-        let mut watch = Watch::new(agent.clone(), self.limits.liveness, self.metrics.clone());
+        let mut sending = pin!(send_control(writer, outgoing_rx));
+        let mut watch =
+            SessionMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
-        let mut next_look = pin!(sleep(Duration::ZERO));
-        let (mut draining, mut listening, mut able_to_tell) = (false, true, true);
-        let mut renewing = Renewing::default();
+        let mut next_poll = pin!(sleep(Duration::ZERO));
+        let (mut draining, mut can_recv, mut can_send) = (false, true, true);
+        let mut renewal = RenewalTask::default();
         // Why the transport says that it ended, or for how long nothing has been heard.
         let ended = loop {
             tokio::select! {
                 biased;
-                told = &mut closed => break Ok(told),
-                () = &mut next_look => {}
+                result = &mut closed => break Ok(result),
+                () = &mut next_poll => {}
                 () = agent.busy() => {}
                 () = self.shutdown.drain().cancelled(), if !draining => {
                     draining = true;
-                    word.send_modify(|word| word.drain = Some(self.limits.drain));
+                    outgoing.send_modify(|outgoing| outgoing.drain = Some(self.limits.drain));
                 }
-                message = reader.receive(), if listening => match message {
+                message = reader.receive(), if can_recv => match message {
                     Ok(Some(ControlMessage::Renew(csr))) => {
-                        if let Err((code, detail)) = renewing.begin(self, &agent, csr) {
-                            word.send_modify(|word| word.answer(EnrollReply::Refused(code, detail)));
+                        if let Err((code, detail)) = renewal.begin(self, &agent, csr) {
+                            outgoing.send_modify(|outgoing| outgoing.answer(EnrollReply::Refused(code, detail)));
                         }
                     }
-                    Ok(Some(message)) => heed(&message, &agent, &mut watch),
+                    Ok(Some(message)) => handle_control(&message, &agent, &mut watch),
                     Ok(None) => {
                         agent.withdraw();
-                        listening = false;
+                        can_recv = false;
                     }
                     Err(error) => {
                         debug!(agent = %agent.node, session = %agent.id, %error, "control stream ended");
                         let reason = format!("control stream ended: {error}");
                         agent.close(CloseCode::Protocol, &reason).await;
-                        listening = false;
+                        can_recv = false;
                     }
                 },
-                issued = renewing.done() => {
+                issued = renewal.done() => {
                     let reply = self.renewed(&agent, issued);
-                    word.send_modify(|word| word.answer(reply));
+                    outgoing.send_modify(|outgoing| outgoing.answer(reply));
                 }
-                told = &mut telling, if able_to_tell => {
-                    able_to_tell = false;
-                    if let Err(error) = told {
-                        debug!(agent = %agent.node, session = %agent.id, %error, "control stream takes no more");
+                result = &mut sending, if can_send => {
+                    can_send = false;
+                    if let Err(error) = result {
+                        debug!(agent = %agent.node, session = %agent.id, %error, "cannot send on the control stream");
                     }
                 }
             }
             let now = Instant::now();
-            let verdict = watch.look(now);
-            word.send_if_modified(|word| {
-                let changed = word.doubt != verdict.own_doubt;
-                word.doubt = verdict.own_doubt;
+            let check = watch.check(now);
+            outgoing.send_if_modified(|outgoing| {
+                let changed = outgoing.is_suspect != check.is_suspect_locally;
+                outgoing.is_suspect = check.is_suspect_locally;
                 changed
             });
-            if verdict.state == State::Dead {
-                break Err(verdict.silence);
+            if check.state == LivenessState::Dead {
+                break Err(check.silence);
             }
-            let over = agent.valid_until() + self.limits.expired;
-            let over = if now < over {
-                over
+            let expires_at = agent.valid_until() + self.limits.expiry_grace;
+            let expires_at = if now < expires_at {
+                expires_at
             } else {
-                self.registry.valid_until(&agent) + self.limits.expired
+                self.registry.valid_until(&agent) + self.limits.expiry_grace
             };
-            if now >= over && !agent.is_closing() {
-                warn!(agent = %agent.node, session = %agent.id, "certificate has ended and was not renewed, ending the session");
+            if now >= expires_at && !agent.is_closing() {
+                warn!(agent = %agent.node, session = %agent.id, "certificate expired and was not renewed, closing the session");
                 self.metrics.limit(Limit::CertificateLife);
                 agent.withdraw();
                 let ending = agent.clone();
@@ -109,19 +112,19 @@ impl Sessions {
                     ending.close(CloseCode::CredentialExpired, EXPIRED).await;
                 });
             }
-            let pause = verdict.look_again.max(LOOK_AT_MOST_EVERY);
-            let next = if now < over {
-                over.min(now + pause)
+            let pause = check.next_check.max(POLL_INTERVAL_MIN);
+            let next = if now < expires_at {
+                expires_at.min(now + pause)
             } else {
                 now + pause
             };
-            next_look.as_mut().reset(next);
+            next_poll.as_mut().reset(next);
         };
         // Gone before the close, which may wait a while for a peer that is not there.
         drop((registration, watch));
         let streams = agent.session.health().streams;
         let reason = match ended {
-            Ok(told) => agent.end(told),
+            Ok(result) => agent.end(result),
             Err(silence) => {
                 self.metrics.limit(Limit::DeadAfter);
                 let reason = format!(
@@ -142,20 +145,20 @@ impl Sessions {
 }
 
 /// What the agent says.
-fn heed(message: &ControlMessage, agent: &AgentSession, watch: &mut Watch) {
+fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut SessionMonitor) {
     let (node, session) = (&agent.node, agent.id);
     match message {
         ControlMessage::Withdraw => {
             if !agent.is_withdrawn() {
-                info!(agent = %node, %session, "agent withdrew, its open streams go on");
+                info!(agent = %node, %session, "agent withdrew; open streams continue");
             }
             agent.withdraw();
         }
         ControlMessage::Bye(reason) => {
-            debug!(agent = %node, %session, reason, "agent said goodbye");
+            debug!(agent = %node, %session, reason, "agent sent Bye");
             agent.withdraw();
         }
-        ControlMessage::Doubt(silent) => watch.liveness.peer_doubts(*silent),
+        ControlMessage::Suspect(silent) => watch.liveness.peer_suspects(*silent),
         ControlMessage::Hello(_)
         | ControlMessage::Welcome(_)
         | ControlMessage::NotAdmitted(..)
@@ -163,22 +166,22 @@ fn heed(message: &ControlMessage, agent: &AgentSession, watch: &mut Watch) {
         | ControlMessage::Renew(_)
         | ControlMessage::Renewed(_)
         | ControlMessage::Unknown => {
-            debug!(agent = %node, %session, "control message without meaning here");
+            debug!(agent = %node, %session, "unexpected control message");
         }
     }
 }
 
 /// What the agent is to be told; only the latest word counts.
 #[derive(Debug, Clone, Default)]
-struct Word {
+struct OutgoingControl {
     drain: Option<Duration>,
-    doubt: bool,
+    is_suspect: bool,
     /// The answer to the last wish for a certificate, and how many there were.
     renewed: Option<EnrollReply>,
     answers: u64,
 }
 
-impl Word {
+impl OutgoingControl {
     fn answer(&mut self, reply: EnrollReply) {
         self.renewed = Some(reply);
         self.answers += 1;
@@ -186,41 +189,46 @@ impl Word {
 }
 
 /// Tells the agent each new word, however long a message takes to leave. Ends when it cannot.
-async fn tell(mut writer: ControlWriter, mut words: watch::Receiver<Word>) -> io::Result<()> {
-    let mut said = Word::default();
+async fn send_control(
+    mut writer: ControlWriter,
+    mut outgoing_rx: watch::Receiver<OutgoingControl>,
+) -> io::Result<()> {
+    let mut sent = OutgoingControl::default();
     loop {
-        let word = words.borrow_and_update().clone();
-        if let (Some(deadline), None) = (word.drain, said.drain) {
+        let outgoing = outgoing_rx.borrow_and_update().clone();
+        if let (Some(deadline), None) = (outgoing.drain, sent.drain) {
             writer.send(&ControlMessage::Drain(deadline)).await?;
         }
-        if word.doubt != said.doubt {
-            writer.send(&ControlMessage::Doubt(word.doubt)).await?;
+        if outgoing.is_suspect != sent.is_suspect {
+            writer
+                .send(&ControlMessage::Suspect(outgoing.is_suspect))
+                .await?;
         }
-        if let Some(reply) = word
+        if let Some(reply) = outgoing
             .renewed
             .clone()
-            .filter(|_| word.answers != said.answers)
+            .filter(|_| outgoing.answers != sent.answers)
         {
             writer.send(&ControlMessage::Renewed(reply)).await?;
         }
-        said = word;
-        if words.changed().await.is_err() {
+        sent = outgoing;
+        if outgoing_rx.changed().await.is_err() {
             return Ok(());
         }
     }
 }
 
 /// Keeps the registry's opinion of a session up to date.
-struct Watch {
+struct SessionMonitor {
     agent: Arc<AgentSession>,
     liveness: Liveness,
     metrics: Metrics,
-    state: State,
+    state: LivenessState,
     suspect: Option<GaugeGuard>,
-    log: SuspicionLog,
+    log: SuspectLogThrottle,
 }
 
-impl Watch {
+impl SessionMonitor {
     fn new(agent: Arc<AgentSession>, limits: LivenessLimits, metrics: Metrics) -> Self {
         let (session, now) = (&agent.session, Instant::now());
         let liveness = Liveness::new(limits, session.transport(), session.health().into(), now);
@@ -228,43 +236,43 @@ impl Watch {
             agent,
             liveness,
             metrics,
-            state: State::Live,
+            state: LivenessState::Live,
             suspect: None,
-            log: SuspicionLog::default(),
+            log: SuspectLogThrottle::default(),
         }
     }
 
-    fn look(&mut self, now: Instant) -> Verdict {
+    fn check(&mut self, now: Instant) -> LivenessCheck {
         let agent = &self.agent;
-        let verdict = self.liveness.look(agent.session.health().into(), now);
-        if verdict.probe {
+        let check = self.liveness.check(agent.session.health().into(), now);
+        if check.probe {
             agent.session.probe();
         }
-        let suspicion = match verdict.state {
-            State::Live => None,
-            State::Suspect | State::Dead if verdict.own_doubt => {
-                let since = now.checked_sub(verdict.silence).unwrap_or(now);
-                Some(Suspicion::Silent(since))
+        let suspect_reason = match check.state {
+            LivenessState::Live => None,
+            LivenessState::Suspect | LivenessState::Dead if check.is_suspect_locally => {
+                let since = now.checked_sub(check.silence).unwrap_or(now);
+                Some(SuspectReason::Silent(since))
             }
-            State::Suspect | State::Dead => Some(Suspicion::Unheard),
+            LivenessState::Suspect | LivenessState::Dead => Some(SuspectReason::PeerHearsNothing),
         };
-        agent.set_suspicion(suspicion);
-        if self.state != verdict.state {
-            if self.state == State::Live && verdict.own_doubt {
-                self.metrics.limit(self.reached(verdict.silence));
+        agent.set_suspect_reason(suspect_reason);
+        if self.state != check.state {
+            if self.state == LivenessState::Live && check.is_suspect_locally {
+                self.metrics.limit(self.reached(check.silence));
             }
-            self.state = verdict.state;
-            self.suspect = suspicion.map(|_| self.metrics.suspect());
-            debug!(agent = %agent.node, session = %agent.id, state = ?verdict.state, "session changed");
+            self.state = check.state;
+            self.suspect = suspect_reason.map(|_| self.metrics.suspect());
+            debug!(agent = %agent.node, session = %agent.id, state = ?check.state, "session state changed");
         }
-        if self.log.is_due(suspicion.is_some(), now) {
-            log_change(agent, suspicion, verdict.silence);
+        if self.log.is_due(suspect_reason.is_some(), now) {
+            log_liveness_change(agent, suspect_reason, check.silence);
         }
-        verdict
+        check
     }
 }
 
-impl Watch {
+impl SessionMonitor {
     /// The limit that makes a session suspect after this silence.
     fn reached(&self, silence: Duration) -> Limit {
         if self.liveness.is_suspect_idle(silence) {
@@ -275,12 +283,16 @@ impl Watch {
     }
 }
 
-fn log_change(agent: &AgentSession, suspicion: Option<Suspicion>, silence: Duration) {
+fn log_liveness_change(
+    agent: &AgentSession,
+    suspect_reason: Option<SuspectReason>,
+    silence: Duration,
+) {
     let (node, session, transport) = (&agent.node, agent.id, agent.session.transport());
-    match suspicion {
-        Some(suspicion) => warn!(
-            agent = %node, %session, %transport, ?silence, reason = %suspicion,
-            "session is suspect, it gets no new streams"
+    match suspect_reason {
+        Some(suspect_reason) => warn!(
+            agent = %node, %session, %transport, ?silence, reason = %suspect_reason,
+            "session is suspect; no new streams are opened on it"
         ),
         None => info!(agent = %node, %session, %transport, "session is live again"),
     }
@@ -294,7 +306,7 @@ fn log_end(agent: &AgentSession, reason: &CloseReason, streams: usize) {
     );
     let lost = reason.by == ClosedBy::Network || reason.code == CloseCode::Dead;
     if lost && streams > 0 {
-        warn!(agent = %node, %session, streams, "streams were cut with the session");
+        warn!(agent = %node, %session, streams, "streams were reset with the session");
     }
 }
 

@@ -26,7 +26,7 @@ fn session_at_rest_is_small() {
 async fn other_instance_is_refused_while_the_first_answers() {
     let bench = Bench::new();
     let first = bench.agent(1).await;
-    let (second, answer) = bench.greet(2, 4096).await;
+    let (second, answer) = bench.connect_agent(2, 4096).await;
     let ControlMessage::NotAdmitted(CloseCode::NameInUse, detail) = answer else {
         panic!("{answer:?}");
     };
@@ -44,7 +44,7 @@ async fn process_with_four_sessions_gets_a_fifth_when_one_is_withdrawn() {
     for _ in 0..4 {
         four.push(bench.agent(1).await);
     }
-    let (refused, answer) = bench.greet(1, 4096).await;
+    let (refused, answer) = bench.connect_agent(1, 4096).await;
     assert!(
         matches!(
             answer,
@@ -70,7 +70,7 @@ async fn silent_session_gives_way_to_another_instance_after_a_second() {
     let _second = bench.agent(2).await;
     let probed = began.elapsed();
     assert!(
-        (PROBE_AT_LEAST..PROBE_AT_LEAST * 2).contains(&probed),
+        (PROBE_TIMEOUT_MIN..PROBE_TIMEOUT_MIN * 2).contains(&probed),
         "{probed:?}"
     );
     assert_eq!(first.far.closed().await.code, CloseCode::Superseded);
@@ -85,12 +85,12 @@ async fn silent_session_gives_way_to_another_instance_after_a_second() {
 async fn instance_that_withdrew_yields_without_a_probe() {
     let bench = Bench::new();
     let mut first = bench.agent(1).await;
-    first.says(ControlMessage::Withdraw).await;
+    first.send(ControlMessage::Withdraw).await;
     let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
     crate::testing::eventually("withdrawn", withdrawn).await;
     let began = Instant::now();
     let _second = bench.agent(2).await;
-    assert!(began.elapsed() < PROBE_LOOK);
+    assert!(began.elapsed() < PROBE_POLL_INTERVAL);
 }
 
 #[tokio::test(start_paused = true)]
@@ -113,7 +113,7 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
 async fn draining_server_sends_an_agent_to_another_one() {
     let bench = Bench::new();
     bench.sessions.shutdown.drain().cancel();
-    let (agent, answer) = bench.greet(1, 4096).await;
+    let (agent, answer) = bench.connect_agent(1, 4096).await;
     assert!(
         matches!(answer, ControlMessage::NotAdmitted(CloseCode::Draining, _)),
         "{answer:?}"
@@ -126,7 +126,7 @@ async fn draining_server_sends_an_agent_to_another_one() {
 /// F36: a panic while one session is greeted or served leaves nothing of it, and others are served.
 #[tokio::test(start_paused = true)]
 async fn f36_panic_in_a_session_costs_that_session_alone() {
-    tunnel_proto::process::panics::tell();
+    tunnel_proto::process::panics::install_hook();
     let before = tunnel_proto::process::panics::count();
     let bench = Bench::new();
     let (near, far) = crate::testing::session();

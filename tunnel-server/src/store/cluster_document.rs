@@ -12,20 +12,20 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{mpsc, watch};
 
 /// A change takes this long at most, with all its conflicts.
-const LIMIT: Duration = Duration::from_secs(10);
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A document of the cluster.
 #[derive(Debug, Clone)]
-pub(crate) struct ClusterDoc {
+pub(crate) struct ClusterDocument {
     name: String,
     key: &'static str,
-    heard: watch::Receiver<Heard>,
-    swaps: mpsc::Sender<Swap>,
+    snapshot: watch::Receiver<Snapshot>,
+    swaps: mpsc::Sender<CompareAndSwap>,
 }
 
 /// The content as it was heard last.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Heard {
+pub(crate) struct Snapshot {
     /// Counts the contents that differed from the one before.
     pub(crate) sequence: u64,
     pub(crate) content: Option<Arc<[u8]>>,
@@ -33,37 +33,37 @@ pub(crate) struct Heard {
 
 /// A wish to replace a content.
 #[derive(Debug)]
-pub(crate) struct Swap {
+pub(crate) struct CompareAndSwap {
     pub(crate) key: &'static str,
     /// Only if it still is this.
     pub(crate) expected: Option<Arc<[u8]>>,
     pub(crate) content: Arc<[u8]>,
-    pub(crate) done: SyncSender<Swapped>,
+    pub(crate) done: SyncSender<CasOutcome>,
 }
 
 /// What became of it.
 #[derive(Debug)]
-pub(crate) enum Swapped {
+pub(crate) enum CasOutcome {
     /// Written, and heard under this number.
     Written(u64),
     /// Somebody else had changed it to this.
-    Different(Option<Arc<[u8]>>),
+    Conflict(Option<Arc<[u8]>>),
     /// Not written, or nobody knows.
     Failed(String),
 }
 
-impl ClusterDoc {
+impl ClusterDocument {
     /// A document of this key; `name` is for people.
     pub(crate) fn new(
         name: String,
         key: &'static str,
-        heard: watch::Receiver<Heard>,
-        swaps: mpsc::Sender<Swap>,
+        snapshot: watch::Receiver<Snapshot>,
+        swaps: mpsc::Sender<CompareAndSwap>,
     ) -> Self {
         Self {
             name,
             key,
-            heard,
+            snapshot,
             swaps,
         }
     }
@@ -73,29 +73,29 @@ impl ClusterDoc {
     }
 
     pub(crate) fn version(&self) -> Option<u64> {
-        let heard = self.heard.borrow();
-        heard.content.as_ref().map(|_| heard.sequence)
+        let snapshot = self.snapshot.borrow();
+        snapshot.content.as_ref().map(|_| snapshot.sequence)
     }
 
     pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
-        let content = self.heard.borrow().content.clone();
+        let content = self.snapshot.borrow().content.clone();
         self.parse(content.as_deref())
     }
 
-    /// See [`crate::store::document::SharedDoc::change`].
+    /// See [`crate::store::document::SharedDocument::change`].
     pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
         &self,
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
     ) -> io::Result<u64> {
-        let deadline = Instant::now() + LIMIT;
-        let mut theirs = self.heard.borrow().content.clone();
+        let deadline = Instant::now() + CHANGE_TIMEOUT;
+        let mut theirs = self.snapshot.borrow().content.clone();
         loop {
             let merged = merge(self.parse(theirs.as_deref())?)?;
             let content = serde_json::to_vec(&merged).map_err(io::Error::other)?;
             match self.swap(theirs, content.into(), deadline)? {
-                Swapped::Written(sequence) => return Ok(sequence),
-                Swapped::Different(now) => theirs = now,
-                Swapped::Failed(problem) => return Err(self.problem(&problem)),
+                CasOutcome::Written(sequence) => return Ok(sequence),
+                CasOutcome::Conflict(now) => theirs = now,
+                CasOutcome::Failed(problem) => return Err(self.problem(&problem)),
             }
         }
     }
@@ -105,19 +105,19 @@ impl ClusterDoc {
         expected: Option<Arc<[u8]>>,
         content: Arc<[u8]>,
         deadline: Instant,
-    ) -> io::Result<Swapped> {
+    ) -> io::Result<CasOutcome> {
         let (done, answer) = sync_channel(1);
-        let swap = Swap {
+        let swap = CompareAndSwap {
             key: self.key,
             expected,
             content,
             done,
         };
-        self.swaps
-            .try_send(swap)
-            .map_err(|_full_or_over| self.problem("too many changes wait to be written"))?;
+        self.swaps.try_send(swap).map_err(|_full_or_over| {
+            self.problem("too many changes are queued; try again later")
+        })?;
         let left = deadline.saturating_duration_since(Instant::now());
-        let waited = on_any_thread(|| answer.recv_timeout(left));
+        let waited = block_current_thread(|| answer.recv_timeout(left));
         waited.map_err(|error| match error {
             RecvTimeoutError::Timeout => self.problem("the API server did not answer in time"),
             RecvTimeoutError::Disconnected => self.problem("the server is stopping"),
@@ -140,7 +140,7 @@ impl ClusterDoc {
 }
 
 /// Blocks. A thread of the runtime gives its other tasks away first: the writer may be among them.
-fn on_any_thread<T>(wait: impl FnOnce() -> T) -> T {
+fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
     let flavor = Handle::try_current().map(|runtime| runtime.runtime_flavor());
     match flavor {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(wait),

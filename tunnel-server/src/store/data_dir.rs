@@ -30,14 +30,14 @@ impl DataDir {
                 format!("data directory {}: {error}", path.display()),
             )
         })?;
-        Self::existing(path)
+        Self::open_existing(path)
     }
 
     /// Opens a directory that must be there, for verbs that only look.
     ///
     /// # Errors
     /// When it is not there, with the path.
-    pub fn existing(path: &Path) -> io::Result<Self> {
+    pub fn open_existing(path: &Path) -> io::Result<Self> {
         let problem = match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => return Ok(Self(path.into())),
             Ok(_other) => io::Error::from(io::ErrorKind::NotADirectory),
@@ -94,7 +94,7 @@ impl DataDir {
     /// Whether a server of a cluster uses it: then CA, tokens and revocations are the cluster's. A key of its own says that it
     /// does not, or did not begin so.
     #[must_use]
-    pub fn is_of_cluster(&self) -> bool {
+    pub fn is_cluster_managed(&self) -> bool {
         self.authority().exists() && !self.ca_key().exists()
     }
 
@@ -216,7 +216,7 @@ impl DataDir {
     /// # Errors
     /// When the file cannot be replaced.
     pub fn set_advertised(&self, addresses: &[String]) -> io::Result<()> {
-        if self.advertised().is_ok_and(|kept| kept == addresses) {
+        if self.advertised().is_ok_and(|stored| stored == addresses) {
             return Ok(());
         }
         let content = serde_json::to_vec(addresses).map_err(io::Error::other)?;
@@ -234,7 +234,7 @@ pub(crate) struct SharedFile {
 
 /// What tells one version of a file from the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stamp {
+pub(crate) struct FileStamp {
     inode: (u64, u64),
     changed: (i64, i64),
     length: u64,
@@ -259,10 +259,10 @@ impl SharedFile {
     }
 
     /// The stamp of the file as it is; `None` when there is none.
-    pub(crate) fn stamp(&self) -> Option<Stamp> {
+    pub(crate) fn stamp(&self) -> Option<FileStamp> {
         fs::symlink_metadata(&self.path)
             .ok()
-            .map(|metadata: Metadata| Stamp {
+            .map(|metadata: Metadata| FileStamp {
                 inode: (metadata.dev(), metadata.ino()),
                 changed: (metadata.ctime(), metadata.ctime_nsec()),
                 length: metadata.len(),
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn missing_directory_is_named() {
-        let error = DataDir::existing(Path::new("/nonexistent/culvert"))
+        let error = DataDir::open_existing(Path::new("/nonexistent/culvert"))
             .unwrap_err()
             .to_string();
         assert!(error.contains("/nonexistent/culvert"), "{error}");

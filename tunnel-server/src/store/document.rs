@@ -6,31 +6,33 @@ use std::io;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::store::data_dir::{SharedFile, Stamp};
+use crate::store::data_dir::{FileStamp, SharedFile};
 
 #[cfg(feature = "kubernetes")]
-pub(crate) use crate::store::cluster_document::{ClusterDoc, Heard, Swap, Swapped};
+pub(crate) use crate::store::cluster_document::{
+    CasOutcome, ClusterDocument, CompareAndSwap, Snapshot,
+};
 
 /// A JSON document that is kept in memory and that others may change.
 #[derive(Debug)]
-pub(crate) enum SharedDoc {
+pub(crate) enum SharedDocument {
     /// A file that verbs change while no server runs.
     File(SharedFile),
     /// A key of a Secret that other servers change.
     #[cfg(feature = "kubernetes")]
-    Cluster(ClusterDoc),
+    Cluster(ClusterDocument),
 }
 
 /// What tells one state of a document from the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Version {
-    File(Stamp),
+pub(crate) enum DocumentVersion {
+    File(FileStamp),
     /// Counts what this process heard.
     #[cfg(feature = "kubernetes")]
-    Heard(u64),
+    Snapshot(u64),
 }
 
-impl SharedDoc {
+impl SharedDocument {
     /// What it is called where it cannot be used.
     pub(crate) fn name(&self) -> String {
         match self {
@@ -41,11 +43,11 @@ impl SharedDoc {
     }
 
     /// The version as it is; `None` when there is no document.
-    pub(crate) fn version(&self) -> Option<Version> {
+    pub(crate) fn version(&self) -> Option<DocumentVersion> {
         match self {
-            Self::File(file) => file.stamp().map(Version::File),
+            Self::File(file) => file.stamp().map(DocumentVersion::File),
             #[cfg(feature = "kubernetes")]
-            Self::Cluster(doc) => doc.version().map(Version::Heard),
+            Self::Cluster(doc) => doc.version().map(DocumentVersion::Snapshot),
         }
     }
 
@@ -63,16 +65,18 @@ impl SharedDoc {
     pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
         &self,
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
-    ) -> io::Result<Option<Version>> {
+    ) -> io::Result<Option<DocumentVersion>> {
         match self {
             Self::File(file) => {
                 let _changing = file.lock()?;
                 let theirs = file.read()?;
                 file.write(&merge(theirs)?)?;
-                Ok(file.stamp().map(Version::File))
+                Ok(file.stamp().map(DocumentVersion::File))
             }
             #[cfg(feature = "kubernetes")]
-            Self::Cluster(doc) => doc.change(merge).map(|heard| Some(Version::Heard(heard))),
+            Self::Cluster(doc) => doc
+                .change(merge)
+                .map(|sequence| Some(DocumentVersion::Snapshot(sequence))),
         }
     }
 }

@@ -8,8 +8,8 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::{Pair, Windows};
-use crate::identity::{Domain, PeerIdentity, Role};
-use crate::tcp::{Direct, Remote, prepare_tunnel};
+use crate::identity::{PeerIdentity, Role, TrustDomain};
+use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
 use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};
 use crate::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
@@ -20,7 +20,7 @@ fn agent() -> Role {
 
 pub(super) async fn memory(_windows: Windows) -> Pair {
     let identity = |role| PeerIdentity {
-        domain: Domain::Tunnel,
+        domain: TrustDomain::Tunnel,
         role,
         not_before: std::time::SystemTime::UNIX_EPOCH,
         not_after: std::time::SystemTime::UNIX_EPOCH,
@@ -45,8 +45,8 @@ fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
     }
 }
 
-fn remote(address: SocketAddr) -> Remote {
-    Remote {
+fn remote(address: SocketAddr) -> ServerAddr {
+    ServerAddr {
         name: address.to_string(),
         address: Some(address),
     }
@@ -65,14 +65,14 @@ pub(super) async fn quic(windows: Windows) -> Pair {
     let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION).unwrap();
     let dialer = QuicDialer::new(client, settings(windows, Some(Duration::from_secs(5)))).unwrap();
     let address = remote(listener.local_addr().unwrap());
-    let (accepted, dialled) = tokio::join!(
+    let (accepted, dialed) = tokio::join!(
         async {
             let (_, handshake) = listener.accept().await.unwrap();
             handshake.await.unwrap()
         },
         async { dialer.dial(&address).await.unwrap() }
     );
-    joined(accepted, dialled, (listener, dialer))
+    joined(accepted, dialed, (listener, dialer))
 }
 
 pub(super) async fn h2(windows: Windows) -> Pair {
@@ -88,28 +88,24 @@ pub(super) async fn h2(windows: Windows) -> Pair {
     let keep_alive = Some(Duration::from_secs(5));
     let dialer = H2Dialer::new(client, settings(windows, keep_alive), Arc::new(Direct));
     let address = remote(listener.local_addr().unwrap());
-    let (accepted, dialled) = tokio::join!(
+    let (accepted, dialed) = tokio::join!(
         async {
             let (socket, _) = listener.accept().await.unwrap();
-            prepare_tunnel(&socket).unwrap();
+            configure_session(&socket).unwrap();
             let stream = TlsAcceptor::from(server).accept(socket).await.unwrap();
             accept(stream, &settings(windows, None)).await.unwrap()
         },
         async { dialer.dial(&address).await.unwrap() }
     );
-    joined(accepted, dialled, dialer)
+    joined(accepted, dialed, dialer)
 }
 
-fn joined(
-    accepted: Arc<dyn Session>,
-    dialled: Arc<dyn Session>,
-    keep: impl Send + 'static,
-) -> Pair {
+fn joined(accepted: Arc<dyn Session>, dialed: Arc<dyn Session>, keep: impl Send + 'static) -> Pair {
     assert_eq!(accepted.peer().role, agent());
-    assert_eq!(dialled.peer().role, Role::Server);
+    assert_eq!(dialed.peer().role, Role::Server);
     Pair {
         opener: accepted,
-        acceptor: dialled,
+        acceptor: dialed,
         _keep: Box::new(keep),
     }
 }

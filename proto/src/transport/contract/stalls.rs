@@ -23,7 +23,7 @@ pub(super) async fn five_hundred_stalled_readers_stop_nobody(pair: Pair) {
 
 /// Streams that nobody reads, filled at the same time; then 100 busy ones that all make progress.
 async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
-    pair.acceptor.allow_streams(2048);
+    pair.acceptor.set_max_concurrent_streams(2048);
     let mut stalled = Vec::new();
     let mut writers = JoinSet::new();
     for _ in 0..count {

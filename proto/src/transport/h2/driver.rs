@@ -22,10 +22,10 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep, interval, sleep};
 use tracing::debug;
 
-use super::io::Io;
+use super::io::ConnIo;
 use super::pump::{Input, Pump};
-use super::session::{Hub, Mail};
-use super::stream::{H2Stream, Output, Shared};
+use super::session::{Commands, SessionShared};
+use super::stream::{H2Stream, Output, StreamShared};
 use crate::tls;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{CloseReason, ClosedBy, SessionSettings};
@@ -33,16 +33,16 @@ use crate::wire::close::SessionClose;
 use crate::wire::code::CloseCode;
 
 /// How long each step of a close may take.
-const CLOSE_STEP: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same when the peer is taken for dead.
-const CLOSE_STEP_DEAD: Duration = Duration::from_millis(50);
+const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(50);
 /// Rounds of h2 and streams in one poll, before others get their turn.
-const ROUNDS: usize = 8;
+const ROUNDS_PER_POLL: usize = 8;
 
 /// Either role of h2: the server's end of a session opens the streams, so it is h2's client.
 pub(super) enum Connection<S> {
-    Client(h2::client::Connection<Io<S>, Bytes>),
-    Server(h2::server::Connection<Io<S>, Bytes>),
+    Client(h2::client::Connection<ConnIo<S>, Bytes>),
+    Server(h2::server::Connection<ConnIo<S>, Bytes>),
 }
 
 type Accepted = (http::Request<RecvStream>, h2::server::SendResponse<Bytes>);
@@ -57,7 +57,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     }
 
     fn set_window(&mut self, bytes: u64) {
-        let bytes = u32::try_from(bytes).unwrap_or(WINDOW_MOST).min(WINDOW_MOST);
+        let bytes = u32::try_from(bytes)
+            .unwrap_or(WINDOW_SIZE_MAX)
+            .min(WINDOW_SIZE_MAX);
         match self {
             Self::Client(client) => client.set_target_window_size(bytes),
             Self::Server(server) => server.set_target_window_size(bytes),
@@ -73,41 +75,41 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
 }
 
 /// The largest window of h2 (RFC 9113, section 6.9.1).
-pub(super) const WINDOW_MOST: u32 = (1 << 31) - 1;
+pub(super) const WINDOW_SIZE_MAX: u32 = (1 << 31) - 1;
 
 pub(super) struct Driver<S> {
     connection: Connection<S>,
-    hub: Arc<Hub>,
+    shared: Arc<SessionShared>,
     pumps: FuturesUnordered<Pump>,
     incoming: mpsc::Sender<H2Stream>,
     flow: Arc<SessionFlow>,
     pings: Option<PingPong>,
-    asked: Option<Instant>,
+    ping_sent_at: Option<Instant>,
     ticks: Interval,
     keep_alive: bool,
     /// What was heard, and when that was last more than before.
-    heard: (u64, Instant),
+    last_received: (u64, Instant),
     idle_timeout: Duration,
     /// The stream that carries what ends the session.
-    farewell: Option<Arc<Shared>>,
-    farewell_text: BytesMut,
-    stage: Stage,
-    close_step: Duration,
+    close_stream: Option<Arc<StreamShared>>,
+    close_message: BytesMut,
+    state: DriverState,
+    close_timeout: Duration,
 }
 
-enum Stage {
+enum DriverState {
     Running,
     /// The peer takes no more streams, and may still say why.
     Refused(h2::Error, Pin<Box<Sleep>>),
     Flushing(CloseCode, String, Pin<Box<Sleep>>),
-    Telling(Pin<Box<Sleep>>),
-    Leaving(Pin<Box<Sleep>>),
+    SendingClose(Pin<Box<Sleep>>),
+    ShuttingDown(Pin<Box<Sleep>>),
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     pub(super) fn new(
         mut connection: Connection<S>,
-        hub: Arc<Hub>,
+        shared: Arc<SessionShared>,
         flow: Arc<SessionFlow>,
         incoming: mpsc::Sender<H2Stream>,
         settings: &SessionSettings,
@@ -119,158 +121,164 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         };
         let mut ticks = interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        hub.line.hold_end();
+        shared.conn_state.defer_eof();
         Self {
             pings: connection.ping_pong(),
             connection,
-            hub,
+            shared,
             pumps: FuturesUnordered::new(),
             incoming,
             flow,
-            asked: None,
+            ping_sent_at: None,
             ticks,
             keep_alive: settings.keep_alive.is_some(),
-            heard: (0, Instant::now()),
+            last_received: (0, Instant::now()),
             idle_timeout: settings.idle_timeout,
-            farewell: None,
-            farewell_text: BytesMut::new(),
-            stage: Stage::Running,
-            close_step: CLOSE_STEP,
+            close_stream: None,
+            close_message: BytesMut::new(),
+            state: DriverState::Running,
+            close_timeout: CLOSE_TIMEOUT,
         }
     }
 
     /// For the server's end, which opens the stream that carries what ends the session.
-    pub(super) fn with_farewell(mut self, farewell: Option<Arc<Shared>>) -> Self {
-        self.farewell = farewell;
+    pub(super) fn with_close_stream(mut self, close_stream: Option<Arc<StreamShared>>) -> Self {
+        self.close_stream = close_stream;
         self
     }
 
-    fn turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.hub.line.begin_turn();
-        if self.hub.line.is_ending() {
+    fn drive(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.shared.conn_state.begin_poll();
+        if self.shared.conn_state.has_eof() {
             self.drain(cx);
-            self.hub.line.permit_end();
+            self.shared.conn_state.release_eof();
         }
-        for _ in 0..ROUNDS {
-            let mail = self.hub.collect(cx.waker());
-            self.take(mail);
-            let queued = self.hub.queued.take();
-            let before = self.hub.line.received();
+        for _ in 0..ROUNDS_PER_POLL {
+            let commands = self.shared.take_commands(cx.waker());
+            self.take(commands);
+            let queued = self.shared.queued.take();
+            let before = self.shared.conn_state.received();
             loop {
                 match self.connection.poll(cx) {
-                    Poll::Ready(Ok(Some((request, respond)))) => self.admit(request, respond),
-                    Poll::Ready(Ok(None)) => return self.ended(None, cx),
-                    Poll::Ready(Err(error)) => return self.ended(Some(&error), cx),
+                    Poll::Ready(Ok(Some((request, respond)))) => {
+                        self.accept_stream(request, respond)
+                    }
+                    Poll::Ready(Ok(None)) => return self.handle_end(None, cx),
+                    Poll::Ready(Err(error)) => return self.handle_end(Some(&error), cx),
                     Poll::Pending => break,
                 }
             }
-            if self.hub.line.is_flushed() {
+            if self.shared.conn_state.is_flushed() {
                 queued.iter().for_each(|stream| stream.flushed());
             } else {
-                self.hub.queued.put_back(queued);
+                self.shared.queued.put_back(queued);
             }
-            let mut moved = self.hub.line.received() != before;
+            let mut moved = self.shared.conn_state.received() != before;
             while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {
                 moved = true;
             }
             self.exchange_pings(cx);
-            self.read_farewell(cx);
-            if self.advance(cx).is_ready() {
+            self.read_close_message(cx);
+            if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
-            if !moved && self.hub.queued.is_empty() {
+            if !moved && self.shared.queued.is_empty() {
                 break;
             }
         }
         Poll::Pending
     }
 
-    fn take(&mut self, mail: Mail) {
-        if !matches!(self.stage, Stage::Leaving(_)) {
-            self.pumps.extend(mail.pumps);
+    fn take(&mut self, commands: Commands) {
+        if !matches!(self.state, DriverState::ShuttingDown(_)) {
+            self.pumps.extend(commands.pumps);
         }
-        if let Some(bytes) = mail.window {
+        if let Some(bytes) = commands.window {
             self.connection.set_window(bytes);
         }
-        if mail.probe {
-            self.ask();
+        if commands.probe {
+            self.send_ping();
         }
-        if let Some((code, reason)) = mail.close
-            && matches!(self.stage, Stage::Running | Stage::Refused(..))
+        if let Some((code, reason)) = commands.close
+            && matches!(self.state, DriverState::Running | DriverState::Refused(..))
         {
             // A peer that is not there acknowledges nothing: it is told, and not waited for.
             if code == CloseCode::Dead {
-                self.close_step = CLOSE_STEP_DEAD;
+                self.close_timeout = CLOSE_TIMEOUT_DEAD;
             }
-            self.stage = Stage::Flushing(code, reason, Box::pin(sleep(self.close_step)));
+            self.state = DriverState::Flushing(code, reason, Box::pin(sleep(self.close_timeout)));
         }
     }
 
     /// A stream that the peer opened.
-    fn admit(
+    fn accept_stream(
         &mut self,
         request: http::Request<RecvStream>,
         mut respond: h2::server::SendResponse<Bytes>,
     ) {
         let is_session = request.uri().path() == "/session";
-        if is_session && self.farewell.is_some() {
+        if is_session && self.close_stream.is_some() {
             return respond.send_reset(Reason::PROTOCOL_ERROR);
         }
         let Ok(send) = respond.send_response(http::Response::new(()), false) else {
             return;
         };
-        let gauge = self.flow.gauge();
+        let read_monitor = self.flow.read_monitor();
         if is_session {
-            gauge.leave();
+            read_monitor.finish();
         }
-        let shared = Shared::new(BytesMut::new(), gauge, self.hub.finishing.clone());
+        let stream = StreamShared::new(
+            BytesMut::new(),
+            read_monitor,
+            self.shared.unflushed_halves.clone(),
+        );
         self.pumps.push(Pump::new(
-            shared.clone(),
+            stream.clone(),
             send,
             Input::Body(request.into_body()),
-            self.hub.queued.clone(),
+            self.shared.queued.clone(),
         ));
         if is_session {
-            self.farewell.get_or_insert(shared);
-            self.hub.established.cancel();
-        } else if let Err(unwanted) = self.incoming.try_send(H2Stream(shared)) {
-            debug!("stream dropped: {unwanted}");
-            let mut stream = unwanted.into_inner();
+            self.close_stream.get_or_insert(stream);
+            self.shared.established.cancel();
+        } else if let Err(rejected) = self.incoming.try_send(H2Stream(stream)) {
+            debug!("stream dropped: {rejected}");
+            let mut stream = rejected.into_inner();
             crate::transport::RawStream::reset(&mut stream, crate::wire::code::ResetCode::Dropped);
         }
     }
 
-    fn ask(&mut self) {
-        if self.asked.is_none()
+    fn send_ping(&mut self) {
+        if self.ping_sent_at.is_none()
             && let Some(pings) = &mut self.pings
             && pings.send_ping(Ping::opaque()).is_ok()
         {
-            self.asked = Some(Instant::now());
+            self.ping_sent_at = Some(Instant::now());
         }
     }
 
     fn exchange_pings(&mut self, cx: &mut Context<'_>) {
         while self.ticks.poll_tick(cx).is_ready() {
-            let received = self.hub.line.received();
-            if received != self.heard.0 {
-                self.heard = (received, Instant::now());
+            let received = self.shared.conn_state.received();
+            if received != self.last_received.0 {
+                self.last_received = (received, Instant::now());
             }
             if self.keep_alive {
-                self.ask();
+                self.send_ping();
             }
         }
         let answered = self
             .pings
             .as_mut()
             .is_some_and(|pings| matches!(pings.poll_pong(cx), Poll::Ready(Ok(_))));
-        if answered && let Some(asked) = self.asked.take() {
-            self.hub.acknowledged.fetch_add(1, Ordering::Relaxed);
-            let now = u64::try_from(asked.elapsed().as_micros()).unwrap_or(u64::MAX);
-            let smooth = match self.hub.rtt_micros.load(Ordering::Relaxed) {
+        if answered && let Some(ping_sent_at) = self.ping_sent_at.take() {
+            self.shared.acknowledged.fetch_add(1, Ordering::Relaxed);
+            let now = u64::try_from(ping_sent_at.elapsed().as_micros()).unwrap_or(u64::MAX);
+            let smooth = match self.shared.rtt_micros.load(Ordering::Relaxed) {
                 0 => now,
                 before => (before * 7 + now) / 8,
             };
-            self.hub.rtt_micros.store(smooth, Ordering::Relaxed);
+            self.shared.rtt_micros.store(smooth, Ordering::Relaxed);
         }
     }
 
@@ -282,103 +290,104 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 
     /// Looks whether the peer said why it leaves.
-    fn read_farewell(&mut self, cx: &mut Context<'_>) {
-        let Some(farewell) = &self.farewell else {
+    fn read_close_message(&mut self, cx: &mut Context<'_>) {
+        let Some(close_stream) = &self.close_stream else {
             return;
         };
-        farewell.lock().take_all(&mut self.farewell_text);
-        if let Some(close) = SessionClose::take(&mut self.farewell_text) {
-            self.hub.set_closed(CloseReason {
+        close_stream.lock().drain_into(&mut self.close_message);
+        if let Some(close) = SessionClose::take(&mut self.close_message) {
+            self.shared.set_closed(CloseReason {
                 by: ClosedBy::Peer,
                 code: close.code,
                 reason: close.reason,
             });
             // What came before the reason counts; polling the set stops early, so each is asked.
             self.drain(cx);
-            self.leave();
+            self.finish();
         }
     }
 
     /// The steps of a close.
-    fn advance(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
-            match &mut self.stage {
-                Stage::Running => {
-                    if let Some(refused) = self.hub.refused(cx) {
-                        self.stage = Stage::Refused(refused, Box::pin(sleep(CLOSE_STEP)));
+            match &mut self.state {
+                DriverState::Running => {
+                    if let Some(refused) = self.shared.refused(cx) {
+                        self.state = DriverState::Refused(refused, Box::pin(sleep(CLOSE_TIMEOUT)));
                         continue;
                     }
-                    let silent = self.heard.1.elapsed() >= self.idle_timeout;
-                    if silent && self.hub.line.received() == self.heard.0 {
-                        self.hub.set_closed(network(CloseCode::Dead, "timed out"));
+                    let silent = self.last_received.1.elapsed() >= self.idle_timeout;
+                    if silent && self.shared.conn_state.received() == self.last_received.0 {
+                        self.shared
+                            .set_closed(network(CloseCode::Dead, "timed out"));
                         return Poll::Ready(());
                     }
                     return Poll::Pending;
                 }
-                Stage::Refused(error, limit) => {
+                DriverState::Refused(error, limit) => {
                     ready!(limit.as_mut().poll(cx));
                     let reason = network(CloseCode::Protocol, &error.to_string());
-                    self.hub.set_closed(reason);
-                    self.leave();
+                    self.shared.set_closed(reason);
+                    self.finish();
                 }
-                Stage::Flushing(code, reason, limit) => {
-                    let waiting = self.hub.finishing.load(Ordering::Acquire) > 0;
+                DriverState::Flushing(code, reason, limit) => {
+                    let waiting = self.shared.unflushed_halves.load(Ordering::Acquire) > 0;
                     if waiting && limit.as_mut().poll(cx).is_pending() {
                         return Poll::Pending;
                     }
                     let (code, reason) = (*code, std::mem::take(reason));
-                    self.tell(code, reason);
+                    self.send_close(code, reason);
                 }
-                Stage::Telling(limit) => {
-                    let told = self.farewell.as_ref().is_none_or(|farewell| {
-                        matches!(farewell.lock().output, Output::Flushed | Output::Cut(_))
+                DriverState::SendingClose(limit) => {
+                    let is_sent = self.close_stream.as_ref().is_none_or(|close_stream| {
+                        matches!(close_stream.lock().output, Output::Flushed | Output::Cut(_))
                     });
-                    if !told && limit.as_mut().poll(cx).is_pending() {
+                    if !is_sent && limit.as_mut().poll(cx).is_pending() {
                         return Poll::Pending;
                     }
-                    self.leave();
+                    self.finish();
                 }
-                // The connection's own end is what `turn` waits for.
-                Stage::Leaving(limit) => return limit.as_mut().poll(cx),
+                // The connection's own end is what `drive` waits for.
+                DriverState::ShuttingDown(limit) => return limit.as_mut().poll(cx),
             }
         }
     }
 
-    fn tell(&mut self, code: CloseCode, reason: String) {
+    fn send_close(&mut self, code: CloseCode, reason: String) {
         let close = SessionClose { code, reason };
-        if let Some(farewell) = &self.farewell {
-            let mut state = farewell.lock();
-            close.encode(&mut state.outbox);
-            farewell.set_output(&mut state, Output::Finishing);
-            state.call_pump();
+        if let Some(close_stream) = &self.close_stream {
+            let mut state = close_stream.lock();
+            close.encode(&mut state.write_buffer);
+            close_stream.set_output(&mut state, Output::Finishing);
+            state.wake_pump();
         }
-        self.hub.set_closed(CloseReason {
+        self.shared.set_closed(CloseReason {
             by: ClosedBy::Local,
             code: close.code,
             reason: close.reason,
         });
-        self.stage = Stage::Telling(Box::pin(sleep(self.close_step)));
+        self.state = DriverState::SendingClose(Box::pin(sleep(self.close_timeout)));
     }
 
     /// GOAWAY, close_notify and FIN; whatever has not ended is cut.
-    fn leave(&mut self) {
-        if matches!(self.stage, Stage::Leaving(_)) {
+    fn finish(&mut self) {
+        if matches!(self.state, DriverState::ShuttingDown(_)) {
             return;
         }
-        self.hub.take_opener();
-        self.farewell = None;
+        self.shared.take_opener();
+        self.close_stream = None;
         self.pumps.clear();
         if let Connection::Server(server) = &mut self.connection {
             server.abrupt_shutdown(Reason::NO_ERROR);
         }
-        self.stage = Stage::Leaving(Box::pin(sleep(self.close_step * 2)));
+        self.state = DriverState::ShuttingDown(Box::pin(sleep(self.close_timeout * 2)));
     }
 
-    fn ended(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
+    fn handle_end(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
         // What came in the same breath as the end counts, and may say why.
         self.drain(cx);
-        self.read_farewell(cx);
-        let verdict = tls::verdict(self.hub.line.alert());
+        self.read_close_message(cx);
+        let verdict = tls::alert_meaning(self.shared.conn_state.alert());
         let reason = match error {
             None => network(CloseCode::Dead, "connection was closed without a reason"),
             Some(error) => match error.get_io() {
@@ -391,7 +400,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             },
         };
         let reason = verdict.map_or(reason, |(code, reason)| network(code, reason));
-        self.hub.set_closed(reason);
+        self.shared.set_closed(reason);
         Poll::Ready(())
     }
 }
@@ -400,14 +409,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        self.get_mut().turn(cx)
+        self.get_mut().drive(cx)
     }
 }
 
 impl<S> Drop for Driver<S> {
     fn drop(&mut self) {
         self.pumps.clear();
-        self.hub.end();
+        self.shared.terminate();
     }
 }
 

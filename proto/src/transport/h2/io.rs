@@ -15,31 +15,31 @@ use crate::tls;
 
 /// Bytes that h2 reads in one turn of the driver. Many small frames must not pile up inside h2, which ends the
 /// connection then; after a turn they are moved to their streams.
-const READ_IN_ONE_TURN: usize = 256 * 1024;
+const READ_PER_POLL_MAX: usize = 256 * 1024;
 /// How long the close reads on after its own end: closing with unread data would be a reset that takes the last words
 /// away from the peer.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// What the driver learns from the connection under h2.
 #[derive(Debug, Default)]
-pub(super) struct Line {
+pub(super) struct ConnState {
     received: AtomicU64,
-    read_this_turn: AtomicUsize,
+    read_this_poll: AtomicUsize,
     blocked: AtomicBool,
     ending: AtomicBool,
-    end_held: AtomicBool,
+    is_eof_deferred: AtomicBool,
     /// The TLS alert that ended the connection; close_notify (0) otherwise. h2 keeps only the text of an error.
     alert: AtomicU8,
 }
 
-impl Line {
+impl ConnState {
     /// Bytes received inside TLS.
     pub(super) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    pub(super) fn begin_turn(&self) {
-        self.read_this_turn.store(0, Ordering::Relaxed);
+    pub(super) fn begin_poll(&self) {
+        self.read_this_poll.store(0, Ordering::Relaxed);
     }
 
     /// Whether everything that h2 had to say has been given to the system. True after h2 was polled and wrote all.
@@ -49,7 +49,7 @@ impl Line {
 
     /// The connection has ended and h2 does not know yet: it forgets which halves were whole when it is told, so what it
     /// holds is taken out first.
-    pub(super) fn is_ending(&self) -> bool {
+    pub(super) fn has_eof(&self) -> bool {
         self.ending.load(Ordering::Relaxed)
     }
 
@@ -58,59 +58,59 @@ impl Line {
         self.alert.load(Ordering::Relaxed)
     }
 
-    /// From here on h2 is not told of the end before [`Line::permit_end`].
-    pub(super) fn hold_end(&self) {
-        self.end_held.store(true, Ordering::Relaxed);
+    /// From here on h2 is not told of the end before [`ConnState::release_eof`].
+    pub(super) fn defer_eof(&self) {
+        self.is_eof_deferred.store(true, Ordering::Relaxed);
     }
 
     /// h2 may be told.
-    pub(super) fn permit_end(&self) {
-        self.end_held.store(false, Ordering::Relaxed);
+    pub(super) fn release_eof(&self) {
+        self.is_eof_deferred.store(false, Ordering::Relaxed);
     }
 
-    fn note(&self, pending: bool) {
+    fn record_write(&self, pending: bool) {
         self.blocked.store(pending, Ordering::Relaxed);
     }
 }
 
 /// The connection itself.
-pub(super) struct Io<S> {
+pub(super) struct ConnIo<S> {
     inner: S,
-    line: Arc<Line>,
+    conn_state: Arc<ConnState>,
     control_rate: ControlRate,
     end: Option<io::Result<()>>,
     linger: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Io<S> {
+impl<S> ConnIo<S> {
     /// Wraps a connection whose peer sends `preface` bytes before its first frame.
-    pub(super) fn new(inner: S, preface: usize) -> (Self, Arc<Line>) {
-        let line = Arc::<Line>::default();
+    pub(super) fn new(inner: S, preface: usize) -> (Self, Arc<ConnState>) {
+        let conn_state = Arc::<ConnState>::default();
         let io = Self {
             inner,
-            line: line.clone(),
+            conn_state: conn_state.clone(),
             control_rate: ControlRate::new(preface),
             end: None,
             linger: None,
         };
-        (io, line)
+        (io, conn_state)
     }
 
-    fn note(&mut self, written: &Poll<io::Result<usize>>) {
-        self.line.note(written.is_pending());
+    fn record_write(&mut self, written: &Poll<io::Result<usize>>) {
+        self.conn_state.record_write(written.is_pending());
         if let Poll::Ready(Ok(count)) = written {
             self.control_rate.sent(*count);
         }
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for ConnIo<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.line.read_this_turn.load(Ordering::Relaxed) >= READ_IN_ONE_TURN {
+        if self.conn_state.read_this_poll.load(Ordering::Relaxed) >= READ_PER_POLL_MAX {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -124,19 +124,21 @@ impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
                 read = Err(io::Error::new(io::ErrorKind::InvalidData, flood));
             }
             if read.is_ok() && count > 0 {
-                self.line
+                self.conn_state
                     .received
                     .fetch_add(count as u64, Ordering::Relaxed);
-                self.line.read_this_turn.fetch_add(count, Ordering::Relaxed);
+                self.conn_state
+                    .read_this_poll
+                    .fetch_add(count, Ordering::Relaxed);
                 return Poll::Ready(Ok(()));
             }
-            if let Some(alert) = read.as_ref().err().and_then(tls::alert_in) {
-                self.line.alert.store(alert, Ordering::Relaxed);
+            if let Some(alert) = read.as_ref().err().and_then(tls::received_alert) {
+                self.conn_state.alert.store(alert, Ordering::Relaxed);
             }
             self.end = Some(read);
-            self.line.ending.store(true, Ordering::Relaxed);
+            self.conn_state.ending.store(true, Ordering::Relaxed);
         }
-        if self.line.end_held.load(Ordering::Relaxed) {
+        if self.conn_state.is_eof_deferred.load(Ordering::Relaxed) {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -144,14 +146,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for Io<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write(cx, data);
-        self.note(&written);
+        self.record_write(&written);
         written
     }
 
@@ -161,7 +163,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write_vectored(cx, data);
-        self.note(&written);
+        self.record_write(&written);
         written
     }
 
@@ -171,7 +173,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.inner).poll_flush(cx);
-        self.line.note(flushed.is_pending());
+        self.conn_state.record_write(flushed.is_pending());
         flushed
     }
 
@@ -185,11 +187,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Io<S> {
                 this.linger.insert(Box::pin(sleep(LINGER)))
             }
         };
-        let mut scrap = [0; 4096];
+        let mut discarded = [0; 4096];
         while linger.as_mut().poll(cx).is_pending() {
-            let mut scrap = ReadBuf::new(&mut scrap);
-            match ready!(Pin::new(&mut this.inner).poll_read(cx, &mut scrap)) {
-                Ok(()) if !scrap.filled().is_empty() => {}
+            let mut discarded = ReadBuf::new(&mut discarded);
+            match ready!(Pin::new(&mut this.inner).poll_read(cx, &mut discarded)) {
+                Ok(()) if !discarded.filled().is_empty() => {}
                 Ok(()) | Err(_) => break,
             }
         }

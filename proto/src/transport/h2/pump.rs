@@ -9,7 +9,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{Reason, RecvStream, SendStream};
 
-use super::stream::{Output, Shared, State};
+use super::stream::{Output, StreamShared, StreamState};
 use crate::transport::StreamCut;
 use crate::wire::code::ResetCode;
 
@@ -17,21 +17,21 @@ use crate::wire::code::ResetCode;
 const CODE_OFFSET: u32 = 0x1000;
 /// Most bytes that one stream asks the window for at once: streams share the connection's window, and capacity that one
 /// holds unused is missing elsewhere.
-const RESERVE: usize = 32 * 1024;
+const RESERVE_MAX_BYTES: usize = 32 * 1024;
 
 /// Streams whose end is in h2's queue.
 #[derive(Debug, Default)]
-pub(super) struct Queued(Mutex<Vec<Arc<Shared>>>);
+pub(super) struct Queued(Mutex<Vec<Arc<StreamShared>>>);
 
 impl Queued {
-    fn push(&self, stream: Arc<Shared>) {
+    fn push(&self, stream: Arc<StreamShared>) {
         self.0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(stream);
     }
 
-    pub(super) fn take(&self) -> Vec<Arc<Shared>> {
+    pub(super) fn take(&self) -> Vec<Arc<StreamShared>> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -42,7 +42,7 @@ impl Queued {
             .is_empty()
     }
 
-    pub(super) fn put_back(&self, streams: Vec<Arc<Shared>>) {
+    pub(super) fn put_back(&self, streams: Vec<Arc<StreamShared>>) {
         self.0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -58,7 +58,7 @@ pub(super) enum Input {
 
 /// One stream inside the driver; ready when both halves are done. Dropped earlier, the session is lost for it.
 pub(super) struct Pump {
-    shared: Arc<Shared>,
+    shared: Arc<StreamShared>,
     send: SendStream<Bytes>,
     input: Input,
     queued: Arc<Queued>,
@@ -66,7 +66,7 @@ pub(super) struct Pump {
 
 impl Pump {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<StreamShared>,
         send: SendStream<Bytes>,
         input: Input,
         queued: Arc<Queued>,
@@ -88,7 +88,7 @@ impl Pump {
         }
     }
 
-    fn receive(&mut self, state: &mut State, cx: &mut Context<'_>) {
+    fn receive(&mut self, state: &mut StreamState, cx: &mut Context<'_>) {
         if let Input::Response(response) = &mut self.input {
             match Pin::new(response).poll(cx) {
                 Poll::Ready(Ok(response)) if response.status().is_success() => {
@@ -101,7 +101,7 @@ impl Pump {
                 Poll::Ready(Err(error)) => {
                     return self
                         .shared
-                        .end_input(state, Err(cut_of(&error, StreamCut::Reset)));
+                        .end_input(state, Err(stream_cut(&error, StreamCut::Reset)));
                 }
                 Poll::Pending => return,
             }
@@ -109,14 +109,14 @@ impl Pump {
         let Input::Body(body) = &mut self.input else {
             return;
         };
-        if state.credit.is_none() {
-            state.credit = Some(body.flow_control().clone());
+        if state.flow_control.is_none() {
+            state.flow_control = Some(body.flow_control().clone());
         }
         while let Poll::Ready(data) = body.poll_data(cx) {
             match data {
                 Some(Ok(piece)) => self.shared.receive(state, piece),
                 Some(Err(error)) => {
-                    let cut = cut_of(&error, StreamCut::Reset);
+                    let cut = stream_cut(&error, StreamCut::Reset);
                     return self.shared.end_input(state, Err(cut));
                 }
                 None => return self.shared.end_input(state, Ok(())),
@@ -124,7 +124,7 @@ impl Pump {
         }
     }
 
-    fn transmit(&mut self, state: &mut State, cx: &mut Context<'_>) {
+    fn transmit(&mut self, state: &mut StreamState, cx: &mut Context<'_>) {
         match state.output {
             Output::Open | Output::Finishing => {}
             Output::Queued | Output::Flushed | Output::Cut(_) => return,
@@ -135,20 +135,21 @@ impl Pump {
                 Some(StreamCut::SessionLost)
             }
             Poll::Ready(Ok(reason)) => Some(StreamCut::Stopped(reset_code(reason))),
-            Poll::Ready(Err(error)) => Some(cut_of(&error, StreamCut::Stopped)),
+            Poll::Ready(Err(error)) => Some(stream_cut(&error, StreamCut::Stopped)),
             Poll::Pending => None,
         };
         if let Some(cut) = stopped {
             return self.shared.set_output(state, Output::Cut(cut));
         }
-        while !state.outbox.is_empty() {
-            self.send.reserve_capacity(state.outbox.len().min(RESERVE));
+        while !state.write_buffer.is_empty() {
+            self.send
+                .reserve_capacity(state.write_buffer.len().min(RESERVE_MAX_BYTES));
             let room = match self.send.capacity() {
                 0 => match self.send.poll_capacity(cx) {
                     Poll::Pending => return,
                     Poll::Ready(Some(Ok(room))) => room,
                     Poll::Ready(Some(Err(error))) => {
-                        let cut = cut_of(&error, StreamCut::Stopped);
+                        let cut = stream_cut(&error, StreamCut::Stopped);
                         return self.shared.set_output(state, Output::Cut(cut));
                     }
                     Poll::Ready(None) => {
@@ -161,14 +162,14 @@ impl Pump {
             if room == 0 {
                 continue;
             }
-            let count = room.min(state.outbox.len());
-            let piece = state.outbox.split_to(count).freeze();
-            let last = state.outbox.is_empty() && state.output == Output::Finishing;
+            let count = room.min(state.write_buffer.len());
+            let piece = state.write_buffer.split_to(count).freeze();
+            let last = state.write_buffer.is_empty() && state.output == Output::Finishing;
             self.submit(state, piece, last);
             if last {
                 return;
             }
-            state.call_writer();
+            state.wake_writer();
         }
         self.send.reserve_capacity(0);
         if state.output == Output::Finishing {
@@ -176,7 +177,7 @@ impl Pump {
         }
     }
 
-    fn submit(&mut self, state: &mut State, piece: Bytes, last: bool) {
+    fn submit(&mut self, state: &mut StreamState, piece: Bytes, last: bool) {
         match self.send.send_data(piece, last) {
             Ok(()) if last => {
                 self.shared.set_output(state, Output::Queued);
@@ -184,7 +185,7 @@ impl Pump {
             }
             Ok(()) => {}
             Err(error) => {
-                let cut = cut_of(&error, StreamCut::Stopped);
+                let cut = stream_cut(&error, StreamCut::Stopped);
                 self.shared.set_output(state, Output::Cut(cut));
             }
         }
@@ -220,7 +221,7 @@ impl Future for Pump {
         let sent = matches!(state.output, Output::Flushed | Output::Cut(_));
         match (&state.input_end, sent) {
             (Some(_), true) => Poll::Ready(()),
-            (None, true) if state.discarding => {
+            (None, true) if state.is_discarding => {
                 // What is unread is not wanted; NO_ERROR says that our half was whole (RFC 9113, section 8.1).
                 this.send.send_reset(Reason::NO_ERROR);
                 this.shared.end_input(&mut state, Ok(()));
@@ -238,13 +239,13 @@ impl Drop for Pump {
         let done = state.input_end.is_some() && sent;
         drop(state);
         if !done {
-            self.shared.lose();
+            self.shared.mark_lost();
         }
     }
 }
 
 /// What an error of h2 means for the stream: a reset by the peer, or the loss of the connection.
-fn cut_of(error: &h2::Error, by_peer: impl FnOnce(ResetCode) -> StreamCut) -> StreamCut {
+fn stream_cut(error: &h2::Error, by_peer: impl FnOnce(ResetCode) -> StreamCut) -> StreamCut {
     match error.reason() {
         Some(reason) if error.is_reset() => by_peer(reset_code(reason)),
         Some(_) | None => StreamCut::SessionLost,

@@ -15,9 +15,9 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::io::Line;
+use super::io::ConnState;
 use super::pump::{Input, Pump, Queued};
-use super::stream::{H2Stream, Shared};
+use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{
@@ -28,85 +28,85 @@ use crate::wire::header::StreamHeader;
 
 /// What the session's users and its driver share.
 #[derive(Debug)]
-pub(super) struct Hub {
-    mail: Mutex<Mail>,
-    pub(super) line: Arc<Line>,
+pub(super) struct SessionShared {
+    commands: Mutex<Commands>,
+    pub(super) conn_state: Arc<ConnState>,
     pub(super) queued: Arc<Queued>,
     /// Halves that were shut down and are not written yet.
-    pub(super) finishing: Arc<AtomicUsize>,
+    pub(super) unflushed_halves: Arc<AtomicUsize>,
     pub(super) acknowledged: AtomicU64,
     pub(super) rtt_micros: AtomicU64,
     pub(super) closed: watch::Sender<Option<CloseReason>>,
     /// Cancelled when the peer has opened the stream that carries what ends the session.
     pub(super) established: CancellationToken,
     /// Cancelled when the driver has gone, and the connection with it.
-    pub(super) over: CancellationToken,
+    pub(super) terminated: CancellationToken,
     /// Opens streams; only the server's end has it, and it goes when the session closes.
     pub(super) opener: Mutex<Option<SendRequest<Bytes>>>,
 }
 
 /// What users ask of the driver.
 #[derive(Debug, Default)]
-pub(super) struct Mail {
+pub(super) struct Commands {
     pub(super) pumps: Vec<Pump>,
     pub(super) probe: bool,
     pub(super) close: Option<(CloseCode, String)>,
     pub(super) window: Option<u64>,
     /// The driver has gone; nothing is taken any more.
-    pub(super) over: bool,
+    pub(super) terminated: bool,
     driver: Option<Waker>,
 }
 
-impl Hub {
-    pub(super) fn new(line: Arc<Line>, opener: Option<SendRequest<Bytes>>) -> Arc<Self> {
+impl SessionShared {
+    pub(super) fn new(conn_state: Arc<ConnState>, opener: Option<SendRequest<Bytes>>) -> Arc<Self> {
         Arc::new(Self {
-            mail: Mutex::default(),
-            line,
+            commands: Mutex::default(),
+            conn_state,
             queued: Arc::default(),
-            finishing: Arc::default(),
+            unflushed_halves: Arc::default(),
             acknowledged: AtomicU64::new(0),
             rtt_micros: AtomicU64::new(0),
             closed: watch::Sender::new(None),
             established: CancellationToken::new(),
-            over: CancellationToken::new(),
+            terminated: CancellationToken::new(),
             opener: Mutex::new(opener),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Mail> {
-        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Commands> {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Leaves something for the driver and wakes it.
-    pub(super) fn post(&self, write: impl FnOnce(&mut Mail)) {
-        let mut mail = self.lock();
-        if mail.over {
+    pub(super) fn send_command(&self, write: impl FnOnce(&mut Commands)) {
+        let mut commands = self.lock();
+        if commands.terminated {
             return;
         }
-        write(&mut mail);
-        if let Some(driver) = mail.driver.take() {
+        write(&mut commands);
+        if let Some(driver) = commands.driver.take() {
             driver.wake();
         }
     }
 
     /// What was left since the last time; `driver` is woken for the next.
-    pub(super) fn collect(&self, driver: &Waker) -> Mail {
-        let mut mail = self.lock();
-        let collected = std::mem::take(&mut *mail);
-        mail.over = collected.over;
-        mail.driver = Some(driver.clone());
-        collected
+    pub(super) fn take_commands(&self, driver: &Waker) -> Commands {
+        let mut commands = self.lock();
+        let taken = std::mem::take(&mut *commands);
+        commands.terminated = taken.terminated;
+        commands.driver = Some(driver.clone());
+        taken
     }
 
     /// Nothing is taken any more; what was left is lost.
-    pub(super) fn end(&self) {
-        let mut mail = self.lock();
-        mail.over = true;
-        let left = std::mem::take(&mut mail.pumps);
-        drop(mail);
-        drop(left);
-        self.set_closed(super::lost());
-        self.over.cancel();
+    pub(super) fn terminate(&self) {
+        let mut commands = self.lock();
+        commands.terminated = true;
+        let discarded = std::mem::take(&mut commands.pumps);
+        drop(commands);
+        drop(discarded);
+        self.set_closed(super::connection_lost());
+        self.terminated.cancel();
     }
 
     /// Says how the session ended, unless that is known.
@@ -125,7 +125,7 @@ impl Hub {
             biased;
             () = self.established.cancelled() => Ok(()),
             reason = closed.wait_for(Option::is_some) => {
-                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(super::lost))
+                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(super::connection_lost))
             }
         }
     }
@@ -160,8 +160,8 @@ impl Hub {
         &self,
         path: &'static str,
         first: BytesMut,
-        gauge: Arc<crate::transport::Gauge>,
-    ) -> Result<Arc<Shared>, h2::Error> {
+        read_monitor: Arc<crate::transport::ReadMonitor>,
+    ) -> Result<Arc<StreamShared>, h2::Error> {
         let Some(opener) = self.opener() else {
             return Err(h2::Error::from(h2::Reason::REFUSED_STREAM));
         };
@@ -170,21 +170,21 @@ impl Hub {
         *request.method_mut() = http::Method::POST;
         *request.uri_mut() = http::Uri::from_static(path);
         let (response, send) = opener.send_request(request, false)?;
-        let shared = Shared::new(first, gauge, self.finishing.clone());
+        let stream = StreamShared::new(first, read_monitor, self.unflushed_halves.clone());
         let pump = Pump::new(
-            shared.clone(),
+            stream.clone(),
             send,
             Input::Response(response),
             self.queued.clone(),
         );
         let mut pump = Some(pump);
-        self.post(|mail| mail.pumps.extend(pump.take()));
-        Ok(shared)
+        self.send_command(|commands| commands.pumps.extend(pump.take()));
+        Ok(stream)
     }
 }
 
 pub(super) struct H2Session {
-    pub(super) hub: Arc<Hub>,
+    pub(super) shared: Arc<SessionShared>,
     pub(super) peer: PeerIdentity,
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) remote: SocketAddr,
@@ -206,16 +206,16 @@ impl std::fmt::Debug for H2Session {
 }
 
 /// Path of the requests that are streams.
-pub(super) const STREAM: &str = "https://culvert/stream";
+pub(super) const STREAM_URI: &str = "https://culvert/stream";
 /// Path of the one request that carries what ends the session.
-pub(super) const SESSION: &str = "https://culvert/session";
+pub(super) const CLOSE_STREAM_URI: &str = "https://culvert/session";
 
 #[async_trait]
 impl Session for H2Session {
     async fn open(
         &self,
         header: &StreamHeader,
-        reply_within: Duration,
+        reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
@@ -224,16 +224,20 @@ impl Session for H2Session {
         header
             .encode(&mut first)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
-        if let Some(reason) = self.hub.closed.borrow().clone() {
+        if let Some(reason) = self.shared.closed.borrow().clone() {
             return Err(reason.into());
         }
-        let gauge = self.flow.gauge();
-        match self.hub.request(STREAM, first, gauge.clone()).await {
-            Ok(shared) => Ok(Stream::opened(
-                Box::new(H2Stream(shared)),
+        let read_monitor = self.flow.read_monitor();
+        match self
+            .shared
+            .request(STREAM_URI, first, read_monitor.clone())
+            .await
+        {
+            Ok(stream) => Ok(Stream::opened(
+                Box::new(H2Stream(stream)),
                 self.traffic.clone(),
-                gauge,
-                reply_within,
+                read_monitor,
+                reply_timeout,
             )),
             Err(_ended) => Err(self.closed().await.into()),
         }
@@ -245,8 +249,8 @@ impl Session for H2Session {
             biased;
             stream = incoming.recv() => match stream {
                 Some(stream) => {
-                    let gauge = stream.0.gauge();
-                    Ok(IncomingStream::new(Box::new(stream), self.traffic.clone(), gauge))
+                    let read_monitor = stream.0.read_monitor();
+                    Ok(IncomingStream::new(Box::new(stream), self.traffic.clone(), read_monitor))
                 }
                 None => Err(self.closed().await.into()),
             },
@@ -255,15 +259,15 @@ impl Session for H2Session {
     }
 
     fn probe(&self) {
-        self.hub.post(|mail| mail.probe = true);
+        self.shared.send_command(|commands| commands.probe = true);
     }
 
     fn health(&self) -> Health {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
         Health {
-            heard: self.hub.line.received(),
-            acknowledged: self.hub.acknowledged.load(Ordering::Relaxed),
-            rtt: Duration::from_micros(self.hub.rtt_micros.load(Ordering::Relaxed)),
+            received: self.shared.conn_state.received(),
+            acknowledged: self.shared.acknowledged.load(Ordering::Relaxed),
+            rtt: Duration::from_micros(self.shared.rtt_micros.load(Ordering::Relaxed)),
             remote: self.remote,
             streams,
             bytes_in,
@@ -276,7 +280,7 @@ impl Session for H2Session {
     }
 
     /// A connection allows from the start what its settings say.
-    fn allow_streams(&self, _count: u32) {}
+    fn set_max_concurrent_streams(&self, _count: u32) {}
 
     fn has_room(&self) -> bool {
         self.flow.has_room()
@@ -284,20 +288,20 @@ impl Session for H2Session {
 
     async fn close(&self, code: CloseCode, reason: &str) {
         self.stop_opening();
-        self.hub
-            .post(|mail| mail.close = Some((code, reason.to_owned())));
+        self.shared
+            .send_command(|commands| commands.close = Some((code, reason.to_owned())));
         // Bounded by the driver: a second each for what was sent, the reason and the last bytes.
-        self.hub.over.cancelled().await;
+        self.shared.terminated.cancelled().await;
     }
 
     async fn closed(&self) -> CloseReason {
-        let mut closed = self.hub.closed.subscribe();
+        let mut closed = self.shared.closed.subscribe();
         let ended = closed
             .wait_for(Option::is_some)
             .await
             .ok()
             .and_then(|reason| reason.clone());
-        ended.unwrap_or_else(super::lost)
+        ended.unwrap_or_else(super::connection_lost)
     }
 
     fn peer(&self) -> &PeerIdentity {

@@ -14,34 +14,34 @@ use bytes::{Buf, Bytes, BytesMut};
 use h2::FlowControl;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::transport::{Gauge, RawStream, StreamCut};
+use crate::transport::{RawStream, ReadMonitor, StreamCut};
 use crate::wire::code::ResetCode;
 
 /// Bytes written that wait for the driver; a writer beyond it waits.
-const OUTBOX_BYTES: usize = 64 * 1024;
+const WRITE_BUFFER_BYTES: usize = 64 * 1024;
 /// A received piece below this is copied together with its neighbours: it would keep a whole read buffer alive.
-const SMALL_PIECE: usize = 4 * 1024;
+const COALESCE_BELOW_BYTES: usize = 4 * 1024;
 
 /// What the user of a stream and the driver share.
 #[derive(Debug)]
-pub(super) struct Shared {
-    state: Mutex<State>,
-    gauge: Arc<Gauge>,
+pub(super) struct StreamShared {
+    state: Mutex<StreamState>,
+    read_monitor: Arc<ReadMonitor>,
     /// Halves of the session that were shut down and are not written yet.
-    finishing: Arc<AtomicUsize>,
+    unflushed_halves: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
-pub(super) struct State {
-    inbox: Inbox,
+pub(super) struct StreamState {
+    read_buffer: ReadBuffer,
     /// How the peer's half ended.
     pub(super) input_end: Option<Result<(), StreamCut>>,
     /// Nobody reads any more: what comes is dropped.
-    pub(super) discarding: bool,
+    pub(super) is_discarding: bool,
     reader: Option<Waker>,
     /// Gives window back for what was read.
-    pub(super) credit: Option<FlowControl>,
-    pub(super) outbox: BytesMut,
+    pub(super) flow_control: Option<FlowControl>,
+    pub(super) write_buffer: BytesMut,
     pub(super) output: Output,
     /// Cut both directions with this code.
     pub(super) reset: Option<ResetCode>,
@@ -64,23 +64,23 @@ pub(super) enum Output {
 
 /// Received bytes in order; small pieces are joined.
 #[derive(Debug, Default)]
-struct Inbox {
+struct ReadBuffer {
     pieces: VecDeque<Bytes>,
     last: BytesMut,
     unread: usize,
 }
 
-impl Inbox {
+impl ReadBuffer {
     fn push(&mut self, piece: Bytes) {
         self.unread += piece.len();
-        if piece.len() < SMALL_PIECE {
+        if piece.len() < COALESCE_BELOW_BYTES {
             self.last.extend_from_slice(&piece);
         }
-        if piece.len() >= SMALL_PIECE || self.last.len() >= SMALL_PIECE {
+        if piece.len() >= COALESCE_BELOW_BYTES || self.last.len() >= COALESCE_BELOW_BYTES {
             if !self.last.is_empty() {
                 self.pieces.push_back(self.last.split().freeze());
             }
-            if piece.len() >= SMALL_PIECE {
+            if piece.len() >= COALESCE_BELOW_BYTES {
                 self.pieces.push_back(piece);
             }
         }
@@ -117,69 +117,69 @@ impl Inbox {
     }
 }
 
-impl Shared {
+impl StreamShared {
     /// A stream whose `first` bytes are to be sent at once.
     pub(super) fn new(
         first: BytesMut,
-        gauge: Arc<Gauge>,
-        finishing: Arc<AtomicUsize>,
+        read_monitor: Arc<ReadMonitor>,
+        unflushed_halves: Arc<AtomicUsize>,
     ) -> Arc<Self> {
-        gauge.set_unread(0);
+        read_monitor.set_unread(0);
         Arc::new(Self {
-            state: Mutex::new(State {
-                inbox: Inbox::default(),
+            state: Mutex::new(StreamState {
+                read_buffer: ReadBuffer::default(),
                 input_end: None,
-                discarding: false,
+                is_discarding: false,
                 reader: None,
-                credit: None,
-                outbox: first,
+                flow_control: None,
+                write_buffer: first,
                 output: Output::Open,
                 reset: None,
                 writer: None,
                 pump: None,
             }),
-            gauge,
-            finishing,
+            read_monitor,
+            unflushed_halves,
         })
     }
 
-    pub(super) fn gauge(&self) -> Arc<Gauge> {
-        self.gauge.clone()
+    pub(super) fn read_monitor(&self) -> Arc<ReadMonitor> {
+        self.read_monitor.clone()
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, StreamState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes in what h2 received.
-    pub(super) fn receive(&self, state: &mut State, piece: Bytes) {
-        if state.discarding {
-            return state.give_back(piece.len());
+    pub(super) fn receive(&self, state: &mut StreamState, piece: Bytes) {
+        if state.is_discarding {
+            return state.release_capacity(piece.len());
         }
-        state.inbox.push(piece);
-        self.gauge.set_unread(state.inbox.unread);
+        state.read_buffer.push(piece);
+        self.read_monitor.set_unread(state.read_buffer.unread);
         wake(&mut state.reader);
     }
 
     /// The peer's half has ended.
-    pub(super) fn end_input(&self, state: &mut State, end: Result<(), StreamCut>) {
+    pub(super) fn end_input(&self, state: &mut StreamState, end: Result<(), StreamCut>) {
         state.input_end.get_or_insert(end);
         // What is unread stays charged; the connection's window must not wait for the other half to end.
-        let unread = state.inbox.unread;
-        state.give_back(unread);
-        state.credit = None;
+        let unread = state.read_buffer.unread;
+        state.release_capacity(unread);
+        state.flow_control = None;
         wake(&mut state.reader);
     }
 
     /// The sent half has come further.
-    pub(super) fn set_output(&self, state: &mut State, output: Output) {
+    pub(super) fn set_output(&self, state: &mut StreamState, output: Output) {
         let counts = |output| matches!(output, Output::Finishing | Output::Queued);
         match (counts(state.output), counts(output)) {
             (false, true) => {
-                self.finishing.fetch_add(1, Ordering::AcqRel);
+                self.unflushed_halves.fetch_add(1, Ordering::AcqRel);
             }
             (true, false) => {
-                self.finishing.fetch_sub(1, Ordering::AcqRel);
+                self.unflushed_halves.fetch_sub(1, Ordering::AcqRel);
             }
             (false, false) | (true, true) => {}
         }
@@ -197,7 +197,7 @@ impl Shared {
     }
 
     /// The driver has gone: whatever has not ended is cut.
-    pub(super) fn lose(&self) {
+    pub(super) fn mark_lost(&self) {
         let mut state = self.lock();
         self.end_input(&mut state, Err(StreamCut::SessionLost));
         match state.output {
@@ -209,37 +209,37 @@ impl Shared {
     }
 }
 
-impl State {
-    fn give_back(&mut self, bytes: usize) {
+impl StreamState {
+    fn release_capacity(&mut self, bytes: usize) {
         if bytes > 0
-            && let Some(credit) = &mut self.credit
+            && let Some(flow_control) = &mut self.flow_control
         {
             // An error means that the stream was reset, and its window with it.
-            let _gone = credit.release_capacity(bytes);
+            let _gone = flow_control.release_capacity(bytes);
         }
     }
 
     /// Wakes the driver, which is told nothing else: it looks at everything.
-    pub(super) fn call_pump(&mut self) {
+    pub(super) fn wake_pump(&mut self) {
         wake(&mut self.pump);
     }
 
     /// The outbox has room again.
-    pub(super) fn call_writer(&mut self) {
+    pub(super) fn wake_writer(&mut self) {
         wake(&mut self.writer);
     }
 
     /// Takes all bytes out of the inbox, for the session's own messages.
-    pub(super) fn take_all(&mut self, out: &mut BytesMut) {
+    pub(super) fn drain_into(&mut self, out: &mut BytesMut) {
         let mut chunk = [0; 512];
         loop {
             let mut chunk = ReadBuf::new(&mut chunk);
-            let count = self.inbox.take(&mut chunk);
+            let count = self.read_buffer.take(&mut chunk);
             if count == 0 {
                 return;
             }
             out.extend_from_slice(chunk.filled());
-            self.give_back(count);
+            self.release_capacity(count);
         }
     }
 }
@@ -250,7 +250,7 @@ fn wake(waker: &mut Option<Waker>) {
     }
 }
 
-fn wait(slot: &mut Option<Waker>, cx: &Context<'_>) {
+fn register_waker(slot: &mut Option<Waker>, cx: &Context<'_>) {
     if !slot
         .as_ref()
         .is_some_and(|waker| waker.will_wake(cx.waker()))
@@ -261,29 +261,29 @@ fn wait(slot: &mut Option<Waker>, cx: &Context<'_>) {
 
 /// The user's end.
 #[derive(Debug)]
-pub(super) struct H2Stream(pub(super) Arc<Shared>);
+pub(super) struct H2Stream(pub(super) Arc<StreamShared>);
 
 impl RawStream for H2Stream {
     fn reset(&mut self, code: ResetCode) {
         let mut state = self.0.lock();
-        state.discarding = true;
-        let unread = state.inbox.clear();
-        state.give_back(unread);
+        state.is_discarding = true;
+        let unread = state.read_buffer.clear();
+        state.release_capacity(unread);
         if state.output != Output::Flushed || state.input_end.is_none() {
             state.reset.get_or_insert(code);
         }
-        self.0.gauge.set_unread(0);
-        state.call_pump();
+        self.0.read_monitor.set_unread(0);
+        state.wake_pump();
     }
 
     /// h2 has no word for it before the own half has ended: until then what comes is dropped.
     fn stop(&mut self, _code: ResetCode) {
         let mut state = self.0.lock();
-        state.discarding = true;
-        let unread = state.inbox.clear();
-        state.give_back(unread);
-        self.0.gauge.set_unread(0);
-        state.call_pump();
+        state.is_discarding = true;
+        let unread = state.read_buffer.clear();
+        state.release_capacity(unread);
+        self.0.read_monitor.set_unread(0);
+        state.wake_pump();
     }
 }
 
@@ -294,17 +294,17 @@ impl AsyncRead for H2Stream {
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let mut state = self.0.lock();
-        let count = state.inbox.take(out);
+        let count = state.read_buffer.take(out);
         if count > 0 || out.remaining() == 0 {
-            self.0.gauge.set_unread(state.inbox.unread);
-            state.give_back(count);
+            self.0.read_monitor.set_unread(state.read_buffer.unread);
+            state.release_capacity(count);
             return Poll::Ready(Ok(()));
         }
         match state.input_end {
             Some(Ok(())) => Poll::Ready(Ok(())),
             Some(Err(cut)) => Poll::Ready(Err(cut.into())),
             None => {
-                wait(&mut state.reader, cx);
+                register_waker(&mut state.reader, cx);
                 Poll::Pending
             }
         }
@@ -325,14 +325,14 @@ impl AsyncWrite for H2Stream {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
         }
-        let room = OUTBOX_BYTES.saturating_sub(state.outbox.len());
+        let room = WRITE_BUFFER_BYTES.saturating_sub(state.write_buffer.len());
         if room == 0 && !data.is_empty() {
-            wait(&mut state.writer, cx);
+            register_waker(&mut state.writer, cx);
             return Poll::Pending;
         }
         let count = data.len().min(room);
-        state.outbox.extend_from_slice(&data[..count]);
-        state.call_pump();
+        state.write_buffer.extend_from_slice(&data[..count]);
+        state.wake_pump();
         Poll::Ready(Ok(count))
     }
 
@@ -347,11 +347,11 @@ impl AsyncWrite for H2Stream {
             Output::Cut(cut) => return Poll::Ready(Err(cut.into())),
             Output::Open => {
                 self.0.set_output(&mut state, Output::Finishing);
-                state.call_pump();
+                state.wake_pump();
             }
             Output::Finishing | Output::Queued => {}
         }
-        wait(&mut state.writer, cx);
+        register_waker(&mut state.writer, cx);
         Poll::Pending
     }
 }

@@ -15,9 +15,9 @@ use tokio_rustls::TlsAcceptor;
 
 use super::*;
 use crate::identity::Role;
-use crate::tcp::{Direct, prepare_tunnel};
+use crate::tcp::{Direct, configure_session};
 use crate::tls::{self, test_ca::TestCa};
-use crate::transport::{BufferPool, ClosedBy, CongestionControl, Stream, StreamCut, cause_in};
+use crate::transport::{BufferPool, ClosedBy, CongestionControl, Stream, StreamCut, find_cause};
 use crate::wire::ALPN_SESSION_TCP;
 use crate::wire::code::ResetCode;
 use crate::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
@@ -30,13 +30,15 @@ mod raw;
 mod resets;
 mod rules;
 
-use raw::{ACK, DATA, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, PREFACE, Raw, SETTINGS, Seen};
+use raw::{
+    ACK, DATA, END_STREAM, FloodOutcome, HEADERS, INITIAL_WINDOW_SIZE, PREFACE, RawPeer, SETTINGS,
+};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 const WINDOW: u32 = 256 << 10;
 /// What a stream takes behind its first message when nobody reads.
-const NEARLY_A_WINDOW: u64 = WINDOW as u64 - 1024;
+const ALMOST_WINDOW: u64 = WINDOW as u64 - 1024;
 const STREAMS: u32 = 256;
 /// A raw peer with these never makes ours wait.
 const WIDE: Windows = Windows {
@@ -44,7 +46,7 @@ const WIDE: Windows = Windows {
     connection: 1 << 30,
 };
 /// What the process may grow by during an attack. The raw peer lives in it, too.
-const GROWTH_MOST: u64 = 64 << 20;
+const GROWTH_MAX: u64 = 64 << 20;
 
 /// What a raw peer allows ours to send: on each stream, and beyond the first 64 KiB on the connection.
 #[derive(Clone, Copy)]
@@ -53,14 +55,14 @@ struct Windows {
     connection: u32,
 }
 
-type Dialled = JoinSet<Result<Arc<dyn Session>, HandshakeError>>;
+type Dialed = JoinSet<Result<Arc<dyn Session>, HandshakeError>>;
 
 #[track_caller]
 fn within<F: Future>(future: F) -> impl Future<Output = F::Output> {
     let here = Location::caller();
     async move {
-        let done = timeout(PATIENCE, future).await;
-        done.unwrap_or_else(|_| panic!("out of patience at {here}"))
+        let done = timeout(TEST_TIMEOUT, future).await;
+        done.unwrap_or_else(|_| panic!("timed out at {here}"))
     }
 }
 
@@ -80,7 +82,7 @@ fn agent() -> Role {
 }
 
 /// Our server's end and a raw agent that has said nothing yet.
-async fn joined_by_agent() -> (Arc<dyn Session>, Raw) {
+async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     let ca = TestCa::new();
     let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
     let trust = tls::Trust::Roots(ca.roots());
@@ -89,7 +91,7 @@ async fn joined_by_agent() -> (Arc<dyn Session>, Raw) {
     let address = listener.local_addr().unwrap();
     let ours = Box::pin(async {
         let (socket, _) = listener.accept().await.unwrap();
-        prepare_tunnel(&socket).unwrap();
+        configure_session(&socket).unwrap();
         let tls = TlsAcceptor::from(server.unwrap()).accept(socket).await;
         accept(tls.unwrap(), &session_settings(STREAMS))
             .await
@@ -103,23 +105,23 @@ async fn joined_by_agent() -> (Arc<dyn Session>, Raw) {
         socket.set_nodelay(true).unwrap();
         let name = ServerName::try_from(SERVER_NAME).unwrap();
         let tls = TlsConnector::from(client).connect(name, socket).await;
-        Raw::new(tls.unwrap())
+        RawPeer::new(tls.unwrap())
     });
     within(async { tokio::join!(ours, theirs) }).await
 }
 
 /// Our server's end and a raw agent that allows this much.
-async fn with_raw_agent(windows: Windows) -> (Arc<dyn Session>, Raw) {
+async fn with_raw_agent(windows: Windows) -> (Arc<dyn Session>, RawPeer) {
     let (session, mut raw) = joined_by_agent().await;
     raw.reader.preface().await;
-    greet(&mut raw, windows).await;
-    assert_eq!(within(raw.reader.next_of(HEADERS)).await.stream, 1);
+    exchange_settings(&mut raw, windows).await;
+    assert_eq!(within(raw.reader.next_of_kind(HEADERS)).await.stream, 1);
     raw.send(&raw::response(1)).await;
     (session, raw)
 }
 
 /// Our agent's end, dialling, and a raw server that has said nothing yet.
-async fn joined_by_server(streams: u32) -> (Dialled, Raw) {
+async fn joined_by_server(streams: u32) -> (Dialed, RawPeer) {
     let ca = TestCa::new();
     let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
     let trust = tls::Trust::Roots(ca.roots());
@@ -128,37 +130,37 @@ async fn joined_by_server(streams: u32) -> (Dialled, Raw) {
     listener.set_recv_buffer_size(64 << 10).unwrap();
     listener.bind(([127, 0, 0, 1], 0).into()).unwrap();
     let listener = listener.listen(1).unwrap();
-    let remote = Remote {
+    let remote = ServerAddr {
         name: "raw".to_owned(),
         address: Some(listener.local_addr().unwrap()),
     };
     let dialer = H2Dialer::new(client, session_settings(streams), Arc::new(Direct));
-    let mut dialled = JoinSet::new();
-    dialled.spawn(async move { dialer.dial(&remote).await });
+    let mut dialed = JoinSet::new();
+    dialed.spawn(async move { dialer.dial(&remote).await });
     let (socket, _) = within(listener.accept()).await.unwrap();
     socket.set_nodelay(true).unwrap();
     let tls = within(TlsAcceptor::from(server.unwrap()).accept(socket)).await;
-    (dialled, Raw::new(tls.unwrap()))
+    (dialed, RawPeer::new(tls.unwrap()))
 }
 
 /// Our agent's end and a raw server that allows this much.
-async fn with_raw_server(streams: u32, windows: Windows) -> (Arc<dyn Session>, Raw) {
-    let (mut dialled, mut raw) = joined_by_server(streams).await;
+async fn with_raw_server(streams: u32, windows: Windows) -> (Arc<dyn Session>, RawPeer) {
+    let (mut dialed, mut raw) = joined_by_server(streams).await;
     raw.send(PREFACE).await;
-    greet(&mut raw, windows).await;
+    exchange_settings(&mut raw, windows).await;
     raw.send(&raw::request(1, "/session")).await;
-    assert_eq!(within(raw.reader.next_of(HEADERS)).await.stream, 1);
-    let session = within(dialled.join_next()).await.unwrap().unwrap();
+    assert_eq!(within(raw.reader.next_of_kind(HEADERS)).await.stream, 1);
+    let session = within(dialed.join_next()).await.unwrap().unwrap();
     (session.unwrap(), raw)
 }
 
-async fn greet(raw: &mut Raw, windows: Windows) {
+async fn exchange_settings(raw: &mut RawPeer, windows: Windows) {
     raw.send(&raw::settings(&[(INITIAL_WINDOW_SIZE, windows.stream)]))
         .await;
     if windows.connection > 0 {
         raw.send(&raw::window_update(0, windows.connection)).await;
     }
-    within(raw.reader.next_of(SETTINGS)).await;
+    within(raw.reader.next_of_kind(SETTINGS)).await;
     raw.send(&raw::frame(SETTINGS, ACK, 0, &[])).await;
 }
 
@@ -178,17 +180,17 @@ fn reply_bytes(reply: &StreamReply) -> Vec<u8> {
     bytes.to_vec()
 }
 
-fn accepted_reply(dialled: &str) -> StreamReply {
+fn accepted_reply(dialed: &str) -> StreamReply {
     StreamReply::Accepted {
-        dialled: dialled.to_owned(),
+        dialed: dialed.to_owned(),
     }
 }
 
 /// A stream opened by our server's end, accepted by the raw agent; its number.
-async fn opened(session: &Arc<dyn Session>, raw: &mut Raw) -> (Stream, u32) {
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let head = within(raw.reader.next_of(HEADERS)).await;
-    let first = within(raw.reader.next_of(DATA)).await;
+async fn opened(session: &Arc<dyn Session>, raw: &mut RawPeer) -> (Stream, u32) {
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let head = within(raw.reader.next_of_kind(HEADERS)).await;
+    let first = within(raw.reader.next_of_kind(DATA)).await;
     assert!(first.stream == head.stream && first.payload[..] == header_bytes());
     let reply = accepted_reply("");
     raw.send(&raw::response(head.stream)).await;
@@ -204,7 +206,7 @@ fn opening(stream: u32) -> Vec<u8> {
 }
 
 /// Opens a stream as the raw server.
-async fn open_raw(raw: &mut Raw, stream: u32) {
+async fn open_raw(raw: &mut RawPeer, stream: u32) {
     raw.send(&raw::request(stream, "/stream")).await;
     raw.send_data(stream, 0, &header_bytes()).await;
 }
@@ -213,7 +215,7 @@ async fn open_raw(raw: &mut Raw, stream: u32) {
 async fn accepted(session: &Arc<dyn Session>) -> Stream {
     loop {
         let incoming = within(session.accept()).await.unwrap();
-        if let Ok((got, stream)) = incoming.header(Instant::now() + PATIENCE).await {
+        if let Ok((got, stream)) = incoming.header(Instant::now() + TEST_TIMEOUT).await {
             assert_eq!(got, header());
             return stream;
         }
@@ -228,23 +230,23 @@ async fn read_all(stream: &mut Stream) -> io::Result<Vec<u8>> {
 /// How reading the stream to its end fails.
 async fn cut(stream: &mut Stream) -> StreamCut {
     let error = read_all(stream).await.unwrap_err();
-    *cause_in::<StreamCut>(&error).unwrap()
+    *find_cause::<StreamCut>(&error).unwrap()
 }
 
 /// The session still serves: a question and its answer pass between it and the raw agent.
-async fn assert_serves_raw_agent(session: &Arc<dyn Session>, raw: &mut Raw) {
+async fn assert_serves_raw_agent(session: &Arc<dyn Session>, raw: &mut RawPeer) {
     let (mut stream, id) = opened(session, raw).await;
     raw.send(&raw::frame(DATA, END_STREAM, id, b"answer")).await;
     assert_eq!(read_all(&mut stream).await.unwrap(), b"answer");
 }
 
 /// The session still serves: a question of the raw server on `stream` is answered.
-async fn assert_serves_raw_server(session: &Arc<dyn Session>, raw: &mut Raw, stream: u32) {
+async fn assert_serves_raw_server(session: &Arc<dyn Session>, raw: &mut RawPeer, stream: u32) {
     open_raw(raw, stream).await;
     let mut served = accepted(session).await;
     served.accept("").await.unwrap();
     let answer = loop {
-        let frame = within(raw.reader.next_of(DATA)).await;
+        let frame = within(raw.reader.next_of_kind(DATA)).await;
         if frame.stream == stream {
             break frame;
         }
@@ -253,8 +255,17 @@ async fn assert_serves_raw_server(session: &Arc<dyn Session>, raw: &mut Raw, str
 }
 
 /// The peer broke the protocol and was told so with `code`; nothing panicked on the way.
-async fn assert_thrown_out(session: &Arc<dyn Session>, raw: Raw, seen: &Seen, code: u32) {
-    assert_eq!((seen.go_away, seen.closed), (Some(code), true), "{seen:?}");
+async fn assert_protocol_close(
+    session: &Arc<dyn Session>,
+    raw: RawPeer,
+    outcome: &FloodOutcome,
+    code: u32,
+) {
+    assert_eq!(
+        (outcome.go_away, outcome.closed),
+        (Some(code), true),
+        "{outcome:?}"
+    );
     // Our end waits for the peer's, at most 1 s.
     drop(raw);
     let reason = within(session.closed()).await;
@@ -275,5 +286,5 @@ fn resident() -> u64 {
 /// Fails when the process holds much more than `before`.
 fn assert_bounded(before: u64) {
     let grown = resident().saturating_sub(before);
-    assert!(grown < GROWTH_MOST, "grown by {grown} bytes");
+    assert!(grown < GROWTH_MAX, "grown by {grown} bytes");
 }

@@ -18,28 +18,28 @@ use std::task::{Context, Waker};
 /// What a datagram costs, at most: 1472 bytes, which it may be alone to pin, and quinn's event.
 const DATAGRAM_COST: usize = 2048;
 /// Datagrams that may wait for a connection: about what the system keeps for the socket. One stream's window is less.
-const WAITING_MOST: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
+const WAITING_DATAGRAMS_MAX: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
 
-/// When a connection's task last ran, in changes of [`Reports`].
+/// When a connection's task last ran, in changes of [`EndpointEvents`].
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct LastRun {
     at: u64,
-    /// Its waker is with [`Reports`].
-    waits: bool,
+    /// Its waker is with [`EndpointEvents`].
+    is_waiting: bool,
 }
 
 /// The queue of reports from connections to their endpoint.
 #[derive(Debug, Default)]
-pub(super) struct Reports {
+pub(super) struct EndpointEvents {
     /// Counts the times that the endpoint fell behind or caught up: odd while it is behind.
     changes: AtomicU64,
     /// Connections that wait until the endpoint has caught up.
     waiting: Mutex<Vec<Waker>>,
 }
 
-impl Reports {
+impl EndpointEvents {
     /// The endpoint has run, and has emptied its queue or not.
-    pub(super) fn endpoint_ran(&self, emptied: bool) {
+    pub(super) fn endpoint_run_finished(&self, emptied: bool) {
         let was_behind = is_behind(self.changes.load(Ordering::Acquire));
         if was_behind != emptied {
             return;
@@ -54,24 +54,24 @@ impl Reports {
     }
 
     /// Whether a connection may run. If not, its task is woken when the endpoint has caught up.
-    pub(super) fn admits(&self, last: &mut LastRun, cx: &Context<'_>) -> bool {
+    pub(super) fn try_admit(&self, last: &mut LastRun, cx: &Context<'_>) -> bool {
         let ran = last.at;
-        let waits = |changes| is_behind(changes) && changes == ran;
+        let is_waiting = |changes| is_behind(changes) && changes == ran;
         let mut changes = self.changes.load(Ordering::Acquire);
-        if waits(changes) {
+        if is_waiting(changes) {
             let mut waiting = self.lock();
             changes = self.changes.load(Ordering::Acquire);
-            if waits(changes) {
-                if !last.waits {
+            if is_waiting(changes) {
+                if !last.is_waiting {
                     waiting.push(cx.waker().clone());
-                    last.waits = true;
+                    last.is_waiting = true;
                 }
                 return false;
             }
         }
         *last = LastRun {
             at: changes,
-            waits: false,
+            is_waiting: false,
         };
         true
     }
@@ -93,12 +93,12 @@ fn is_behind(changes: u64) -> bool {
 pub(super) struct Backlog {
     /// How many run or are behind. Nothing is counted while none does.
     busy: AtomicUsize,
-    paths: Mutex<Paths>,
+    peers: Mutex<PeerTable>,
 }
 
 /// The queue of one connection, as far as it is known.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Queue {
+pub(super) enum QueueState {
     #[default]
     Idle,
     /// The task runs, and had emptied the queue before.
@@ -109,30 +109,30 @@ pub(super) enum Queue {
 
 /// What a run of a connection's task has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Run {
+pub(super) enum RunOutcome {
     Emptied,
     /// The queue is not empty yet.
-    Took(usize),
+    Processed(usize),
 }
 
 #[derive(Debug, Default)]
-struct Paths {
-    known: HashMap<SocketAddr, Path>,
-    unknown: Unknown,
+struct PeerTable {
+    known: HashMap<SocketAddr, PeerUsage>,
+    unknown: UnknownPeers,
 }
 
 #[derive(Debug, Default)]
-struct Path {
+struct PeerUsage {
     connections: usize,
     busy: usize,
     behind: usize,
     waiting: usize,
 }
 
-/// Unknown peers, in rounds: one is over when all connections have caught up that were behind as it began. What was queued
+/// Peers whose address belongs to no connection, in rounds: one is over when all connections have caught up that were behind as it began. What was queued
 /// before it is gone then; others that have come to be behind since are the next round's.
 #[derive(Debug, Default)]
-struct Unknown {
+struct UnknownPeers {
     waiting: usize,
     /// Some were dropped in this round. Connections that are behind get nothing until they have caught up, so that it ends.
     full: bool,
@@ -143,15 +143,15 @@ struct Unknown {
 
 impl Backlog {
     /// Whether so many datagrams from there may be queued; else they are to be dropped, as a full socket does.
-    pub(super) fn admits(&self, from: SocketAddr, datagrams: usize) -> bool {
+    pub(super) fn try_admit(&self, from: SocketAddr, datagrams: usize) -> bool {
         if self.busy.load(Ordering::Relaxed) == 0 {
             return true;
         }
-        let Paths { known, unknown } = &mut *self.lock();
+        let PeerTable { known, unknown } = &mut *self.lock();
         match known.get_mut(&from) {
-            Some(path) if path.busy == 0 => true,
-            Some(path) if path.behind > 0 && unknown.full => false,
-            Some(path) => admit(&mut path.waiting, datagrams),
+            Some(usage) if usage.busy == 0 => true,
+            Some(usage) if usage.behind > 0 && unknown.full => false,
+            Some(usage) => admit(&mut usage.waiting, datagrams),
             None if unknown.behind == 0 => true,
             None => {
                 let admitted = admit(&mut unknown.waiting, datagrams);
@@ -162,95 +162,105 @@ impl Backlog {
     }
 
     /// A connection's peer is now at `to`; `None` before it is known, and after the connection has ended.
-    pub(super) fn moved(&self, from: Option<SocketAddr>, to: Option<SocketAddr>, queue: Queue) {
-        let mut paths = self.lock();
+    pub(super) fn migrate(
+        &self,
+        from: Option<SocketAddr>,
+        to: Option<SocketAddr>,
+        queue: QueueState,
+    ) {
+        let mut peers = self.lock();
         let (busy, behind) = (
-            usize::from(queue != Queue::Idle),
-            usize::from(matches!(queue, Queue::Behind(_))),
+            usize::from(queue != QueueState::Idle),
+            usize::from(matches!(queue, QueueState::Behind(_))),
         );
         let mut waiting = 0;
         if let Some(from) = from
-            && let Some(path) = paths.known.get_mut(&from)
+            && let Some(usage) = peers.known.get_mut(&from)
         {
-            waiting = path.waiting;
-            path.connections -= 1;
-            path.busy -= busy;
-            path.behind -= behind;
-            if path.connections == 0 {
-                paths.known.remove(&from);
+            waiting = usage.waiting;
+            usage.connections -= 1;
+            usage.busy -= busy;
+            usage.behind -= behind;
+            if usage.connections == 0 {
+                peers.known.remove(&from);
             }
         }
         if let Some(to) = to {
-            let path = paths.known.entry(to).or_default();
-            path.connections += 1;
-            path.busy += busy;
-            path.behind += behind;
+            let usage = peers.known.entry(to).or_default();
+            usage.connections += 1;
+            usage.busy += busy;
+            usage.behind += behind;
             // What waits goes with it: moving to and fro is no way around.
-            path.waiting += waiting;
+            usage.waiting += waiting;
         }
     }
 
     /// The task of the connection of this peer begins to run.
-    pub(super) fn runs(&self, peer: Option<SocketAddr>, queue: Queue) -> Queue {
-        if queue != Queue::Idle {
+    pub(super) fn runs(&self, peer: Option<SocketAddr>, queue: QueueState) -> QueueState {
+        if queue != QueueState::Idle {
             return queue;
         }
         self.busy.fetch_add(1, Ordering::Relaxed);
-        if let Some(path) = self.lock().path(peer) {
-            path.busy += 1;
+        if let Some(usage) = self.lock().usage(peer) {
+            usage.busy += 1;
         }
-        Queue::Running
+        QueueState::Running
     }
 
     /// It has run, and has emptied its queue, or has taken so many datagrams.
-    pub(super) fn ran(&self, peer: Option<SocketAddr>, queue: Queue, run: Run) -> Queue {
-        let paths = &mut *self.lock();
-        let path = paths.path(peer);
+    pub(super) fn ran(
+        &self,
+        peer: Option<SocketAddr>,
+        queue: QueueState,
+        run: RunOutcome,
+    ) -> QueueState {
+        let peers = &mut *self.lock();
+        let usage = peers.usage(peer);
         match (queue, run) {
-            (Queue::Idle, _) => Queue::Idle,
-            (Queue::Running, Run::Took(_)) => {
-                if let Some(path) = path {
-                    path.behind += 1;
+            (QueueState::Idle, _) => QueueState::Idle,
+            (QueueState::Running, RunOutcome::Processed(_)) => {
+                if let Some(usage) = usage {
+                    usage.behind += 1;
                 }
-                Queue::Behind(paths.unknown.falls_behind())
+                QueueState::Behind(peers.unknown.fall_behind())
             }
-            (Queue::Behind(_), Run::Took(datagrams)) => {
-                if let Some(path) = path {
-                    path.waiting = path.waiting.saturating_sub(datagrams);
+            (QueueState::Behind(_), RunOutcome::Processed(datagrams)) => {
+                if let Some(usage) = usage {
+                    usage.waiting = usage.waiting.saturating_sub(datagrams);
                 }
                 queue
             }
-            (Queue::Running | Queue::Behind(_), Run::Emptied) => {
-                let behind = matches!(queue, Queue::Behind(_));
-                if let Some(path) = path {
-                    path.busy -= 1;
-                    path.behind -= usize::from(behind);
-                    if path.busy == 0 {
-                        path.waiting = 0;
+            (QueueState::Running | QueueState::Behind(_), RunOutcome::Emptied) => {
+                let behind = matches!(queue, QueueState::Behind(_));
+                if let Some(usage) = usage {
+                    usage.busy -= 1;
+                    usage.behind -= usize::from(behind);
+                    if usage.busy == 0 {
+                        usage.waiting = 0;
                     }
                 }
-                if let Queue::Behind(round) = queue {
-                    paths.unknown.caught_up(round);
+                if let QueueState::Behind(round) = queue {
+                    peers.unknown.catch_up(round);
                 }
                 self.busy.fetch_sub(1, Ordering::Relaxed);
-                Queue::Idle
+                QueueState::Idle
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Paths> {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, PeerTable> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Paths {
-    fn path(&mut self, peer: Option<SocketAddr>) -> Option<&mut Path> {
+impl PeerTable {
+    fn usage(&mut self, peer: Option<SocketAddr>) -> Option<&mut PeerUsage> {
         peer.and_then(|peer| self.known.get_mut(&peer))
     }
 }
 
-impl Unknown {
-    fn falls_behind(&mut self) -> u64 {
+impl UnknownPeers {
+    fn fall_behind(&mut self) -> u64 {
         if self.behind == 0 {
             self.behind = 1;
             self.round
@@ -260,7 +270,7 @@ impl Unknown {
         }
     }
 
-    fn caught_up(&mut self, round: u64) {
+    fn catch_up(&mut self, round: u64) {
         if round > self.round {
             self.behind_next -= 1;
             return;
@@ -277,7 +287,7 @@ impl Unknown {
 }
 
 fn admit(waiting: &mut usize, datagrams: usize) -> bool {
-    let admitted = *waiting + datagrams <= WAITING_MOST;
+    let admitted = *waiting + datagrams <= WAITING_DATAGRAMS_MAX;
     if admitted {
         *waiting += datagrams;
     }
@@ -301,7 +311,7 @@ mod tests {
 
     /// How many datagrams are admitted, of more than may wait.
     fn admitted(backlog: &Backlog, port: impl Fn(u16) -> u16) -> usize {
-        let datagrams = (0..10_000).filter(|&number| backlog.admits(address(port(number)), 1));
+        let datagrams = (0..10_000).filter(|&number| backlog.try_admit(address(port(number)), 1));
         datagrams.count()
     }
 
@@ -309,17 +319,17 @@ mod tests {
     struct Connection<'a> {
         backlog: &'a Backlog,
         peer: Option<SocketAddr>,
-        queue: Queue,
+        queue: QueueState,
     }
 
     impl<'a> Connection<'a> {
         fn of(backlog: &'a Backlog, port: u16) -> Self {
             let peer = Some(address(port));
-            backlog.moved(None, peer, Queue::Idle);
+            backlog.migrate(None, peer, QueueState::Idle);
             Self {
                 backlog,
                 peer,
-                queue: Queue::Idle,
+                queue: QueueState::Idle,
             }
         }
 
@@ -330,40 +340,53 @@ mod tests {
         fn runs(&mut self, emptied: bool) {
             self.begins();
             let run = if emptied {
-                Run::Emptied
+                RunOutcome::Emptied
             } else {
-                Run::Took(TAKEN)
+                RunOutcome::Processed(TAKEN)
             };
             self.queue = self.backlog.ran(self.peer, self.queue, run);
         }
 
         fn moves(&mut self, port: u16) {
             let to = Some(address(port));
-            self.backlog.moved(self.peer, to, self.queue);
+            self.backlog.migrate(self.peer, to, self.queue);
             self.peer = to;
         }
     }
 
     #[test]
     fn each_connection_runs_once_while_the_endpoint_is_behind() {
-        let (reports, flag) = (Reports::default(), Arc::new(Flag::default()));
+        let (endpoint_events, flag) = (EndpointEvents::default(), Arc::new(Flag::default()));
         let waker = Waker::from(flag.clone());
         let cx = Context::from_waker(&waker);
         let (mut one, mut other) = (LastRun::default(), LastRun::default());
-        assert!(reports.admits(&mut one, &cx) && reports.admits(&mut one, &cx));
-        reports.endpoint_ran(false);
-        reports.endpoint_ran(false);
-        assert!(reports.admits(&mut one, &cx), "once");
-        assert!(!reports.admits(&mut one, &cx), "twice");
-        assert!(!reports.admits(&mut one, &cx), "woken by a datagram");
-        assert_eq!(reports.lock().len(), 1, "queued once");
-        assert!(reports.admits(&mut other, &cx), "another connection");
+        assert!(
+            endpoint_events.try_admit(&mut one, &cx) && endpoint_events.try_admit(&mut one, &cx)
+        );
+        endpoint_events.endpoint_run_finished(false);
+        endpoint_events.endpoint_run_finished(false);
+        assert!(endpoint_events.try_admit(&mut one, &cx), "once");
+        assert!(!endpoint_events.try_admit(&mut one, &cx), "twice");
+        assert!(
+            !endpoint_events.try_admit(&mut one, &cx),
+            "woken by a datagram"
+        );
+        assert_eq!(endpoint_events.lock().len(), 1, "queued once");
+        assert!(
+            endpoint_events.try_admit(&mut other, &cx),
+            "another connection"
+        );
         assert!(!flag.0.load(Ordering::Relaxed));
-        reports.endpoint_ran(true);
+        endpoint_events.endpoint_run_finished(true);
         assert!(flag.0.load(Ordering::Relaxed), "woken");
-        assert!(reports.admits(&mut one, &cx) && reports.admits(&mut one, &cx));
-        reports.endpoint_ran(false);
-        assert!(reports.admits(&mut one, &cx), "once more, behind again");
+        assert!(
+            endpoint_events.try_admit(&mut one, &cx) && endpoint_events.try_admit(&mut one, &cx)
+        );
+        endpoint_events.endpoint_run_finished(false);
+        assert!(
+            endpoint_events.try_admit(&mut one, &cx),
+            "once more, behind again"
+        );
     }
 
     #[derive(Default)]
@@ -382,7 +405,7 @@ mod tests {
         let _other = Connection::of(&backlog, 2);
         assert_eq!(admitted(&backlog, |_| 1), ALL);
         one.runs(false);
-        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_DATAGRAMS_MAX);
         assert_eq!(admitted(&backlog, |_| 1), 0);
         assert_eq!(admitted(&backlog, |_| 2), ALL, "another's");
         one.runs(true);
@@ -395,7 +418,7 @@ mod tests {
         let backlog = Backlog::default();
         let mut one = Connection::of(&backlog, 1);
         one.begins();
-        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_DATAGRAMS_MAX);
         one.runs(false);
         assert_eq!(admitted(&backlog, |_| 1), 0);
     }
@@ -407,9 +430,9 @@ mod tests {
         let mut one = Connection::of(&backlog, 1);
         for _ in 0..100 {
             one.runs(false);
-            assert!((0..TAKEN).all(|_| backlog.admits(address(1), 1)));
+            assert!((0..TAKEN).all(|_| backlog.try_admit(address(1), 1)));
         }
-        assert!(admitted(&backlog, |_| 1) < WAITING_MOST);
+        assert!(admitted(&backlog, |_| 1) < WAITING_DATAGRAMS_MAX);
         one.runs(false);
         assert_eq!(admitted(&backlog, |_| 1), TAKEN);
     }
@@ -419,8 +442,8 @@ mod tests {
     fn each_datagram_of_a_batch_counts() {
         let backlog = Backlog::default();
         Connection::of(&backlog, 1).runs(false);
-        let batches = (0..1000).filter(|_| backlog.admits(address(1), 64));
-        assert_eq!(batches.count(), WAITING_MOST / 64);
+        let batches = (0..1000).filter(|_| backlog.try_admit(address(1), 64));
+        assert_eq!(batches.count(), WAITING_DATAGRAMS_MAX / 64);
     }
 
     #[test]
@@ -429,7 +452,10 @@ mod tests {
         let mut one = Connection::of(&backlog, 1);
         assert_eq!(admitted(&backlog, |number| 100 + number), ALL);
         one.runs(false);
-        assert_eq!(admitted(&backlog, |number| 100 + number), WAITING_MOST);
+        assert_eq!(
+            admitted(&backlog, |number| 100 + number),
+            WAITING_DATAGRAMS_MAX
+        );
         assert_eq!(admitted(&backlog, |number| 200 + number), 0);
     }
 
@@ -441,14 +467,14 @@ mod tests {
         let mut one = Connection::of(&backlog, 1);
         let mut other = Connection::of(&backlog, 2);
         one.runs(false);
-        assert_eq!(unknown(), WAITING_MOST);
+        assert_eq!(unknown(), WAITING_DATAGRAMS_MAX);
         other.runs(false);
         other.runs(true);
         assert_eq!(unknown(), 0, "another has caught up");
         assert_eq!(admitted(&backlog, |_| 1), 0, "it is to catch up first");
         other.runs(false);
         one.runs(true);
-        assert_eq!(unknown(), WAITING_MOST, "it has");
+        assert_eq!(unknown(), WAITING_DATAGRAMS_MAX, "it has");
         other.runs(true);
         assert_eq!(unknown(), ALL, "none is behind");
     }
@@ -460,15 +486,15 @@ mod tests {
         let mut one = Connection {
             backlog: &backlog,
             peer: None,
-            queue: Queue::Idle,
+            queue: QueueState::Idle,
         };
         one.runs(false);
-        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_DATAGRAMS_MAX);
         one.moves(1);
         one.runs(true);
         assert_eq!(admitted(&backlog, |_| 1), ALL);
         one.moves(2);
-        backlog.moved(one.peer, None, one.queue);
+        backlog.migrate(one.peer, None, one.queue);
         assert!(backlog.lock().known.is_empty(), "nothing stays of it");
         assert_eq!(backlog.busy.load(Ordering::Relaxed), 0);
     }
@@ -478,7 +504,7 @@ mod tests {
         let backlog = Backlog::default();
         let mut one = Connection::of(&backlog, 1);
         one.runs(false);
-        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_DATAGRAMS_MAX);
         one.moves(2);
         assert_eq!(admitted(&backlog, |_| 2), 0);
         one.moves(1);
@@ -492,10 +518,10 @@ mod tests {
         let mut one = Connection::of(&backlog, 1);
         let mut other = Connection::of(&backlog, 1);
         one.runs(false);
-        assert_eq!(admitted(&backlog, |_| 1), WAITING_MOST);
+        assert_eq!(admitted(&backlog, |_| 1), WAITING_DATAGRAMS_MAX);
         other.runs(true);
         assert_eq!(admitted(&backlog, |_| 1), 0, "the other has caught up");
-        backlog.moved(other.peer, None, other.queue);
+        backlog.migrate(other.peer, None, other.queue);
         assert_eq!(admitted(&backlog, |_| 1), 0, "the one that is behind stays");
     }
 }

@@ -5,27 +5,27 @@ use quinn_proto::{ConnectionId, ConnectionIdGenerator, HashedConnectionIdGenerat
 /// Random bytes in front of quinn's own connection id. That has 24 random bits, of which the rest is a hash: with the same
 /// key, one of a thousand agents is likely to find its old id given to another agent after the server's restart, and its
 /// packets are dropped there instead of being answered by a stateless reset.
-const PREFIX: usize = 4;
+const PREFIX_BYTES: usize = 4;
 
 /// Makes 12-byte connection ids with quinn's keyed check in them (RFC 9000, section 5.1), so that what is no packet of ours
 /// is answered with nothing.
-pub(super) struct UniqueIds(HashedConnectionIdGenerator);
+pub(super) struct PrefixedCidGenerator(HashedConnectionIdGenerator);
 
-impl UniqueIds {
+impl PrefixedCidGenerator {
     /// Ids that every server with this key takes for its own.
     pub(super) fn from_key(key: u64) -> Self {
         Self(HashedConnectionIdGenerator::from_key(key))
     }
 }
 
-impl ConnectionIdGenerator for UniqueIds {
+impl ConnectionIdGenerator for PrefixedCidGenerator {
     fn generate_cid(&mut self) -> ConnectionId {
-        let prefix: [u8; PREFIX] = rand::random();
+        let prefix: [u8; PREFIX_BYTES] = rand::random();
         ConnectionId::new(&[&prefix[..], &self.0.generate_cid()].concat())
     }
 
     fn validate(&self, id: &ConnectionId) -> Result<(), InvalidCid> {
-        match id.split_at_checked(PREFIX) {
+        match id.split_at_checked(PREFIX_BYTES) {
             Some((_, checked)) if checked.len() == self.0.cid_len() => {
                 self.0.validate(&ConnectionId::new(checked))
             }
@@ -34,7 +34,7 @@ impl ConnectionIdGenerator for UniqueIds {
     }
 
     fn cid_len(&self) -> usize {
-        PREFIX + self.0.cid_len()
+        PREFIX_BYTES + self.0.cid_len()
     }
 
     fn cid_lifetime(&self) -> Option<std::time::Duration> {
@@ -54,7 +54,10 @@ mod tests {
 
     #[test]
     fn restarted_server_knows_old_ids_and_gives_none_of_them_out_again() {
-        let (mut before, mut after) = (UniqueIds::from_key(KEY), UniqueIds::from_key(KEY));
+        let (mut before, mut after) = (
+            PrefixedCidGenerator::from_key(KEY),
+            PrefixedCidGenerator::from_key(KEY),
+        );
         let old: HashSet<ConnectionId> = (0..COUNT).map(|_| before.generate_cid()).collect();
         assert_eq!(old.len(), COUNT);
         assert!(old.iter().all(|id| after.validate(id).is_ok()));
@@ -63,7 +66,10 @@ mod tests {
 
     #[test]
     fn others_ids_are_not_taken_for_ours() {
-        let (mut others, ours) = (UniqueIds::from_key(KEY + 1), UniqueIds::from_key(KEY));
+        let (mut others, ours) = (
+            PrefixedCidGenerator::from_key(KEY + 1),
+            PrefixedCidGenerator::from_key(KEY),
+        );
         assert!(ours.validate(&others.generate_cid()).is_err());
         for length in [0, 2, 6] {
             let short = ConnectionId::new(&[0; 6][..length]);

@@ -17,17 +17,17 @@ use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
 
-use super::backlog::{Backlog, LastRun, Queue, Reports, Run};
+use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
 
 /// Datagrams that a connection gives to the system one by one before it may send batches. A handshake's bursts are among
 /// them; bulk pays for a few system calls more.
-const SINGLES: u32 = 16;
+const UNBATCHED_DATAGRAMS: u32 = 16;
 
 /// tokio's budget of a run. A connection takes a part of it for each datagram.
-const BUDGET: usize = 128;
+const DATAGRAMS_PER_RUN: usize = 128;
 /// A run should be no longer: it keeps other tasks from a thread of the runtime. Datagrams that are dear to process take up to
 /// some milliseconds each.
-const RUN: Duration = Duration::from_millis(4);
+const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
 
 tokio::task_local! {
     /// The task of quinn's that runs.
@@ -36,9 +36,9 @@ tokio::task_local! {
 
 /// [`TokioRuntime`] for one endpoint, except for the size of a young connection's batches and what waits for a slow one.
 #[derive(Debug, Default)]
-pub(super) struct Tokio {
+pub(super) struct EndpointRuntime {
     backlog: Arc<Backlog>,
-    reports: Arc<Reports>,
+    endpoint_events: Arc<EndpointEvents>,
 }
 
 /// A task of quinn's: one for each connection, and one for the endpoint, which alone receives.
@@ -48,25 +48,25 @@ struct Driver {
     left: Cell<u32>,
     receives: Cell<bool>,
     peer: Cell<Option<SocketAddr>>,
-    queue: Cell<Queue>,
+    queue: Cell<QueueState>,
     backlog: Arc<Backlog>,
     last_run: Cell<LastRun>,
     /// Datagrams that the next run may take.
     datagrams: Cell<usize>,
-    reports: Arc<Reports>,
+    endpoint_events: Arc<EndpointEvents>,
 }
 
 impl Driver {
-    fn new(backlog: Arc<Backlog>, reports: Arc<Reports>) -> Self {
+    fn new(backlog: Arc<Backlog>, endpoint_events: Arc<EndpointEvents>) -> Self {
         Self {
-            left: Cell::new(SINGLES),
+            left: Cell::new(UNBATCHED_DATAGRAMS),
             receives: Cell::default(),
             peer: Cell::default(),
             queue: Cell::default(),
             backlog,
             last_run: Cell::default(),
-            datagrams: Cell::new(BUDGET),
-            reports,
+            datagrams: Cell::new(DATAGRAMS_PER_RUN),
+            endpoint_events,
         }
     }
 
@@ -76,7 +76,7 @@ impl Driver {
             return true;
         }
         let mut last = self.last_run.get();
-        let admitted = self.reports.admits(&mut last, cx);
+        let admitted = self.endpoint_events.try_admit(&mut last, cx);
         self.last_run.set(last);
         admitted
     }
@@ -87,7 +87,7 @@ impl Driver {
             return;
         }
         let from = self.peer.replace(Some(to));
-        self.backlog.moved(from, Some(to), self.queue.get());
+        self.backlog.migrate(from, Some(to), self.queue.get());
     }
 
     /// It is the endpoint's, and no connection is behind because of it.
@@ -101,7 +101,7 @@ impl Driver {
     /// A run begins. Says how many datagrams it may take.
     fn runs(&self) -> usize {
         if self.receives.get() {
-            return BUDGET;
+            return DATAGRAMS_PER_RUN;
         }
         let queue = self.backlog.runs(self.peer.get(), self.queue.get());
         self.queue.set(queue);
@@ -111,27 +111,27 @@ impl Driver {
     /// Ran as far as it could. One that has used up tokio's budget has not emptied its queue: each datagram takes a part.
     fn ran(&self, emptied: bool, elapsed: Duration) {
         if self.receives.get() {
-            self.reports.endpoint_ran(emptied);
+            self.endpoint_events.endpoint_run_finished(emptied);
             return;
         }
         let datagrams = self.datagrams.get();
         let run = if emptied {
-            Run::Emptied
+            RunOutcome::Emptied
         } else {
-            Run::Took(datagrams)
+            RunOutcome::Processed(datagrams)
         };
         let queue = self.backlog.ran(self.peer.get(), self.queue.get(), run);
         self.queue.set(queue);
-        self.datagrams.set(next_run(datagrams, elapsed));
+        self.datagrams.set(next_run_size(datagrams, elapsed));
     }
 }
 
 /// How many datagrams a run may take after one of `datagrams` that was as long as `elapsed`.
-fn next_run(datagrams: usize, elapsed: Duration) -> usize {
-    if elapsed > RUN {
+fn next_run_size(datagrams: usize, elapsed: Duration) -> usize {
+    if elapsed > RUN_TIME_TARGET {
         (datagrams / 2).max(1)
-    } else if elapsed < RUN / 4 {
-        (datagrams * 2).min(BUDGET)
+    } else if elapsed < RUN_TIME_TARGET / 4 {
+        (datagrams * 2).min(DATAGRAMS_PER_RUN)
     } else {
         datagrams
     }
@@ -140,23 +140,24 @@ fn next_run(datagrams: usize, elapsed: Duration) -> usize {
 impl Drop for Driver {
     fn drop(&mut self) {
         self.ran(true, Duration::ZERO);
-        self.backlog.moved(self.peer.get(), None, self.queue.get());
+        self.backlog
+            .migrate(self.peer.get(), None, self.queue.get());
     }
 }
 
-impl Runtime for Tokio {
+impl Runtime for EndpointRuntime {
     fn new_timer(&self, at: Instant) -> Pin<Box<dyn AsyncTimer>> {
         TokioRuntime.new_timer(at)
     }
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
-        let watched = poll_fn(move |cx| {
+        let driven = poll_fn(move |cx| {
             // Outside of the scope there is no driver, and a run is like any task's.
             if DRIVER.try_with(|driver| driver.is_admitted(cx)) == Ok(false) {
                 return Poll::Pending;
             }
-            let datagrams = DRIVER.try_with(Driver::runs).unwrap_or(BUDGET);
-            for _ in datagrams..BUDGET {
+            let datagrams = DRIVER.try_with(Driver::runs).unwrap_or(DATAGRAMS_PER_RUN);
+            for _ in datagrams..DATAGRAMS_PER_RUN {
                 let _used = pin!(coop::consume_budget()).poll(cx);
             }
             let began = Instant::now();
@@ -169,8 +170,8 @@ impl Runtime for Tokio {
             }
             polled
         });
-        let driver = Driver::new(self.backlog.clone(), self.reports.clone());
-        TokioRuntime.spawn(Box::pin(DRIVER.scope(driver, watched)));
+        let driver = Driver::new(self.backlog.clone(), self.endpoint_events.clone());
+        TokioRuntime.spawn(Box::pin(DRIVER.scope(driver, driven)));
     }
 
     fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
@@ -213,7 +214,7 @@ impl AsyncUdpSocket for Socket {
         if let Poll::Ready(Ok(count)) = received {
             for datagrams in meta.iter_mut().take(count) {
                 let count = datagrams.len.div_ceil(datagrams.stride.max(1));
-                if !self.backlog.admits(datagrams.addr, count) {
+                if !self.backlog.try_admit(datagrams.addr, count) {
                     // quinn takes it for an empty one, which is nothing to it.
                     datagrams.len = 0;
                 }
@@ -266,14 +267,14 @@ mod tests {
             socket
         };
         let system = TokioRuntime.wrap_udp_socket(bound()).unwrap();
-        let runtime = Tokio::default();
+        let runtime = EndpointRuntime::default();
         let socket = runtime.wrap_udp_socket(bound()).unwrap();
         for _connection in 0..2 {
-            let (tell, told) = oneshot::channel();
+            let (sender, receiver) = oneshot::channel();
             let socket = socket.clone();
             runtime.spawn(Box::pin(async move {
                 let mut segments = Vec::new();
-                for _ in 0..=SINGLES {
+                for _ in 0..=UNBATCHED_DATAGRAMS {
                     segments.push(socket.max_transmit_segments());
                     let datagram = Transmit {
                         destination: socket.local_addr().unwrap(),
@@ -285,9 +286,9 @@ mod tests {
                     let _full = socket.try_send(&datagram);
                     tokio::task::yield_now().await;
                 }
-                tell.send(segments).unwrap();
+                sender.send(segments).unwrap();
             }));
-            let mut segments = told.await.unwrap();
+            let mut segments = receiver.await.unwrap();
             assert_eq!(segments.pop(), Some(system.max_transmit_segments()));
             assert!(segments.iter().all(|&count| count == 1), "{segments:?}");
         }
@@ -295,18 +296,18 @@ mod tests {
 
     #[test]
     fn runs_that_are_long_become_shorter_and_grow_again() {
-        let run = |datagrams, millis| next_run(datagrams, Duration::from_millis(millis));
-        assert_eq!(run(BUDGET, 5), BUDGET / 2);
+        let run = |datagrams, millis| next_run_size(datagrams, Duration::from_millis(millis));
+        assert_eq!(run(DATAGRAMS_PER_RUN, 5), DATAGRAMS_PER_RUN / 2);
         assert_eq!(run(1, 100), 1);
         assert_eq!(run(16, 2), 16);
         assert_eq!(run(16, 0), 32);
-        assert_eq!(run(BUDGET, 0), BUDGET);
+        assert_eq!(run(DATAGRAMS_PER_RUN, 0), DATAGRAMS_PER_RUN);
     }
 
     /// As quinn's tasks of connections do: each datagram comes through a channel of tokio's.
     #[tokio::test]
     async fn peers_of_a_task_that_does_not_empty_its_queue_are_limited() {
-        let runtime = Tokio::default();
+        let runtime = EndpointRuntime::default();
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let peer = socket.local_addr().unwrap();
         socket.set_nonblocking(true).unwrap();
@@ -329,7 +330,7 @@ mod tests {
         }));
         let admitted = || {
             (0..10_000)
-                .filter(|_| runtime.backlog.admits(peer, 1))
+                .filter(|_| runtime.backlog.try_admit(peer, 1))
                 .count()
         };
         assert_eq!(admitted(), 10_000);

@@ -12,10 +12,10 @@ use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
-use super::floods::{Counts, Floods};
-use super::path::LastPath;
+use super::flood_detector::{FloodDetector, FrameCounts};
+use super::rtt_cache::RttCache;
 use super::stream::QuicStream;
-use super::{FLUSH_LIMIT, STREAMS_ALLOWED_AT_FIRST, window};
+use super::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, window};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::transport::flow::{SessionFlow, connection_window};
 use crate::transport::{
@@ -36,13 +36,13 @@ pub(super) struct QuicSession {
     /// Halves that were shut down by streams that are gone, until the peer has acknowledged them.
     flushing: TaskTracker,
     opening: AtomicBool,
-    allowed: AtomicU32,
-    allowed_most: AtomicU32,
-    floods: Mutex<Floods>,
+    stream_limit: AtomicU32,
+    stream_limit_max: AtomicU32,
+    flood_detector: Mutex<FloodDetector>,
     /// Closed for a flood.
-    flooded: AtomicBool,
+    is_flooded: AtomicBool,
     /// Where the end leaves the round trip time.
-    path: Option<LastPath>,
+    rtt_cache: Option<RttCache>,
 }
 
 impl std::fmt::Debug for QuicSession {
@@ -55,7 +55,7 @@ impl std::fmt::Debug for QuicSession {
 }
 
 /// Reason of the close.
-const FLOOD: &str = "a flood of frames that move nothing";
+const FLOOD_REASON: &str = "flood of frames without stream data";
 
 fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
     let any = connection.peer_identity();
@@ -68,17 +68,17 @@ impl QuicSession {
         connection: Connection,
         settings: &SessionSettings,
         identify: Identify,
-        path: Option<LastPath>,
+        rtt_cache: Option<RttCache>,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = chain_of(&connection);
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
-        let windows = connection.clone();
+        let connection_handle = connection.clone();
         let free = connection_window(settings.stream_window, 0);
         let flow = settings.pool.session(settings.stream_window, move |bytes| {
             // quinn announces new credit only when an eighth of the window has been read. What stalled streams hold is
             // never read, so without a seventh of it on top the others would wait for an announcement that cannot come.
-            let held = bytes.saturating_sub(free);
-            windows.set_receive_window(window(bytes + held / 7));
+            let charged = bytes.saturating_sub(free);
+            connection_handle.set_receive_window(window(bytes + charged / 7));
         });
         Ok(Arc::new(Self {
             connection,
@@ -87,11 +87,11 @@ impl QuicSession {
             traffic: Arc::default(),
             flushing: TaskTracker::new(),
             opening: AtomicBool::new(true),
-            allowed: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
-            allowed_most: AtomicU32::new(STREAMS_ALLOWED_AT_FIRST),
-            floods: Mutex::new(Floods::new(Instant::now())),
-            flooded: AtomicBool::new(false),
-            path,
+            stream_limit: AtomicU32::new(INITIAL_STREAM_LIMIT),
+            stream_limit_max: AtomicU32::new(INITIAL_STREAM_LIMIT),
+            flood_detector: Mutex::new(FloodDetector::new(Instant::now())),
+            is_flooded: AtomicBool::new(false),
+            rtt_cache,
         }))
     }
 
@@ -100,44 +100,47 @@ impl QuicSession {
     }
 
     /// Closes a session whose peer's frames are a burden and nothing else; looked at as often as its health.
-    fn end_a_flood(&self, stats: &ConnectionStats, heard: u64, moved: u64) {
+    fn close_on_flood(&self, stats: &ConnectionStats, received: u64, stream_bytes: u64) {
         let rx = &stats.frame_rx;
         let silent = rx.data_blocked + rx.streams_blocked_uni + rx.max_streams_uni;
-        let counts = Counts {
-            frames: heard + silent,
+        let counts = FrameCounts {
+            frames: received + silent,
             retired: rx.retire_connection_id,
             received: stats.udp_rx.bytes,
-            moved,
+            stream_bytes,
         };
-        let mut floods = self.floods.lock().unwrap_or_else(PoisonError::into_inner);
-        if floods.look(counts, Instant::now()) {
-            self.flooded.store(true, Ordering::Relaxed);
+        let mut flood_detector = self
+            .flood_detector
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if flood_detector.check(counts, Instant::now()) {
+            self.is_flooded.store(true, Ordering::Relaxed);
             self.connection
-                .close(CloseCode::Protocol.number().into(), FLOOD.as_bytes());
+                .close(CloseCode::Protocol.number().into(), FLOOD_REASON.as_bytes());
         }
     }
 
     fn close_reason(&self, error: ConnectionError) -> CloseReason {
-        if error == ConnectionError::LocallyClosed && self.flooded.load(Ordering::Relaxed) {
+        if error == ConnectionError::LocallyClosed && self.is_flooded.load(Ordering::Relaxed) {
             return CloseReason {
                 by: ClosedBy::Local,
                 code: CloseCode::Protocol,
-                reason: FLOOD.to_owned(),
+                reason: FLOOD_REASON.to_owned(),
             };
         }
         close_reason(error)
     }
 
     /// Raises the number of streams that the peer may open once half of it is in use.
-    fn raise_allowance(&self) {
+    fn raise_stream_limit(&self) {
         let (_, _, open) = self.traffic.read();
-        let (allowed, most) = (
-            self.allowed.load(Ordering::Relaxed),
-            self.allowed_most.load(Ordering::Relaxed),
+        let (stream_limit, most) = (
+            self.stream_limit.load(Ordering::Relaxed),
+            self.stream_limit_max.load(Ordering::Relaxed),
         );
-        if allowed < most && open as u64 * 2 >= u64::from(allowed) {
-            let raised = allowed.saturating_mul(2).min(most);
-            self.allowed.store(raised, Ordering::Relaxed);
+        if stream_limit < most && open as u64 * 2 >= u64::from(stream_limit) {
+            let raised = stream_limit.saturating_mul(2).min(most);
+            self.stream_limit.store(raised, Ordering::Relaxed);
             self.connection.set_max_concurrent_bi_streams(raised.into());
         }
     }
@@ -148,7 +151,7 @@ impl Session for QuicSession {
     async fn open(
         &self,
         header: &StreamHeader,
-        reply_within: Duration,
+        reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
@@ -163,8 +166,8 @@ impl Session for QuicSession {
         let mut stream = Stream::opened(
             self.stream(send, recv),
             self.traffic.clone(),
-            self.flow.gauge(),
-            reply_within,
+            self.flow.read_monitor(),
+            reply_timeout,
         );
         match stream.write_header(&buffer).await {
             Ok(()) => Ok(stream),
@@ -180,9 +183,9 @@ impl Session for QuicSession {
         let incoming = IncomingStream::new(
             self.stream(send, recv),
             self.traffic.clone(),
-            self.flow.gauge(),
+            self.flow.read_monitor(),
         );
-        self.raise_allowance();
+        self.raise_stream_limit();
         Ok(incoming)
     }
 
@@ -194,7 +197,7 @@ impl Session for QuicSession {
     fn health(&self) -> Health {
         let stats = self.connection.stats();
         let rx = &stats.frame_rx;
-        let heard = rx.acks
+        let received = rx.acks
             + rx.crypto
             + rx.datagram
             + rx.max_data
@@ -211,10 +214,10 @@ impl Session for QuicSession {
             + rx.stream_data_blocked
             + rx.streams_blocked_bidi;
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        self.end_a_flood(&stats, heard, bytes_in.saturating_add(bytes_out));
+        self.close_on_flood(&stats, received, bytes_in.saturating_add(bytes_out));
         let remote = self.connection.remote_address();
         Health {
-            heard,
+            received,
             acknowledged: rx.acks,
             rtt: self.connection.rtt(),
             remote: SocketAddr::new(remote.ip().to_canonical(), remote.port()),
@@ -228,9 +231,9 @@ impl Session for QuicSession {
         self.opening.store(false, Ordering::Relaxed);
     }
 
-    fn allow_streams(&self, count: u32) {
-        self.allowed_most.store(count, Ordering::Relaxed);
-        self.raise_allowance();
+    fn set_max_concurrent_streams(&self, count: u32) {
+        self.stream_limit_max.store(count, Ordering::Relaxed);
+        self.raise_stream_limit();
     }
 
     fn has_room(&self) -> bool {
@@ -242,7 +245,7 @@ impl Session for QuicSession {
         self.flushing.close();
         // A peer that is not there acknowledges nothing.
         if code != CloseCode::Dead {
-            let _patience_over = tokio::time::timeout(FLUSH_LIMIT, self.flushing.wait()).await;
+            let _elapsed = tokio::time::timeout(FLUSH_LIMIT, self.flushing.wait()).await;
         }
         self.connection
             .close(code.number().into(), reason.as_bytes());
@@ -250,8 +253,8 @@ impl Session for QuicSession {
 
     async fn closed(&self) -> CloseReason {
         let error = self.connection.closed().await;
-        if let Some(path) = &self.path {
-            path.keep(self.connection.remote_address(), self.connection.rtt());
+        if let Some(rtt_cache) = &self.rtt_cache {
+            rtt_cache.insert(self.connection.remote_address(), self.connection.rtt());
         }
         self.close_reason(error)
     }

@@ -7,8 +7,8 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::time::Instant;
 
-use super::{RawStream, Reply, Stream, Traffic, invalid};
-use crate::transport::Gauge;
+use super::{RawStream, ReplyState, Stream, Traffic, invalid};
+use crate::transport::ReadMonitor;
 use crate::wire::code::ResetCode;
 use crate::wire::frame::{self, STREAM_MESSAGE_MAX};
 use crate::wire::header::StreamHeader;
@@ -20,8 +20,12 @@ pub struct IncomingStream(Stream);
 impl IncomingStream {
     /// A stream accepted by a transport.
     #[must_use]
-    pub fn new(raw: Box<dyn RawStream>, traffic: Arc<Traffic>, gauge: Arc<Gauge>) -> Self {
-        Self(Stream::new(raw, Reply::Ours, traffic, gauge))
+    pub fn new(
+        raw: Box<dyn RawStream>,
+        traffic: Arc<Traffic>,
+        read_monitor: Arc<ReadMonitor>,
+    ) -> Self {
+        Self(Stream::new(raw, ReplyState::Local, traffic, read_monitor))
     }
 
     /// Reads the header. Not cancel-safe: dropped early, the stream is reset.
@@ -37,7 +41,7 @@ impl IncomingStream {
             Ok(Err(error)) => Err(error),
             Err(_elapsed) => Err(io::Error::new(
                 io::ErrorKind::TimedOut,
-                "stream header did not come in time",
+                "stream header not received in time",
             )),
         };
         match decoded {
@@ -63,8 +67,11 @@ pub async fn read_frame<R: AsyncRead + Unpin + ?Sized>(
         if let Some(frame) = frame::take(&mut buffer, limit).map_err(invalid)? {
             return Ok(frame);
         }
-        let missing = frame::missing(&buffer, limit).map_err(invalid)?;
-        let count = reader.take(missing as u64).read_buf(&mut buffer).await?;
+        let bytes_needed = frame::bytes_needed(&buffer, limit).map_err(invalid)?;
+        let count = reader
+            .take(bytes_needed as u64)
+            .read_buf(&mut buffer)
+            .await?;
         if count == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -7,17 +7,17 @@ use tokio::time::Instant;
 use super::*;
 use crate::transport::BufferPool;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A stream whose peer reads nothing and answers through the given pipe.
-struct Unread(DuplexStream);
+struct NonReadingPeer(DuplexStream);
 
-impl RawStream for Unread {
+impl RawStream for NonReadingPeer {
     fn reset(&mut self, _code: ResetCode) {}
     fn stop(&mut self, _code: ResetCode) {}
 }
 
-impl AsyncRead for Unread {
+impl AsyncRead for NonReadingPeer {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -27,7 +27,7 @@ impl AsyncRead for Unread {
     }
 }
 
-impl AsyncWrite for Unread {
+impl AsyncWrite for NonReadingPeer {
     fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
         Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
     }
@@ -39,15 +39,15 @@ impl AsyncWrite for Unread {
     }
 }
 
-fn unread() -> (DuplexStream, Stream) {
+fn non_reading_peer() -> (DuplexStream, Stream) {
     let (far, near) = duplex(4096);
     (
         far,
         Stream::opened(
-            Box::new(Unread(near)),
+            Box::new(NonReadingPeer(near)),
             Arc::default(),
             Arc::default(),
-            PATIENCE,
+            TEST_TIMEOUT,
         ),
     )
 }
@@ -64,7 +64,7 @@ async fn reply(far: &mut DuplexStream, reply: StreamReply) {
 
 #[tokio::test]
 async fn write_error_waits_for_the_refusal_that_explains_it() {
-    let (mut far, mut stream) = unread();
+    let (mut far, mut stream) = non_reading_peer();
     let mut writing = pin!(stream.write_all(b"x"));
     assert!(
         is_pending(writing.as_mut()).await,
@@ -73,20 +73,20 @@ async fn write_error_waits_for_the_refusal_that_explains_it() {
     reply(&mut far, StreamReply::refused(RefusalCode::Policy, "no")).await;
     let error = writing.await.unwrap_err();
     assert_eq!(
-        cause_in::<Refusal>(&error).unwrap().code,
+        find_cause::<Refusal>(&error).unwrap().code,
         RefusalCode::Policy
     );
 }
 
 #[tokio::test]
-async fn answer_that_came_first_is_read_before_a_write_error_is_told() {
-    let (mut far, stream) = unread();
+async fn answer_that_came_first_is_read_before_a_write_error_is_reported() {
+    let (mut far, stream) = non_reading_peer();
     let (mut reader, mut writer) = tokio::io::split(stream);
     let mut writing = pin!(writer.write_all(b"x"));
     reply(
         &mut far,
         StreamReply::Accepted {
-            dialled: String::new(),
+            dialed: String::new(),
         },
     )
     .await;
@@ -100,36 +100,36 @@ async fn answer_that_came_first_is_read_before_a_write_error_is_told() {
 }
 
 #[tokio::test]
-async fn shutdown_tells_at_once_that_nobody_reads() {
-    let (mut far, mut stream) = unread();
+async fn shutdown_fails_at_once_when_the_peer_stopped_reading() {
+    let (mut far, mut stream) = non_reading_peer();
     reply(
         &mut far,
         StreamReply::Accepted {
-            dialled: String::new(),
+            dialed: String::new(),
         },
     )
     .await;
     let error = stream.shutdown().await.unwrap_err();
     assert!(matches!(
-        cause_in::<StreamCut>(&error),
+        find_cause::<StreamCut>(&error),
         Some(StreamCut::Stopped(_))
     ));
 }
 
 #[tokio::test]
 async fn missing_or_damaged_reply_is_a_cut() {
-    let (far, mut stream) = unread();
+    let (far, mut stream) = non_reading_peer();
     drop(far);
     let error = stream.accepted().await.unwrap_err();
-    assert_eq!(cause_in::<StreamCut>(&error), Some(&StreamCut::NoReply));
-    let (mut far, mut stream) = unread();
+    assert_eq!(find_cause::<StreamCut>(&error), Some(&StreamCut::NoReply));
+    let (mut far, mut stream) = non_reading_peer();
     far.write_all(&[0xff; 8]).await.unwrap();
     assert!(stream.accepted().await.is_err());
 }
 
 #[tokio::test]
 async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
-    let (mut far, mut stream) = unread();
+    let (mut far, mut stream) = non_reading_peer();
     let mut ending = pin!(stream.shutdown());
     assert!(
         is_pending(ending.as_mut()).await,
@@ -142,7 +142,7 @@ async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
     .await;
     let error = ending.await.unwrap_err();
     assert_eq!(
-        cause_in::<Refusal>(&error).unwrap().code,
+        find_cause::<Refusal>(&error).unwrap().code,
         RefusalCode::Draining
     );
 }
@@ -153,7 +153,11 @@ async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
     far.write_all(first).await.unwrap();
     (
         far,
-        IncomingStream::new(Box::new(Unread(near)), Arc::default(), Arc::default()),
+        IncomingStream::new(
+            Box::new(NonReadingPeer(near)),
+            Arc::default(),
+            Arc::default(),
+        ),
     )
 }
 
@@ -175,23 +179,29 @@ async fn header_that_does_not_come_in_time_is_given_up() {
 async fn oversize_damaged_or_cut_header_is_refused_at_once() {
     for first in [&[0xff, 0xff, 0x7f][..], &[0xff; 8], &[2, 0xff, 0xff], &[0]] {
         let (_far, stream) = incoming(first).await;
-        let error = stream.header(Instant::now() + PATIENCE).await.unwrap_err();
+        let error = stream
+            .header(Instant::now() + TEST_TIMEOUT)
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{first:?}");
     }
     let (far, stream) = incoming(&[20, 1]).await;
     drop(far);
-    let error = stream.header(Instant::now() + PATIENCE).await.unwrap_err();
+    let error = stream
+        .header(Instant::now() + TEST_TIMEOUT)
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
 }
 
 /// Gives what a peer sent and then stays silent; remembers the largest piece that was asked for.
-struct Announcing {
+struct AnnouncedLength {
     sent: Vec<u8>,
     largest: usize,
     taken: usize,
 }
 
-impl AsyncRead for Announcing {
+impl AsyncRead for AnnouncedLength {
     fn poll_read(
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
@@ -211,9 +221,9 @@ impl AsyncRead for Announcing {
 /// S02: a length is judged before anything is reserved for it, and what is reserved grows with what has come.
 #[tokio::test(start_paused = true)]
 async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
-    use crate::wire::frame::{CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, put_prefix};
+    use crate::wire::frame::{CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, encode_length_prefix};
 
-    const RESERVED_MOST: usize = 64 << 10;
+    const RESERVED_MAX: usize = 64 << 10;
     for limit in [STREAM_MESSAGE_MAX, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX] {
         let at = limit as u64;
         for (length, is_refused) in [
@@ -225,8 +235,8 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
             (u64::MAX, true),
         ] {
             let mut prefix = BytesMut::new();
-            put_prefix(length, &mut prefix);
-            let mut reader = Announcing {
+            encode_length_prefix(length, &mut prefix);
+            let mut reader = AnnouncedLength {
                 sent: prefix.to_vec(),
                 largest: 0,
                 taken: 0,
@@ -236,7 +246,7 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
             assert_eq!(read.is_ok_and(|read| read.is_err()), is_refused, "{length}");
             assert!(reader.taken <= 10, "{length}: {} bytes", reader.taken);
             assert!(
-                reader.largest <= RESERVED_MOST,
+                reader.largest <= RESERVED_MAX,
                 "{length}: {} bytes",
                 reader.largest
             );
@@ -279,7 +289,12 @@ impl AsyncWrite for Full {
 async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
     let pool = BufferPool::new(1 << 20);
     let flow = pool.session(1000, |_| {});
-    let mut stream = Stream::new(Box::new(Full), Reply::Ours, Arc::default(), flow.gauge());
+    let mut stream = Stream::new(
+        Box::new(Full),
+        ReplyState::Local,
+        Arc::default(),
+        flow.read_monitor(),
+    );
     let accepting = tokio::time::timeout(Duration::from_secs(1), stream.accept(""));
     assert!(accepting.await.is_err());
     assert_eq!(pool.charged(), 0);

@@ -5,14 +5,14 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{Config as AgentConfig, TokenSource};
-use tunnel_proto::identity::Domain;
+use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
 use tunnel_tests::ca::replace;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::Cluster;
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
 use super::Site;
 
@@ -30,7 +30,7 @@ pub(in crate::cluster) fn claims(pod: &str, uid: &str) -> TokenClaims {
 
 impl Site {
     fn write_token(&self, node: &str, token: &str) -> Result<PathBuf> {
-        let file = self.world.path().join(format!("{node}-token"));
+        let file = self.env.path().join(format!("{node}-token"));
         replace(&file, token.as_bytes())?;
         Ok(file)
     }
@@ -38,7 +38,7 @@ impl Site {
     /// An agent that has nothing but a token in a file, and the CA.
     pub(super) fn agent_with_token(&self, node: &str, token: &str) -> Result<AgentConfig> {
         let file = self.write_token(node, token)?;
-        let mut config = self.world.agent_config_with(node, |settings| {
+        let mut config = self.env.agent_config_with(node, |settings| {
             settings.ca_file = Some(self.tunnel_ca());
         })?;
         config.token = Some(TokenSource::File(file));
@@ -47,13 +47,13 @@ impl Site {
 
     async fn enrolled(&self, word: &str) -> Result<f64> {
         let meta = RawRequest::get("meta", "/metrics");
-        let text = request(self.world.bound().meta, &meta).await?.text();
+        let text = request(self.env.bound().meta, &meta).await?.text();
         let name = format!("tunnel_server_enrollments_total{{result=\"{word}\"}}");
         let line = text.lines().find_map(|line| line.strip_prefix(&name));
         Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
     }
 
-    async fn is_told(&self, word: &str) {
+    async fn has_code(&self, word: &str) {
         eventually(
             &format!("an enrolment ends as {word}"),
             PATIENCE,
@@ -76,27 +76,27 @@ async fn refusal(site: &Site, node: &str, token: &str) -> Result<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_of_the_nodes_own_pod_buys_a_certificate_from_servers_old_and_new() -> Result<()> {
+async fn token_of_the_nodes_own_pod_enrolls_at_servers_old_and_new() -> Result<()> {
     let site = Site::start().await?;
     for (node, reviewing) in [
-        ("worker-1", Reviewing::TellingNodes),
-        ("worker-2", Reviewing::TellingPods),
+        ("worker-1", Reviewing::WithNodes),
+        ("worker-2", Reviewing::WithPods),
     ] {
         site.api()?.review_as(reviewing);
         let pod = format!("tunnel-agent-{node}");
         let uid = site.pod(&pod, node)?;
         let token = site.api()?.sign(&claims(&pod, &uid));
         let agent = Agent::start(site.agent_with_token(node, &token)?).await?;
-        site.world.connected(node).await;
-        let sessions = site.world.registry().of_node(&node.parse()?);
+        site.env.connected(node).await;
+        let sessions = site.env.registry().of_node(&node.parse()?);
         let peer = sessions[0].session.peer();
-        ensure!(peer.domain == Domain::Tunnel, "{peer:?}");
+        ensure!(peer.domain == TrustDomain::Tunnel, "{peer:?}");
         agent.stop().await?;
         // The certificate is kept: without the API server it is enough.
         let config = site.agent_with_token(node, "eyJ.gone.x")?;
         site.api()?.be(Presence::Refusing).await?;
         let agent = Agent::start(config).await?;
-        site.world.connected(node).await;
+        site.env.connected(node).await;
         agent.stop().await?;
         site.api()?.be(Presence::Here).await?;
     }
@@ -125,7 +125,7 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
         account: (namespace.into(), name.into()),
         ..good()
     };
-    let current = Reviewing::TellingNodes;
+    let current = Reviewing::WithNodes;
     let table = [
         (
             "another audience",
@@ -149,13 +149,13 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
             "another ServiceAccount",
             Reviewing::Cached,
             sign(&of_others("kube-system", "default"))?,
-            "which is none of --agent-service-account",
+            "which is not in --agent-service-account",
         ),
         (
             "another namespace",
             Reviewing::Cached,
             sign(&of_others("default", "tunnel-agent"))?,
-            "which is none of --agent-service-account",
+            "which is not in --agent-service-account",
         ),
         (
             "another node's Pod",
@@ -165,7 +165,7 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
         ),
         (
             "another node's Pod, told by an older server",
-            Reviewing::TellingPods,
+            Reviewing::WithPods,
             sign(&claims("agent-2", &other_uid))?,
             "wrong_node",
         ),
@@ -230,7 +230,7 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
             "{what}: the token is shown"
         );
     }
-    ensure!(site.world.registry().all().is_empty());
+    ensure!(site.env.registry().all().is_empty());
     ensure!(site.enrolled("issued").await? == 0.0);
     Ok(())
 }
@@ -245,34 +245,34 @@ async fn ended_token_is_waited_for_as_the_kubelet_replaces_it() -> Result<()> {
     };
     let config = site.agent_with_token("worker-1", &site.api()?.sign(&ended))?;
     let _agent = Agent::start(config).await?;
-    site.is_told("token_expired").await;
+    site.has_code("token_expired").await;
     let fresh = site.api()?.sign(&claims("agent-1", &uid));
     site.write_token("worker-1", &fresh)?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn p9_token_that_one_key_has_used_buys_nothing_for_another() -> Result<()> {
+async fn p9_token_that_one_key_has_used_enrolls_no_other() -> Result<()> {
     let site = Site::start().await?;
     let uid = site.pod("agent-1", "worker-1")?;
     let first = claims("agent-1", &uid);
     let token = site.api()?.sign(&first);
     let config = site.agent_with_token("worker-1", &token)?;
     let agent = Agent::start(config.clone()).await?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     agent.stop().await?;
     // Whoever has read the token has another key, as an agent has that lost its own.
-    std::fs::remove_dir_all(site.world.path().join("agent-worker-1"))?;
+    std::fs::remove_dir_all(site.env.path().join("agent-worker-1"))?;
     let _agent = Agent::start(config).await?;
-    site.is_told("token_used").await;
+    site.has_code("token_used").await;
     ensure!(site.enrolled("issued").await? == 1.0);
     let next = TokenClaims {
         issued: first.issued + Duration::from_secs(1),
         ..first
     };
     site.write_token("worker-1", &site.api()?.sign(&next))?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     Ok(())
 }
 
@@ -284,9 +284,9 @@ async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
     let config = site.agent_with_token("worker-1", &token)?;
     site.api()?.be(Presence::Refusing).await?;
     let _agent = Agent::start(config).await?;
-    site.is_told("unavailable").await;
+    site.has_code("unavailable").await;
     site.api()?.be(Presence::Here).await?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     Ok(())
 }
 
@@ -297,13 +297,13 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     let first = claims("agent-1", &uid);
     let token = site.api()?.sign(&first);
     let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     let node = "worker-1".parse()?;
     let revoked = SystemTime::now();
-    site.world.revocations().revoke(&node, revoked)?;
+    site.env.revocations().revoke(&node, revoked)?;
     // The token that the Pod still has was issued before.
-    site.is_told("revoked").await;
-    ensure!(site.world.registry().of_node(&node).is_empty());
+    site.has_code("revoked").await;
+    ensure!(site.env.registry().of_node(&node).is_empty());
     agent.stop().await?;
     let told = refusal_of_stored(&site).await?;
     ensure!(told, "connected with the revoked certificate");
@@ -313,14 +313,14 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     };
     let config = site.agent_with_token("worker-1", &site.api()?.sign(&later))?;
     let _agent = Agent::start(config).await?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     Ok(())
 }
 
 /// Whether an agent with the stored certificate, and a token from before the revocation, gets nothing.
 async fn refusal_of_stored(site: &Site) -> Result<bool> {
     let before = site.enrolled("revoked").await?;
-    let file = site.world.path().join("worker-1-token");
+    let file = site.env.path().join("worker-1-token");
     let token = std::fs::read_to_string(file)?;
     let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
     eventually("it is refused again", PATIENCE, async || {
@@ -330,41 +330,41 @@ async fn refusal_of_stored(site: &Site) -> Result<bool> {
     })
     .await;
     drop(agent);
-    Ok(site.world.registry().all().is_empty())
+    Ok(site.env.registry().all().is_empty())
 }
 
 /// The bundle of the servers' CA is a mounted ConfigMap that changes with the CA.
 #[tokio::test(flavor = "multi_thread")]
-async fn ca_file_of_an_enrolled_agent_is_followed() -> Result<()> {
+async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
     let site = Site::start().await?;
     let uid = site.pod("agent-1", "worker-1")?;
     let token = site.write_token("worker-1", &site.api()?.sign(&claims("agent-1", &uid)))?;
-    let bundle = site.world.path().join("bundle.crt");
+    let bundle = site.env.path().join("bundle.crt");
     let ours = std::fs::read(site.tunnel_ca())?;
     replace(&bundle, &ours)?;
-    let mut config = site.world.agent_config_with("worker-1", |settings| {
+    let mut config = site.env.agent_config_with("worker-1", |settings| {
         settings.ca_file = Some(bundle.clone());
         settings.transport = Some("h2".into());
-        settings.limits = World::agent_limits("reloadEvery: 50ms");
+        settings.limits = TestEnv::agent_limits("reloadEvery: 50ms");
     })?;
     config.token = Some(TokenSource::File(token));
     let _agent = Agent::start(config).await?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     replace(&bundle, site.client_ca.pem().as_bytes())?;
     let node = "worker-1".parse()?;
     eventually("the server is a stranger", PATIENCE, async || {
-        for session in site.world.registry().of_node(&node) {
+        for session in site.env.registry().of_node(&node) {
             session.close(CloseCode::Normal, "dial again").await;
         }
         let meta = RawRequest::get("meta", "/metrics");
-        let text = request(site.world.bound().meta, &meta).await?.text();
+        let text = request(site.env.bound().meta, &meta).await?.text();
         let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
         ensure!(text.contains(failed), "every handshake succeeds");
         anyhow::Ok(())
     })
     .await;
     replace(&bundle, &ours)?;
-    site.world.connected("worker-1").await;
+    site.env.connected("worker-1").await;
     Ok(())
 }
 

@@ -9,12 +9,12 @@ use rustls::RootCertStore;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::Scope;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Door, HttpReply, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{ClientTls, Endpoint, HttpReply, RawRequest, UpgradeClient, request};
 use tunnel_tests::cluster::{Cluster, cloud, edge, server_roles_of};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Exporter, TargetTls};
-use tunnel_tests::world::PATIENCE;
 
 use super::Site;
 use super::streams::Edge;
@@ -130,23 +130,23 @@ impl ApiServerSite {
     }
 
     /// The listener for a caller; without a name its TLS has no SNI.
-    fn listener(&self, caller: Option<&Issued>, server_name: Option<&str>) -> Result<Door> {
-        let world = &self.site.world;
-        let address = world.bound().https.context("no TLS listener")?;
+    fn listener(&self, caller: Option<&Issued>, server_name: Option<&str>) -> Result<Endpoint> {
+        let env = &self.site.env;
+        let address = env.bound().https.context("no TLS listener")?;
         let certificate = caller.map(Issued::presented).transpose()?;
         let tls = match server_name {
             Some(name) => {
-                ClientTls::verifying(name, RootCertStore::clone(&*world.roots()?), certificate)?
+                ClientTls::verifying(name, RootCertStore::clone(&*env.roots()?), certificate)?
             }
             // An address is never sent (RFC 6066, section 3).
             None => ClientTls::insecure("127.0.0.1", certificate)?,
         };
-        Ok(Door::tls(address, tls))
+        Ok(Endpoint::tls(address, tls))
     }
 
     /// How kube-apiserver dials for an upgrade to the kubelet of an edge (`DialURL` of
     /// `staging/src/k8s.io/apimachinery/pkg/util/proxy/dial.go`).
-    fn dialed(&self, verification: Verification, edge: &Edge) -> Result<Door> {
+    fn dialed(&self, verification: Verification, edge: &Edge) -> Result<Endpoint> {
         let server_name = (verification == Verification::On).then_some(edge.node);
         self.listener(Some(&self.apiserver), server_name)
     }
@@ -175,7 +175,12 @@ impl ApiServerSite {
     }
 
     /// An upgraded stream reaches the kubelet of this edge and no other.
-    async fn streams_to(&self, edge: &Edge, listener: Door, client: UpgradeClient) -> Result<()> {
+    async fn streams_to(
+        &self,
+        edge: &Edge,
+        listener: Endpoint,
+        client: UpgradeClient,
+    ) -> Result<()> {
         let accepted = |at: &Edge| at.kubelet.traffic().accepted();
         let before: Vec<_> = self.edges.iter().map(accepted).collect();
         let mut stream = client.connect(listener).await?.switched()?;
@@ -481,7 +486,7 @@ async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
 
 /// Callers without delegation are served by Host as ever, and cause no question.
 #[tokio::test(flavor = "multi_thread")]
-async fn other_callers_are_judged_by_host_and_never_ask_for_pods() -> Result<()> {
+async fn other_callers_are_routed_by_host_and_never_ask_for_pods() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
     let before = site.lookups()?;
     let other = format!("worker-2:{}", site.edges[1].kubelet.addr().port());
@@ -521,7 +526,7 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
     let (status, _, text) = refused(&site, OF_ADMIN_CONF, "default/web-0").await?;
     ensure!(status == 400 && text.contains("pods get"), "{text}");
     let is_shown = async |expected: bool| {
-        let meta = site.site.world.bound().meta;
+        let meta = site.site.env.bound().meta;
         eventually("the condition", PATIENCE, async || {
             let page = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
             let shown = page.text().contains("[!] pod lookup");

@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use tunnel_proto::identity::{Domain, validity};
+use tunnel_proto::identity::{TrustDomain, validity};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
 use tunnel_tests::client::{RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{StandInKubelet, deterministic_bytes};
+use tunnel_tests::targets::{FakeKubelet, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
-use tunnel_tests::world::{PATIENCE, World};
 
 use super::Site;
 use crate::credentials::attacks::{over_quic, over_tcp};
@@ -21,22 +21,22 @@ const NAME: (Subject, &str) = (Subject::Name, "system:node:worker-1");
 const GROUP: (Subject, &str) = (Subject::Organization, "system:nodes");
 
 /// Waits until a kubelet of the site's CA gets a session: the CA was heard.
-async fn ca_is_heard(site: &Site, ca: &TestCa) {
+async fn ca_is_loaded(site: &Site, ca: &TestCa) {
     eventually("the CA of kubelets is in use", PATIENCE, async || {
         let good = ca.issue(&Leaf::kubelet("probe"))?.own;
-        over_tcp(&site.world, Some(good), trust(&site.world)?).await
+        over_tcp(&site.env, Some(good), trust(&site.env)?).await
     })
     .await;
 }
 
-fn trust(world: &World) -> Result<Trust> {
-    Ok(Trust::Roots(tls::roots([world.ca().root().clone()])?))
+fn trust(env: &TestEnv) -> Result<Trust> {
+    Ok(Trust::Roots(tls::roots([env.ca().root().clone()])?))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() -> Result<()> {
     let site = Site::start().await?;
-    ca_is_heard(&site, &site.client_ca).await;
+    ca_is_loaded(&site, &site.client_ca).await;
     let kubelet = || Leaf::kubelet("worker-1");
     let ours = |uri: &str| Leaf {
         uri: Some(uri.to_owned()),
@@ -94,21 +94,21 @@ async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() ->
         intruders.push((what, site.client_ca.issue(&leaf)?.own));
     }
     for (what, key) in intruders {
-        let world = &site.world;
-        let tcp = over_tcp(world, Some(key.clone()), trust(world)?).await;
+        let env = &site.env;
+        let tcp = over_tcp(env, Some(key.clone()), trust(env)?).await;
         ensure!(tcp.is_err(), "{what} was let in over TCP");
-        let quic = over_quic(world, key, trust(world)?).await;
+        let quic = over_quic(env, key, trust(env)?).await;
         ensure!(quic.is_err(), "{what} was let in over QUIC");
     }
     let good = site.client_ca.issue(&kubelet())?.own;
-    over_tcp(&site.world, Some(good.clone()), trust(&site.world)?).await?;
-    over_quic(&site.world, good, trust(&site.world)?).await
+    over_tcp(&site.env, Some(good.clone()), trust(&site.env)?).await?;
+    over_quic(&site.env, good, trust(&site.env)?).await
 }
 
 /// The certificate is swapped as a kubelet does it, under an exec that neither end of it notices.
 async fn rotations_under_an_exec(transport: &str) -> Result<()> {
     let site = Site::start().await?;
-    let target = StandInKubelet::start("worker-1").await?;
+    let target = FakeKubelet::start("worker-1").await?;
     let pki = site.kubelet("worker-1")?;
     let transport = |settings: &mut tunnel_agent::config::Settings| {
         settings.transport = Some(transport.into());
@@ -116,15 +116,15 @@ async fn rotations_under_an_exec(transport: &str) -> Result<()> {
     let agent = site.agent_of_kubelet("worker-1", &pki, transport).await?;
     let node = "worker-1".parse()?;
     let newest = || {
-        let sessions = site.world.registry().of_node(&node);
+        let sessions = site.env.registry().of_node(&node);
         sessions.first().map(|one| one.session.peer().clone())
     };
-    ensure!(newest().is_some_and(|peer| peer.domain == Domain::Cluster));
+    ensure!(newest().is_some_and(|peer| peer.domain == TrustDomain::Cluster));
     let host = format!("worker-1:{}", target.addr().port());
     let query = "command=sh&error=1&input=1&output=1&tty=1";
     let head = heads::command_over_websocket(&host, "exec", query);
     let stream = UpgradeClient::asking_for_websocket(head)
-        .connect(site.world.https("worker-1")?)
+        .connect(site.env.https("worker-1")?)
         .await?
         .switched()?;
     let mut exec = WebSocket::client(stream);
@@ -168,33 +168,33 @@ async fn kubelets_certificate_is_rotated_under_an_exec_over_h2() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cas_are_followed_kept_and_replaced_while_the_rest_goes_on() -> Result<()> {
+async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Result<()> {
     let mut site = Site::start().await?;
-    ca_is_heard(&site, &site.client_ca).await;
+    ca_is_loaded(&site, &site.client_ca).await;
     let pki = site.kubelet("worker-1")?;
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
     // Nonsense changes nothing and is told.
     site.api()?.set_client_ca("nothing")?;
     eventually("the problem is told", PATIENCE, async || {
         let ready = RawRequest::get("meta", "/readyz?verbose");
-        let told = request(site.world.bound().meta, &ready).await?.text();
-        ensure!(told.contains("[!] kubelet client CA"), "{told}");
+        let ready_text = request(site.env.bound().meta, &ready).await?.text();
+        ensure!(ready_text.contains("[!] kubelet client CA"), "{ready_text}");
         anyhow::Ok(())
     })
     .await;
-    ca_is_heard(&site, &site.client_ca).await;
+    ca_is_loaded(&site, &site.client_ca).await;
     // Another CA: kubelets of the old one are strangers from the next handshake on.
     let next = TestCa::new("kubernetes")?;
     site.api()?.set_client_ca(next.pem())?;
-    ca_is_heard(&site, &next).await;
+    ca_is_loaded(&site, &next).await;
     let old = site.client_ca.issue(&Leaf::kubelet("worker-2"))?.own;
-    let refused = over_tcp(&site.world, Some(old), trust(&site.world)?).await;
+    let refused = over_tcp(&site.env, Some(old), trust(&site.env)?).await;
     ensure!(refused.is_err(), "the old CA still vouches");
     // A start without the API server has the last one from disk.
     eventually("the CA is on disk", PATIENCE, async || {
-        let kept = site.world.path().join("server/kubelet-client-ca.crt");
-        ensure!(std::fs::read_to_string(kept)? == next.pem());
-        let shared = site.world.path().join("server/authority.json");
+        let snapshot = site.env.path().join("server/kubelet-client-ca.crt");
+        ensure!(std::fs::read_to_string(snapshot)? == next.pem());
+        let shared = site.env.path().join("server/authority.json");
         let shared = std::fs::read_to_string(shared)?;
         ensure!(shared.contains("\"isWhole\":true"), "not all is kept");
         anyhow::Ok(())
@@ -202,9 +202,9 @@ async fn cas_are_followed_kept_and_replaced_while_the_rest_goes_on() -> Result<(
     .await;
     agent.stop().await?;
     site.api()?.be(Presence::Refusing).await?;
-    site.world.restart_server().await?;
+    site.env.restart_server().await?;
     let good = next.issue(&Leaf::kubelet("worker-1"))?.own;
-    over_tcp(&site.world, Some(good), trust(&site.world)?).await
+    over_tcp(&site.env, Some(good), trust(&site.env)?).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -214,26 +214,26 @@ async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_of
     let folder = tunnel_tests::process::ScratchDir::new()?;
     let file = folder.path().join("client-ca.crt");
     replace(&file, ca.pem().as_bytes())?;
-    let world = World::start_with(|settings| {
+    let env = TestEnv::start_with(|settings| {
         settings.kubelet_client_ca = Some(file.to_string_lossy().into_owned());
-        settings.limits = World::limits("reloadEvery: 50ms");
+        settings.limits = TestEnv::limits("reloadEvery: 50ms");
     })
     .await?;
-    let dial = async |world: &World, ca: &TestCa| {
+    let dial = async |env: &TestEnv, ca: &TestCa| {
         let key = ca.issue(&Leaf::kubelet("worker-1"))?.own;
-        over_tcp(world, Some(key), trust(world)?).await
+        over_tcp(env, Some(key), trust(env)?).await
     };
-    dial(&world, &ca).await?;
-    ensure!(dial(&world, &other).await.is_err());
+    dial(&env, &ca).await?;
+    ensure!(dial(&env, &other).await.is_err());
     replace(&file, other.pem().as_bytes())?;
     eventually("the other CA is in use", PATIENCE, async || {
-        dial(&world, &other).await
+        dial(&env, &other).await
     })
     .await;
-    ensure!(dial(&world, &ca).await.is_err());
+    ensure!(dial(&env, &ca).await.is_err());
 
     let site = Site::start_with(|settings| settings.kubelet_client_ca = Some("off".into())).await?;
-    let nobody = dial(&site.world, &site.client_ca).await;
+    let nobody = dial(&site.env, &site.client_ca).await;
     ensure!(nobody.is_err(), "let in though it is off");
     let asked = site.api()?.requests();
     let ca = "extension-apiserver-authentication";
@@ -244,20 +244,20 @@ async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_of
 #[tokio::test(flavor = "multi_thread")]
 async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate() -> Result<()> {
     let site = Site::start().await?;
-    ca_is_heard(&site, &site.client_ca).await;
+    ca_is_loaded(&site, &site.client_ca).await;
     let pki = site.kubelet("worker-1")?;
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
     let node = "worker-1".parse()?;
     let now = std::time::SystemTime::now();
-    site.world.revocations().revoke(&node, now)?;
+    site.env.revocations().revoke(&node, now)?;
     eventually("the session ends", PATIENCE, async || {
-        ensure!(site.world.registry().of_node(&node).is_empty());
+        ensure!(site.env.registry().of_node(&node).is_empty());
         anyhow::Ok(())
     })
     .await;
     let dial = async |leaf: &Leaf| {
         let key = site.client_ca.issue(leaf)?.own;
-        over_tcp(&site.world, Some(key), trust(&site.world)?).await
+        over_tcp(&site.env, Some(key), trust(&site.env)?).await
     };
     // Issued before, as far as its beginning tells.
     ensure!(dial(&Leaf::kubelet("worker-1")).await.is_err());

@@ -1,10 +1,10 @@
 //! DNS-12, DNS-13: by node name through the doors, with agents of both kinds, as kube-apiserver asks.
 
 use anyhow::{Result, ensure};
-use tunnel_tests::client::{BodyEnd, Door, RawRequest, request};
+use tunnel_tests::client::{BodyEnd, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::edge;
-use tunnel_tests::targets::{Exporter, StandInKubelet};
-use tunnel_tests::world::Agent;
+use tunnel_tests::env::Agent;
+use tunnel_tests::targets::{Exporter, FakeKubelet};
 
 use super::Site;
 use super::accounts::claims;
@@ -13,7 +13,7 @@ use crate::http::kubelet::{self as asked, Caller};
 /// A Node of the cluster with an agent, behind which are a kubelet and an exporter.
 pub(super) struct Edge {
     pub(super) node: &'static str,
-    pub(super) kubelet: StandInKubelet,
+    pub(super) kubelet: FakeKubelet,
     exporter: Exporter,
     _agent: Agent,
 }
@@ -42,12 +42,12 @@ impl Edge {
         let mut config = site.agent_with_token(node, &token)?;
         config.transport = transport.parse().map_err(anyhow::Error::msg)?;
         let agent = Agent::start(config).await?;
-        site.world.connected(node).await;
+        site.env.connected(node).await;
         Self::with(site, node, agent).await
     }
 
     async fn with(site: &Site, node: &'static str, agent: Agent) -> Result<Self> {
-        let kubelet = StandInKubelet::start(node).await?;
+        let kubelet = FakeKubelet::start(node).await?;
         let exporter = Exporter::start(node).await?;
         let port = kubelet.addr().port();
         let object = edge(node).with_kubelet_port(port);
@@ -62,7 +62,7 @@ impl Edge {
 
     pub(super) fn caller<'a>(&'a self, site: &'a Site) -> Caller<'a> {
         Caller {
-            world: &site.world,
+            env: &site.env,
             kubelet: &self.kubelet,
             node: self.node,
             host: format!("{}:{}", self.node, self.kubelet.addr().port()),
@@ -74,8 +74,8 @@ impl Edge {
     async fn serves_metrics(&self, site: &Site) -> Result<()> {
         let host = format!("{}:{}", self.node, self.exporter.addr().port());
         let head = RawRequest::get(&host, "/metrics");
-        let through = request(site.world.http(), &head).await?;
-        let local = request(Door::plain(self.exporter.addr()), &head).await?;
+        let through = request(site.env.http(), &head).await?;
+        let local = request(Endpoint::plain(self.exporter.addr()), &head).await?;
         ensure!((through.status, local.status) == (200, 200));
         ensure!(through.ended == BodyEnd::CleanLength || through.ended == BodyEnd::CleanChunked);
         let page = |text: String| {

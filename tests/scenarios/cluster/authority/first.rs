@@ -12,13 +12,13 @@ use serde_json::Value;
 use tunnel_tests::apiserver::Fault;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Kind, Objects, empty_secrets};
+use tunnel_tests::env::PATIENCE;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Program;
 use tunnel_tests::tools::or_skip;
-use tunnel_tests::world::PATIENCE;
 
 use super::super::kubectl::{Kubectl, kubectls};
-use super::super::{FIRST, Lab};
+use super::super::{ClusterEnv, FIRST};
 use super::{ca_secret, cluster, server, state_secret};
 
 /// Seeds of a plain run; `R11_SEEDS` asks for more.
@@ -40,15 +40,15 @@ async fn r11_five_servers_that_start_at_once_have_one_ca() -> Result<()> {
 
 async fn one_ca(seed: u64) -> Result<()> {
     let cluster = cluster().await?;
-    let stand_in = cluster.stand_in()?;
+    let fake_api = cluster.fake_api()?;
     let mut random = SmallRng::seed_from_u64(seed);
     // Writes that lose against somebody, and answers that come when others have moved on.
     let conflicts = random.random_range(0..4);
-    stand_in.fault(Fault::conflict().of("secrets").times(conflicts));
+    fake_api.fault(Fault::conflict().of("secrets").times(conflicts));
     for verbs in [["get"], ["update"]] {
         let delay = Duration::from_millis(random.random_range(0..20));
         let count = random.random_range(0..8);
-        stand_in.fault(Fault::delay(delay).of("secrets").verbs(&verbs).times(count));
+        fake_api.fault(Fault::delay(delay).of("secrets").verbs(&verbs).times(count));
     }
     // Few ports: working through a list of 64,000 takes most of a start, and has nothing to do with CAs.
     let starting = (0..SERVERS).map(|_| {
@@ -61,7 +61,7 @@ async fn one_ca(seed: u64) -> Result<()> {
     for server in &servers {
         ensure!(server.ca().root_pem() == secret["ca.crt"], "another CA");
     }
-    let history = stand_in.history("secrets", Some("kube-system"), &ca_secret());
+    let history = fake_api.history("secrets", Some("kube-system"), &ca_secret());
     let made: BTreeSet<String> = history
         .iter()
         .filter_map(|(_, state)| {
@@ -90,7 +90,7 @@ async fn one_ca(seed: u64) -> Result<()> {
     try_join_all(
         servers
             .iter_mut()
-            .map(tunnel_tests::world::World::stop_server),
+            .map(tunnel_tests::env::TestEnv::stop_server),
     )
     .await?;
     Ok(())
@@ -98,11 +98,13 @@ async fn one_ca(seed: u64) -> Result<()> {
 
 /// What a server says while there is no Secret, and that it goes on by itself.
 #[tokio::test(flavor = "multi_thread")]
-async fn r11_a_missing_secret_is_told_and_waited_for_and_no_other_ca_is_made() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
+async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made() -> Result<()> {
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
     let path = Objects::path("secrets", &ca_secret());
-    lab.cluster.admin().delete(&path).await?;
-    let setup = lab.setup("a")?;
+    cluster_env.cluster.admin().delete(&path).await?;
+    let setup = cluster_env.setup("a")?;
     let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
     let mut process = run.args(setup.arguments().to_vec()).start()?;
     let meta = process.wait_for_line("the meta port", FIRST, |line| {
@@ -129,22 +131,26 @@ async fn r11_a_missing_secret_is_told_and_waited_for_and_no_other_ca_is_made() -
     .await;
     let live = request(meta, &RawRequest::get("meta", "/livez")).await?;
     ensure!(live.status == 200);
-    let folder = lab.scratch.path().join("a");
+    let folder = cluster_env.scratch.path().join("a");
     ensure!(!folder.join("ca.key").exists() && !folder.join("ca.crt").exists());
 
     let [secret, _] = empty_secrets();
     let collection = "/api/v1/namespaces/kube-system/secrets";
-    lab.cluster.admin().create(collection, &secret).await?;
+    cluster_env
+        .cluster
+        .admin()
+        .create(collection, &secret)
+        .await?;
     eventually("the server to be ready", FIRST, async || {
         let reply = request(meta, &RawRequest::get("meta", "/readyz")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
         Ok(())
     })
     .await;
-    let secret = lab.objects().secret(&ca_secret()).await?;
+    let secret = cluster_env.objects().secret(&ca_secret()).await?;
     eventually("the certificates on disk", FIRST, async || {
-        let kept = std::fs::read_to_string(folder.join("ca.crt"))?;
-        ensure!(kept == secret["ca.crt"], "{kept}");
+        let persisted = std::fs::read_to_string(folder.join("ca.crt"))?;
+        ensure!(persisted == secret["ca.crt"], "{persisted}");
         anyhow::Ok(())
     })
     .await;

@@ -10,25 +10,30 @@ use tunnel_tests::cluster::Kind;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Server, Signal};
 
-use super::super::{FIRST, Lab, Site};
+use super::super::{ClusterEnv, FIRST, Site};
 use super::state_secret;
 
 /// Of the agent; a restart is noticed within 1.2 of it and a second.
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
 
 /// An agent on its own disk, which enrolled once.
-async fn enrolled(lab: &Lab, server: &Server) -> Result<tunnel_tests::process::Process> {
+async fn enrolled(
+    cluster_env: &ClusterEnv,
+    server: &Server,
+) -> Result<tunnel_tests::process::Process> {
     let token = server.token("worker-1", None).await?;
-    let agent = agent(lab, server)?.args(&["--token", &token]).start()?;
+    let agent = agent(cluster_env, server)?
+        .args(&["--token", &token])
+        .start()?;
     server.wait_until_connected(&["worker-1"]).await;
     Ok(agent)
 }
 
 /// The same agent without a token, for when it has a certificate.
-fn agent(lab: &Lab, server: &Server) -> Result<AgentSetup> {
+fn agent(cluster_env: &ClusterEnv, server: &Server) -> Result<AgentSetup> {
     let file = "limits:\n  keepAlive: 1s\n";
-    let file = lab.scratch.file("agent.yaml", file)?;
-    let folder = lab.scratch.path().join("agent");
+    let file = cluster_env.scratch.file("agent.yaml", file)?;
+    let folder = cluster_env.scratch.path().join("agent");
     let setup = AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &folder);
     Ok(setup.args(&["--config", &file.to_string_lossy()]))
 }
@@ -41,16 +46,18 @@ fn empty(folder: &Path) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_stateless_reset()
 -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    let setup = lab.setup("a")?.args(&["--single-replica"]);
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    let setup = cluster_env.setup("a")?.args(&["--single-replica"]);
     let mut server = setup.start().await?;
-    let _agent = enrolled(&lab, &server).await?;
+    let _agent = enrolled(&cluster_env, &server).await?;
     let ca = server.verb(&["ca"])?.run().await?.ok()?;
     for _ in 0..2 {
         let setup = server.setup_for_restart();
         server.process().signal(Signal::Kill)?;
         server.process().end(FIRST).await?;
-        empty(&lab.scratch.path().join("a"))?;
+        empty(&cluster_env.scratch.path().join("a"))?;
         server = setup.start().await?;
         let started = std::time::Instant::now();
         // Without the reset an idle agent would doubt its session after 15 s.
@@ -69,25 +76,33 @@ async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_s
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_its_own()
 -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    let (mut one, other) = (lab.server("a").await?, lab.server("b").await?);
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    let (mut one, other) = (
+        cluster_env.server("a").await?,
+        cluster_env.server("b").await?,
+    );
     let entry = |name: &str| -> Result<(u64, String)> {
-        let file = lab.scratch.path().join(name).join("replica.json");
-        let kept: Value = serde_json::from_slice(&std::fs::read(file)?)?;
-        let entry = kept["claim"]["entry"].as_u64().context("no entry")?;
-        Ok((entry, kept["keys"].as_str().context("no keys")?.to_owned()))
+        let file = cluster_env.scratch.path().join(name).join("replica.json");
+        let persisted: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+        let entry = persisted["claim"]["entry"].as_u64().context("no entry")?;
+        Ok((
+            entry,
+            persisted["keys"].as_str().context("no keys")?.to_owned(),
+        ))
     };
     let (first, second) = (entry("a")?, entry("b")?);
     ensure!(first.0 != second.0 && first.1 != second.1);
-    let third = lab.server("c").await?;
+    let third = cluster_env.server("c").await?;
     ensure!(![first.0, second.0].contains(&entry("c")?.0));
 
     one.process().signal(Signal::Term)?;
     one.process().end(FIRST).await?;
     // Another Pod in its place, with an empty disk: the keys are free, and nobody makes more.
-    let replacement = lab.server("d").await?;
+    let replacement = cluster_env.server("d").await?;
     ensure!(entry("d")? == first, "not the entry that was given back");
-    let state = lab.objects().secret(&state_secret()).await?;
+    let state = cluster_env.objects().secret(&state_secret()).await?;
     let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
     ensure!(
         replicas["replicas"]
@@ -102,11 +117,14 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
 /// In a rollout the next server comes while the one before still serves its last streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    let mut one = lab.server("a").await?;
-    let site = Site::start(&lab, &one, "worker-1", &[]).await?;
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    let mut one = cluster_env.server("a").await?;
+    let site = Site::start(&cluster_env, &one, "worker-1", &[]).await?;
     let port = site.port().to_string();
-    lab.objects()
+    cluster_env
+        .objects()
         .set_ports(&[("http-proxy-ports", &port)])
         .await?;
     eventually("the port", FIRST, async || site.serves(&one).await).await;
@@ -116,15 +134,20 @@ async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() ->
     let lease =
         "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-server-replica-0";
     eventually("the Lease of the keys to be free", FIRST, async || {
-        let lease = lab.cluster.admin().get(lease).await?.context("no Lease")?;
+        let lease = cluster_env
+            .cluster
+            .admin()
+            .get(lease)
+            .await?
+            .context("no Lease")?;
         let holder = &lease["spec"]["holderIdentity"];
         ensure!(holder.as_str().unwrap_or_default().is_empty(), "{holder}");
         anyhow::Ok(())
     })
     .await;
-    let _next = lab.server("b").await?;
+    let _next = cluster_env.server("b").await?;
     let keys = |name: &str| -> Result<Value> {
-        let file = lab.scratch.path().join(name).join("replica.json");
+        let file = cluster_env.scratch.path().join(name).join("replica.json");
         let replica: Value = serde_json::from_slice(&std::fs::read(file)?)?;
         Ok(replica["keys"].clone())
     };
@@ -137,24 +160,27 @@ async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() ->
 #[tokio::test(flavor = "multi_thread")]
 async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_who_was_revoked()
 -> Result<()> {
-    let lab = Lab::start(Kind::StandIn).await?.context("a stand-in")?;
-    let mut server = lab.server("a").await?;
-    let enrolled = enrolled(&lab, &server).await?;
+    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    let mut server = cluster_env.server("a").await?;
+    let enrolled = enrolled(&cluster_env, &server).await?;
     server
         .verb(&["nodes", "revoke", "worker-1"])?
         .run()
         .await?
         .ok()?;
     server.wait_until_connected(&[]).await;
-    let kept = lab.scratch.path().join("a").join("authority.json");
+    let persisted = cluster_env.scratch.path().join("a").join("authority.json");
     eventually("the revocation on disk", FIRST, async || {
-        let text = std::fs::read_to_string(&kept)?;
+        let text = std::fs::read_to_string(&persisted)?;
         ensure!(text.contains("worker-1") && text.contains("revokedAt"));
         Ok(())
     })
     .await;
-    lab.cluster
-        .stand_in()?
+    cluster_env
+        .cluster
+        .fake_api()?
         .be(tunnel_tests::apiserver::Presence::Refusing)
         .await?;
     let setup = server.setup_for_restart();
@@ -162,11 +188,11 @@ async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_wh
     server.process().end(FIRST).await?;
     drop(enrolled);
     let server = setup.start().await?;
-    let mut agent = agent(&lab, &server)?.start()?;
-    let told = agent.wait_for_line("the refusal", FIRST, |line| {
+    let mut agent = agent(&cluster_env, &server)?.start()?;
+    let refusal = agent.wait_for_line("the refusal", FIRST, |line| {
         line.contains("revoked").then_some(())
     });
-    told.await?;
+    refusal.await?;
     let nodes = server.nodes().await?;
     ensure!(
         nodes.iter().all(|node| node["connected"] == false),

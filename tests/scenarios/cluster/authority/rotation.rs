@@ -8,11 +8,11 @@ use serde_json::json;
 use tunnel_proto::identity::PeerIdentity;
 use tunnel_server::ca::CaMaterial;
 use tunnel_server::cluster::objects::NAMES_ANNOTATION;
-use tunnel_tests::client::{ByteStream, ClientTls, Door};
+use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::cluster::{Objects, edge};
+use tunnel_tests::env::{PATIENCE, TestEnv};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::StandInKubelet;
-use tunnel_tests::world::{PATIENCE, World};
+use tunnel_tests::targets::FakeKubelet;
 
 use super::{Exec, ca_secret, cluster, server};
 
@@ -23,13 +23,13 @@ const RENEWAL: Duration = Duration::from_secs(20);
 #[tokio::test(flavor = "multi_thread")]
 async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()> {
     let cluster = cluster().await?;
-    let limits = || World::limits(LIFE);
+    let limits = || TestEnv::limits(LIFE);
     let servers = [
         server(&cluster, |settings| settings.limits = limits()).await?,
         server(&cluster, |settings| settings.limits = limits()).await?,
     ];
     let [one, other] = &servers;
-    let kubelet = StandInKubelet::start("worker-1").await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = one.agent("worker-1").await?;
     let mut exec = Exec::start(one.https("worker-1")?, kubelet.addr().port()).await?;
     exec.goes_on().await?;
@@ -109,14 +109,14 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()> {
+async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Result<()> {
     let cluster = cluster().await?;
     cluster
         .objects()
         .create_service(|service| service["spec"]["clusterIP"] = "10.106.217.16".into())
         .await?;
     cluster.objects().add(&edge("worker-1")).await?;
-    let kubelet = StandInKubelet::start("worker-1").await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
     let port = kubelet.addr().port();
     let server = server(&cluster, |settings| {
         settings.http_proxy_ports = None;
@@ -127,7 +127,7 @@ async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()
     let _agent = server.agent("worker-1").await?;
     let mut exec = Exec::start(server.https("worker-1")?, port).await?;
     exec.goes_on().await?;
-    let door = async |name: &str| shakes_hands(&server, name).await;
+    let endpoint = async |name: &str| shakes_hands(&server, name).await;
     let at_start = [
         "x-tunnel-server-internal-svc",
         "x-tunnel-server-internal-svc.kube-system",
@@ -139,9 +139,9 @@ async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()
         "worker-1",
     ];
     for name in at_start {
-        eventually(name, PATIENCE, async || door(name).await).await;
+        eventually(name, PATIENCE, async || endpoint(name).await).await;
     }
-    ensure!(door("later.example").await.is_err());
+    ensure!(endpoint("later.example").await.is_err());
 
     let path = Objects::path("services", "x-tunnel-server-internal-svc");
     let change = json!({
@@ -155,13 +155,13 @@ async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()
         "198.51.100.4",
         "10.106.217.16",
     ] {
-        eventually(name, PATIENCE, async || door(name).await).await;
+        eventually(name, PATIENCE, async || endpoint(name).await).await;
     }
     exec.goes_on().await?;
     let back = json!({ "metadata": { "annotations": { NAMES_ANNOTATION: null } } });
     cluster.admin().merge(&path, &back).await?;
     eventually("the name to be gone", PATIENCE, async || {
-        ensure!(door("later.example").await.is_err());
+        ensure!(endpoint("later.example").await.is_err());
         Ok(())
     })
     .await;
@@ -169,11 +169,11 @@ async fn names_of_the_tls_door_follow_the_service_and_cut_no_exec() -> Result<()
 }
 
 /// A handshake of a caller that knows the CA and calls the door so.
-async fn shakes_hands(server: &World, name: &str) -> Result<()> {
+async fn shakes_hands(server: &TestEnv, name: &str) -> Result<()> {
     let address = server.bound().https.context("no TLS door")?;
     let roots = RootCertStore::clone(&*server.roots()?);
-    let door = Door::tls(address, ClientTls::verifying(name, roots, None)?);
-    let stream = ByteStream::connect(door).await?;
+    let endpoint = Endpoint::tls(address, ClientTls::verifying(name, roots, None)?);
+    let stream = ByteStream::connect(endpoint).await?;
     stream
         .peer_certificate()
         .map(drop)

@@ -5,18 +5,18 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_tests::apiserver::Fault;
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::world::{Agent, PATIENCE, World};
 
 use super::{cluster, server, state_secret};
 
 /// An agent of `node` for `server`, with a token that another server made.
-async fn agent(node: &str, server: &World, token_of: &World) -> Result<Agent> {
+async fn agent(node: &str, server: &TestEnv, token_of: &TestEnv) -> Result<Agent> {
     let token = token_of.token(node, &[])?;
     let made = Instant::now();
     let agent = server
         .agent_with(node, |config| {
-            config.token = Some(tunnel_agent::config::TokenSource::Given(token));
+            config.token = Some(tunnel_agent::config::TokenSource::Inline(token));
         })
         .await?;
     // A first try may come before the token; the agent's next one does not.
@@ -85,9 +85,8 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
         })
         .await;
         let text = token.reveal();
-        let redeem = |world: &World, key: u8| {
-            world
-                .tokens()
+        let redeem = |env: &TestEnv, key: u8| {
+            env.tokens()
                 .redeem(&text, &node, [key; 32], SystemTime::now())
         };
         let results = std::thread::scope(|threads| {
@@ -140,7 +139,7 @@ async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_that_several_servers_make_under_conflicts_are_all_kept() -> Result<()> {
+async fn tokens_that_several_servers_make_under_conflicts_are_all_persisted() -> Result<()> {
     let cluster = cluster().await?;
     let servers = [
         server(&cluster, |_| {}).await?,
@@ -148,7 +147,7 @@ async fn tokens_that_several_servers_make_under_conflicts_are_all_kept() -> Resu
         server(&cluster, |_| {}).await?,
     ];
     cluster
-        .stand_in()?
+        .fake_api()?
         .fault(Fault::conflict().of("secrets").times(5));
     let made: Vec<String> = std::thread::scope(|threads| {
         let makers: Vec<_> = servers
@@ -175,11 +174,11 @@ async fn tokens_that_several_servers_make_under_conflicts_are_all_kept() -> Resu
     ensure!(made.len() == 30);
     let state = cluster.objects().secret(&state_secret()).await?;
     let tokens: serde_json::Value = serde_json::from_str(&state["tokens.json"])?;
-    let kept = tokens["tokens"].as_object().context("no tokens")?;
+    let persisted = tokens["tokens"].as_object().context("no tokens")?;
     ensure!(
-        made.iter().all(|id| kept.contains_key(id)),
+        made.iter().all(|id| persisted.contains_key(id)),
         "{} of 30 are kept",
-        kept.len()
+        persisted.len()
     );
     // Only hashes of secrets are in the cluster.
     ensure!(!state["tokens.json"].contains("secret\""));

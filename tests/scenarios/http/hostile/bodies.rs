@@ -1,91 +1,91 @@
 //! Bodies that are longer, shorter or other than announced, and ends within them.
 
-use tunnel_tests::targets::Step;
+use tunnel_tests::targets::HostileAction;
 
-use super::behaviour::{Answer, BAD, Behaviour, send};
+use super::behavior::{Answer, BAD, Behavior, send};
 
-pub(super) fn behaviours() -> Vec<Behaviour> {
+pub(super) fn behaviours() -> Vec<Behavior> {
     [lengths(), chunks(), bodiless(), endless()].concat()
 }
 
 /// An answer that nobody may ever see.
 const FOREIGN: &str = "HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nforeign";
 
-fn lengths() -> Vec<Behaviour> {
+fn lengths() -> Vec<Behavior> {
     let head = "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n";
     let whole = Answer::Passed(200, "0123456789");
     let mut rows = vec![
-        Behaviour::sends(
+        Behavior::sends(
             "bytes behind the answer",
             format!("{head}0123456789abc"),
             whole,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "an answer behind the answer",
             format!("{head}0123456789{FOREIGN}"),
             whole,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "an answer behind the answer, in a write of its own",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}0123456789")),
                 send(FOREIGN),
-                Step::Hold,
+                HostileAction::Hold,
             ],
             whole,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "an answer behind the answer, and silence",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}0123456789{FOREIGN}")),
-                Step::Hold,
+                HostileAction::Hold,
             ],
             whole,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "a flood behind the answer",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}0123456789")),
-                Step::Flood(FOREIGN.repeat(100).into()),
+                HostileAction::Flood(FOREIGN.repeat(100).into()),
             ],
             whole,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "reset behind the answer",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}0123456789")),
-                Step::Reset,
+                HostileAction::Reset,
             ],
             Answer::PassedOrCut(200, "0123456789"),
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "body drop by drop",
             vec![
-                Step::ReadHead,
-                Step::Drip(format!("{head}0123456789").into()),
+                HostileAction::ReadHead,
+                HostileAction::Drip(format!("{head}0123456789").into()),
             ],
             whole,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "length of all there is",
             "HTTP/1.1 200 OK\r\nContent-Length: 9223372036854775807\r\n\r\nabc",
             Answer::Cut,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "until the end, with an answer in it",
             format!("HTTP/1.1 200 OK\r\n\r\n{FOREIGN}"),
             Answer::Passed(200, FOREIGN),
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "until the end, which is a reset",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send("HTTP/1.1 200 OK\r\n\r\nabc"),
-                Step::Reset,
+                HostileAction::Reset,
             ],
             Answer::Cut,
         ),
@@ -95,22 +95,26 @@ fn lengths() -> Vec<Behaviour> {
         ("one byte", "0"),
         ("all but one", "012345678"),
     ] {
-        rows.push(Behaviour::sends(
+        rows.push(Behavior::sends(
             &format!("end behind {name}"),
             format!("{head}{part}"),
             Answer::Cut,
         ));
-        let steps = vec![Step::ReadHead, send(format!("{head}{part}")), Step::Reset];
-        rows.push(Behaviour::steps(
+        let actions = vec![
+            HostileAction::ReadHead,
+            send(format!("{head}{part}")),
+            HostileAction::Reset,
+        ];
+        rows.push(Behavior::actions(
             &format!("reset behind {name}"),
-            steps,
+            actions,
             Answer::Cut,
         ));
     }
     rows
 }
 
-fn chunks() -> Vec<Behaviour> {
+fn chunks() -> Vec<Behavior> {
     let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
     let mut rows = Vec::new();
     for (name, rest) in [
@@ -158,7 +162,7 @@ fn chunks() -> Vec<Behaviour> {
             "3\r\nabc\r\n0\r\nno colon\r\n\r\n".to_owned(),
         ),
     ] {
-        rows.push(Behaviour::sends(
+        rows.push(Behavior::sends(
             &format!("chunks: {name}"),
             format!("{head}{rest}"),
             Answer::Cut,
@@ -166,24 +170,27 @@ fn chunks() -> Vec<Behaviour> {
     }
     let whole = Answer::Passed(200, "abc");
     let body = "3;ext=1\r\nabc\r\n0\r\nX-End: 1\r\n\r\n";
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "chunks: extension and trailer",
         format!("{head}{body}"),
         whole,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "chunks: an answer behind them",
         format!("{head}{body}{FOREIGN}"),
         whole,
     ));
-    let drip = vec![Step::ReadHead, Step::Drip(format!("{head}{body}").into())];
-    rows.push(Behaviour::steps("chunks: drop by drop", drip, whole));
+    let drip = vec![
+        HostileAction::ReadHead,
+        HostileAction::Drip(format!("{head}{body}").into()),
+    ];
+    rows.push(Behavior::actions("chunks: drop by drop", drip, whole));
     for fields in [
         "Content-Length: 300\r\nTransfer-Encoding: chunked\r\n",
         "Transfer-Encoding: chunked\r\nContent-Length: 1\r\n",
     ] {
         let answer = format!("HTTP/1.1 200 OK\r\n{fields}\r\n{body}");
-        rows.push(Behaviour::sends(
+        rows.push(Behavior::sends(
             &format!("chunks and a length: {fields:?}"),
             answer,
             whole,
@@ -191,7 +198,7 @@ fn chunks() -> Vec<Behaviour> {
     }
     for coding in ["gzip", "chunked, gzip", "xchunked"] {
         let answer = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: {coding}\r\n\r\n{body}");
-        rows.push(Behaviour::sends(
+        rows.push(Behavior::sends(
             &format!("coding {coding:?} that the caller cannot know"),
             answer,
             BAD,
@@ -201,31 +208,31 @@ fn chunks() -> Vec<Behaviour> {
 }
 
 /// Answers that have no body, whatever they say.
-fn bodiless() -> Vec<Behaviour> {
+fn bodiless() -> Vec<Behavior> {
     let with_body = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\n\r\nforeign");
     vec![
-        Behaviour::sends(
+        Behavior::sends(
             "204 with a body",
             with_body("204 No Content"),
             Answer::Passed(204, ""),
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "304 with a body",
             with_body("304 Not Modified"),
             Answer::Passed(304, ""),
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "204 with chunks",
             "HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n7\r\nforeign\r\n0\r\n\r\n",
             Answer::Passed(204, ""),
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "HEAD with a body",
             with_body("200 OK"),
             Answer::Passed(200, ""),
         )
         .to("HEAD"),
-        Behaviour::sends(
+        Behavior::sends(
             "HEAD with an answer behind it",
             format!("{}{FOREIGN}", with_body("200 OK")),
             Answer::Passed(200, ""),
@@ -234,49 +241,49 @@ fn bodiless() -> Vec<Behaviour> {
     ]
 }
 
-fn endless() -> Vec<Behaviour> {
+fn endless() -> Vec<Behavior> {
     let head = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
-    let hold = |part: &str| vec![Step::ReadHead, send(part), Step::Hold];
+    let hold = |part: &str| vec![HostileAction::ReadHead, send(part), HostileAction::Hold];
     vec![
-        Behaviour::steps(
+        Behavior::actions(
             "half a body, then silence",
             hold("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"),
             Answer::None,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "half a chunk, then silence",
             hold(&format!("{head}9\r\nabc")),
             Answer::None,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "no last chunk, then silence",
             hold(&format!("{head}3\r\nabc\r\n")),
             Answer::None,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "chunks without an end",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(head),
-                Step::Flood(b"3\r\nabc\r\n".repeat(1000)),
+                HostileAction::Flood(b"3\r\nabc\r\n".repeat(1000)),
             ],
             Answer::None,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "trailers without an end",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}0\r\n")),
-                Step::Flood(b"X: y\r\n".repeat(1000)),
+                HostileAction::Flood(b"X: y\r\n".repeat(1000)),
             ],
             Answer::Cut,
         ),
-        Behaviour::steps(
+        Behavior::actions(
             "an extension without an end",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send(format!("{head}3;")),
-                Step::Flood(vec![b'x'; 1000]),
+                HostileAction::Flood(vec![b'x'; 1000]),
             ],
             Answer::Cut,
         ),

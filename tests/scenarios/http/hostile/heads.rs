@@ -1,16 +1,16 @@
 //! Status lines, fields and 1xx answers; ends before and within the head; TLS that is none.
 
-use tunnel_tests::targets::Step;
+use tunnel_tests::targets::HostileAction;
 
-use super::behaviour::{Answer, BAD, Behaviour, send};
+use super::behavior::{Answer, BAD, Behavior, send};
 
-pub(super) fn behaviours() -> Vec<Behaviour> {
+pub(super) fn behaviours() -> Vec<Behavior> {
     [status_lines(), fields(), interim(), ends(), tls()].concat()
 }
 
 const OK: Answer = Answer::Passed(200, "abc");
 
-fn status_lines() -> Vec<Behaviour> {
+fn status_lines() -> Vec<Behavior> {
     let rest = "Content-Length: 3\r\n\r\nabc";
     let mut rows = Vec::new();
     for line in [
@@ -35,35 +35,35 @@ fn status_lines() -> Vec<Behaviour> {
         "GET / HTTP/1.1",
     ] {
         let name = format!("status line {line:?}");
-        rows.push(Behaviour::sends(&name, format!("{line}\r\n{rest}"), BAD));
+        rows.push(Behavior::sends(&name, format!("{line}\r\n{rest}"), BAD));
     }
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "no reason",
         format!("HTTP/1.1 200\r\n{rest}"),
         OK,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "version 1.0",
         format!("HTTP/1.0 200 OK\r\n{rest}"),
         OK,
     ));
     let odd = Answer::Passed(999, "abc");
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "status 999",
         format!("HTTP/1.1 999 Odd\r\n{rest}"),
         odd,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "frames of HTTP/2",
         b"\0\0\x12\x04\0\0\0\0\0\0\x03\0\0\0d",
         BAD,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "a TLS alert",
         b"\x15\x03\x01\0\x02\x02\x50",
         BAD,
     ));
-    rows.push(Behaviour::sends("binary", [0xff; 512], BAD));
+    rows.push(Behavior::sends("binary", [0xff; 512], BAD));
     rows
 }
 
@@ -72,7 +72,7 @@ fn with(fields: &str) -> String {
     format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 3\r\n\r\nabc")
 }
 
-fn fields() -> Vec<Behaviour> {
+fn fields() -> Vec<Behavior> {
     let mut rows = Vec::new();
     for field in [
         "X\r\n",
@@ -89,7 +89,7 @@ fn fields() -> Vec<Behaviour> {
         "Content-Length: -3\r\n",
         "Content-Length: x\r\n",
     ] {
-        rows.push(Behaviour::sends(
+        rows.push(Behavior::sends(
             &format!("field {field:?}"),
             with(field),
             BAD,
@@ -98,8 +98,8 @@ fn fields() -> Vec<Behaviour> {
     let many: String = (0..10_000)
         .map(|index| format!("X-{index}: y\r\n"))
         .collect();
-    rows.push(Behaviour::sends("10,000 fields", with(&many), BAD));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends("10,000 fields", with(&many), BAD));
+    rows.push(Behavior::sends(
         "field of 2 MiB",
         with(&format!("X: {}\r\n", "y".repeat(2 << 20))),
         BAD,
@@ -108,33 +108,36 @@ fn fields() -> Vec<Behaviour> {
         ("field", "X".repeat(1000)),
         ("fields", format!("X-{}: y\r\n", "X".repeat(100))),
     ] {
-        let steps = vec![
-            Step::ReadHead,
+        let actions = vec![
+            HostileAction::ReadHead,
             send("HTTP/1.1 200 OK\r\n"),
-            Step::Flood(line.into()),
+            HostileAction::Flood(line.into()),
         ];
-        rows.push(Behaviour::steps(
+        rows.push(Behavior::actions(
             &format!("{name} without an end"),
-            steps,
+            actions,
             BAD,
         ));
     }
-    rows.push(Behaviour::steps(
+    rows.push(Behavior::actions(
         "head drop by drop",
-        vec![Step::ReadHead, Step::Drip(with("X: y\r\n").into())],
+        vec![
+            HostileAction::ReadHead,
+            HostileAction::Drip(with("X: y\r\n").into()),
+        ],
         OK,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "forged X-Tunnel-Error",
         with("X-Tunnel-Error: no_agent\r\n"),
         OK,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "Content-Length twice, equal",
         with("Content-Length: 3\r\n"),
         OK,
     ));
-    rows.push(Behaviour::sends(
+    rows.push(Behavior::sends(
         "Content-Length beyond all bounds",
         "HTTP/1.1 200 OK\r\nContent-Length: 18446744073709551616\r\n\r\nabc",
         BAD,
@@ -142,22 +145,27 @@ fn fields() -> Vec<Behaviour> {
     rows
 }
 
-fn interim() -> Vec<Behaviour> {
+fn interim() -> Vec<Behavior> {
     let hint = "HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n";
-    let flood = |line: &str| vec![Step::ReadHead, Step::Flood(line.repeat(20).into())];
+    let flood = |line: &str| {
+        vec![
+            HostileAction::ReadHead,
+            HostileAction::Flood(line.repeat(20).into()),
+        ]
+    };
     vec![
-        Behaviour::sends(
+        Behavior::sends(
             "fifty hints, then an answer",
             format!("{}{}", hint.repeat(50), with("")),
             OK,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "100 that nobody waits for",
             format!("HTTP/1.1 100 Continue\r\n\r\n{}", with("")),
             OK,
         ),
-        Behaviour::sends("hint, then the end", hint, BAD),
-        Behaviour::sends(
+        Behavior::sends("hint, then the end", hint, BAD),
+        Behavior::sends(
             "1xx with a body",
             format!(
                 "HTTP/1.1 102 X\r\nContent-Length: 5\r\n\r\nhello{}",
@@ -165,18 +173,18 @@ fn interim() -> Vec<Behaviour> {
             ),
             BAD,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "101 that nobody asked for",
             "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\nabc",
             BAD,
         ),
-        Behaviour::sends(
+        Behavior::sends(
             "101 without fields",
             "HTTP/1.1 101 Switching Protocols\r\n\r\n",
             BAD,
         ),
-        Behaviour::steps("hints without an end", flood(hint), BAD),
-        Behaviour::steps(
+        Behavior::actions("hints without an end", flood(hint), BAD),
+        Behavior::actions(
             "100 without an end",
             flood("HTTP/1.1 100 Continue\r\n\r\n"),
             BAD,
@@ -184,30 +192,38 @@ fn interim() -> Vec<Behaviour> {
     ]
 }
 
-fn ends() -> Vec<Behaviour> {
+fn ends() -> Vec<Behavior> {
     let mut rows = vec![
-        Behaviour::steps("end at once", vec![], BAD),
+        Behavior::actions("end at once", vec![], BAD),
         // The agent's dial may see it already.
-        Behaviour::steps(
+        Behavior::actions(
             "reset at once",
-            vec![Step::Reset],
-            Answer::Told(502, &["target_bad_response", "target_refused"]),
+            vec![HostileAction::Reset],
+            Answer::ServerError(502, &["target_bad_response", "target_refused"]),
         ),
-        Behaviour::steps("end behind the request", vec![Step::ReadHead], BAD),
-        Behaviour::steps(
+        Behavior::actions("end behind the request", vec![HostileAction::ReadHead], BAD),
+        Behavior::actions(
             "reset behind the request",
-            vec![Step::ReadHead, Step::Reset],
+            vec![HostileAction::ReadHead, HostileAction::Reset],
             BAD,
         ),
-        Behaviour::steps("silence", vec![Step::ReadHead, Step::Hold], Answer::None),
-        Behaviour::steps(
-            "half a status line, then silence",
-            vec![Step::ReadHead, send("HTTP/1.1 2"), Step::Hold],
+        Behavior::actions(
+            "silence",
+            vec![HostileAction::ReadHead, HostileAction::Hold],
             Answer::None,
         ),
-        Behaviour::steps(
+        Behavior::actions(
+            "half a status line, then silence",
+            vec![
+                HostileAction::ReadHead,
+                send("HTTP/1.1 2"),
+                HostileAction::Hold,
+            ],
+            Answer::None,
+        ),
+        Behavior::actions(
             "answer before the request",
-            vec![send(with("")), Step::ReadHead],
+            vec![send(with("")), HostileAction::ReadHead],
             Answer::PassedOrCut(200, "abc"),
         ),
     ];
@@ -221,76 +237,76 @@ fn ends() -> Vec<Behaviour> {
             "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r",
         ),
     ] {
-        rows.push(Behaviour::sends(&format!("end within {name}"), part, BAD));
-        let steps = vec![Step::ReadHead, send(part), Step::Reset];
-        rows.push(Behaviour::steps(
+        rows.push(Behavior::sends(&format!("end within {name}"), part, BAD));
+        let actions = vec![HostileAction::ReadHead, send(part), HostileAction::Reset];
+        rows.push(Behavior::actions(
             &format!("reset within {name}"),
-            steps,
+            actions,
             BAD,
         ));
     }
     rows
 }
 
-fn tls() -> Vec<Behaviour> {
-    let none = Answer::Told(502, &["target_tls"]);
+fn tls() -> Vec<Behavior> {
+    let none = Answer::ServerError(502, &["target_tls"]);
     vec![
-        Behaviour::steps("TLS: garbage", vec![send([0x41; 200])], none).without_tls(),
-        Behaviour::steps(
+        Behavior::actions("TLS: garbage", vec![send([0x41; 200])], none).without_tls(),
+        Behavior::actions(
             "TLS: plain HTTP",
             vec![send("HTTP/1.1 400 Bad Request\r\n\r\n")],
             none,
         )
         .without_tls(),
-        Behaviour::steps(
+        Behavior::actions(
             "TLS: alert",
             vec![send(b"\x15\x03\x03\0\x02\x02\x28")],
             none,
         )
         .without_tls(),
-        Behaviour::steps("TLS: end", vec![], none).without_tls(),
-        Behaviour::steps(
+        Behavior::actions("TLS: end", vec![], none).without_tls(),
+        Behavior::actions(
             "TLS: reset",
-            vec![Step::Reset],
-            Answer::Told(502, &["target_tls", "target_refused"]),
+            vec![HostileAction::Reset],
+            Answer::ServerError(502, &["target_tls", "target_refused"]),
         )
         .without_tls(),
-        Behaviour::steps(
+        Behavior::actions(
             "TLS: record of 60 KiB",
             vec![send(b"\x16\x03\x03\xf0\0"), send([0; 60 << 10])],
             none,
         )
         .without_tls(),
-        Behaviour::steps(
+        Behavior::actions(
             "TLS: silence",
-            vec![Step::Hold],
-            Answer::Told(504, &["target_timeout"]),
+            vec![HostileAction::Hold],
+            Answer::ServerError(504, &["target_timeout"]),
         )
         .without_tls(),
-        Behaviour::sends("TLS: an answer", with(""), OK).inside_tls(),
-        Behaviour::steps(
+        Behavior::sends("TLS: an answer", with(""), OK).inside_tls(),
+        Behavior::actions(
             "TLS: end without close_notify behind half an answer",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send("HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\nabc"),
-                Step::FinBelowTls,
+                HostileAction::FinBelowTls,
             ],
             Answer::Cut,
         )
         .inside_tls(),
-        Behaviour::steps(
+        Behavior::actions(
             "TLS: end without close_notify as the end of an answer",
             vec![
-                Step::ReadHead,
+                HostileAction::ReadHead,
                 send("HTTP/1.1 200 OK\r\n\r\nabc"),
-                Step::FinBelowTls,
+                HostileAction::FinBelowTls,
             ],
             Answer::Cut,
         )
         .inside_tls(),
-        Behaviour::steps(
+        Behavior::actions(
             "TLS: end without close_notify before an answer",
-            vec![Step::ReadHead, Step::FinBelowTls],
+            vec![HostileAction::ReadHead, HostileAction::FinBelowTls],
             BAD,
         )
         .inside_tls(),

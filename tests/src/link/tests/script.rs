@@ -17,23 +17,23 @@ fn actions_are_in_the_order_of_their_times() {
         (millis(30), Action::ResetTcp),
         (millis(35), Action::MoveTo(source)),
     ];
-    assert_eq!(script.steps(), expected);
+    assert_eq!(script.actions(), expected);
     assert_eq!(script.length(), millis(35));
     assert_eq!(Script::from(expected), script);
 }
 
 #[test]
 fn flapping_link_ends_working() {
-    let script = Script::flapping(Way::UDP, millis(30), millis(20), 2);
-    let down = || Action::Set(Way::UDP, Impairment::black_hole());
-    let up = || Action::Set(Way::UDP, Impairment::default());
+    let script = Script::flapping(TrafficClass::UDP, millis(30), millis(20), 2);
+    let down = || Action::Set(TrafficClass::UDP, Impairment::black_hole());
+    let up = || Action::Set(TrafficClass::UDP, Impairment::default());
     let expected = [
         (millis(30), down()),
         (millis(50), up()),
         (millis(80), down()),
         (millis(100), up()),
     ];
-    assert_eq!(script.steps(), expected);
+    assert_eq!(script.actions(), expected);
 }
 
 #[tokio::test(start_paused = true)]

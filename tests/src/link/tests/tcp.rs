@@ -26,8 +26,8 @@ async fn clean_link_passes_both_ways_and_each_end() {
     .await;
     let counters = path.link.counters();
     let (up, down) = (counters.tcp.up, counters.tcp.down);
-    assert_eq!((up.seen.bytes, up.forwarded.bytes), (8, 8));
-    assert_eq!((down.seen.bytes, down.forwarded.bytes), (6, 6));
+    assert_eq!((up.received.bytes, up.forwarded.bytes), (8, 8));
+    assert_eq!((down.received.bytes, down.forwarded.bytes), (6, 6));
     assert_eq!(counters.tcp_total, 1);
 }
 
@@ -69,7 +69,7 @@ async fn reset_behind_an_end_reaches_the_other_side() {
 async fn reset_passes_a_side_that_reads_nothing() {
     let mut path = Path::new().await;
     path.link
-        .set(Way::TCP, Impairment::default().with_queue(1000));
+        .set(TrafficClass::TCP, Impairment::default().with_queue(1000));
     let stuffed = soon("a full connection", async {
         loop {
             let write = path.agent.write_all(&[0; 65536]);
@@ -79,16 +79,16 @@ async fn reset_passes_a_side_that_reads_nothing() {
         }
     })
     .await;
-    assert!(stuffed.seen.bytes - stuffed.forwarded.bytes < 1000 + 65536);
+    assert!(stuffed.received.bytes - stuffed.forwarded.bytes < 1000 + 65536);
     abort(path.agent);
     assert!(is_reset(read_to_end(&mut path.server).await));
 }
 
 #[tokio::test]
-async fn order_is_kept_under_delay_jitter_and_loss() {
+async fn order_is_preserved_under_delay_jitter_and_loss() {
     let path = Path::new().await;
     path.link.set(
-        Way::TCP,
+        TrafficClass::TCP,
         Impairment::delayed(millis(20))
             .with_jitter(millis(20))
             .with_loss(0.001),
@@ -107,13 +107,14 @@ async fn order_is_kept_under_delay_jitter_and_loss() {
     assert!(start.elapsed() >= millis(20));
     assert!(got.unwrap() == sent);
     let up = path.link.counters().tcp.up;
-    assert_eq!(up.seen, up.forwarded);
+    assert_eq!(up.received, up.forwarded);
 }
 
 #[tokio::test]
 async fn lost_segment_holds_up_its_connection() {
     let mut path = Path::new().await;
-    path.link.set(Way::TCP.up(), Impairment::lossy(1.0));
+    path.link
+        .set(TrafficClass::TCP.up(), Impairment::lossy(1.0));
     let start = Instant::now();
     path.agent.write_all(b"lost").await.unwrap();
     read(&mut path.server, b"lost").await;
@@ -122,9 +123,10 @@ async fn lost_segment_holds_up_its_connection() {
 }
 
 #[tokio::test]
-async fn frozen_way_passes_its_bytes_after_it_is_healed() {
+async fn frozen_direction_passes_its_bytes_after_it_is_healed() {
     let mut path = Path::new().await;
-    path.link.set(Way::TCP.up(), Impairment::black_hole());
+    path.link
+        .set(TrafficClass::TCP.up(), Impairment::black_hole());
     path.agent.write_all(b"frozen").await.unwrap();
     path.server.write_all(b"down").await.unwrap();
     read(&mut path.agent, b"down").await;
@@ -135,15 +137,16 @@ async fn frozen_way_passes_its_bytes_after_it_is_healed() {
 }
 
 #[tokio::test]
-async fn frozen_way_holds_what_was_under_way() {
+async fn frozen_direction_holds_what_was_in_flight() {
     let mut path = Path::new().await;
-    path.link.set(Way::TCP, Impairment::delayed(millis(20)));
+    path.link
+        .set(TrafficClass::TCP, Impairment::delayed(millis(20)));
     path.agent.write_all(b"under way").await.unwrap();
     eventually("a piece", PATIENCE, || async {
-        (path.link.counters().tcp.up.seen.bytes == 9).then_some(())
+        (path.link.counters().tcp.up.received.bytes == 9).then_some(())
     })
     .await;
-    path.link.set(Way::TCP, Impairment::black_hole());
+    path.link.set(TrafficClass::TCP, Impairment::black_hole());
     let mut byte = [0];
     assert!(hangs(path.server.read(&mut byte)).await);
     path.link.heal();
@@ -155,7 +158,7 @@ async fn frozen_link_hides_ends_and_resets() {
     let mut ended = Path::new().await;
     let mut reset = Path::new().await;
     for link in [&ended.link, &reset.link] {
-        link.set(Way::TCP.down(), Impairment::black_hole());
+        link.set(TrafficClass::TCP.down(), Impairment::black_hole());
     }
     drop(ended.server);
     abort(reset.server);
@@ -175,7 +178,7 @@ async fn frozen_link_hides_ends_and_resets() {
 async fn new_connection_hangs_while_a_direction_is_frozen() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let link = Link::start(listener.local_addr().unwrap(), SEED).unwrap();
-    link.set(Way::TCP.down(), Impairment::black_hole());
+    link.set(TrafficClass::TCP.down(), Impairment::black_hole());
     let mut agent = soon("the handshake", TcpStream::connect(link.addr()))
         .await
         .unwrap();
@@ -190,7 +193,7 @@ async fn new_connection_hangs_while_a_direction_is_frozen() {
 #[tokio::test]
 async fn reset_tcp_resets_both_sides_of_all_connections() {
     let mut path = Path::new().await;
-    path.link.set(Way::TCP, Impairment::black_hole());
+    path.link.set(TrafficClass::TCP, Impairment::black_hole());
     path.link.reset_tcp();
     assert!(is_reset(read_to_end(&mut path.agent).await));
     assert!(is_reset(read_to_end(&mut path.server).await));
@@ -206,7 +209,8 @@ async fn reset_tcp_resets_both_sides_of_all_connections() {
 #[tokio::test]
 async fn refusing_link_resets_new_connections_only() {
     let mut path = Path::new().await;
-    path.link.set(Way::TCP.up(), Impairment::refusing());
+    path.link
+        .set(TrafficClass::TCP.up(), Impairment::refusing());
     let refused = async {
         let mut agent = TcpStream::connect(path.link.addr()).await?;
         read_to_end(&mut agent).await
@@ -237,10 +241,12 @@ async fn moving_changes_the_address_of_new_connections() {
 }
 
 #[tokio::test]
-async fn rate_bounds_what_passes_and_what_is_held() {
+async fn rate_bounds_what_passes_and_what_is_queued() {
     let path = Path::new().await;
-    path.link
-        .set(Way::TCP, Impairment::limited(1_000_000).with_queue(20_000));
+    path.link.set(
+        TrafficClass::TCP,
+        Impairment::limited(1_000_000).with_queue(20_000),
+    );
     let start = Instant::now();
     let link = Arc::new(path.link);
     let watched = link.clone();
@@ -250,7 +256,7 @@ async fn rate_bounds_what_passes_and_what_is_held() {
             agent.write_all(&[7; 10_000]).await?;
             let up = watched.counters().tcp.up;
             // The queue, and the one piece of 20 ms that was taken when there was still room.
-            assert!(up.seen.bytes - up.forwarded.bytes <= 40_000);
+            assert!(up.received.bytes - up.forwarded.bytes <= 40_000);
         }
         agent.shutdown().await
     };

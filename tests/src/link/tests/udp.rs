@@ -18,8 +18,8 @@ async fn clean_link_passes_both_ways() {
 
     let counters = path.link.counters();
     let (up, down) = (counters.udp.up, counters.udp.down);
-    assert_eq!((up.seen.packets, up.seen.bytes), (1, 2));
-    assert_eq!((down.seen.packets, down.seen.bytes), (1, 4));
+    assert_eq!((up.received.packets, up.received.bytes), (1, 2));
+    assert_eq!((down.received.packets, down.received.bytes), (1, 4));
     assert_eq!((up.dropped.packets, down.dropped.packets), (0, 0));
     assert_eq!(counters.udp_flows, 1);
 }
@@ -41,11 +41,11 @@ async fn each_agent_has_its_own_port() {
 }
 
 #[tokio::test]
-async fn stranger_does_not_reach_the_agent() {
+async fn other_sender_does_not_reach_the_agent() {
     let path = Path::new().await;
     let port = path.port().await;
-    let stranger = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    stranger.send_to(b"stranger", port).await.unwrap();
+    let other_sender = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    other_sender.send_to(b"stranger", port).await.unwrap();
     path.server.send_to(b"server", port).await.unwrap();
     assert_eq!(recv(&path.agent).await.0, b"server");
 }
@@ -61,7 +61,8 @@ async fn same_seed_drops_the_same_datagrams() {
 #[tokio::test]
 async fn delay_holds_each_datagram_that_long() {
     let path = Path::new().await;
-    path.link.set(Way::UDP, Impairment::delayed(millis(40)));
+    path.link
+        .set(TrafficClass::UDP, Impairment::delayed(millis(40)));
     let start = Instant::now();
     path.agent.send(b"1").await.unwrap();
     path.agent.send(b"2").await.unwrap();
@@ -78,7 +79,8 @@ async fn delay_holds_each_datagram_that_long() {
 #[tokio::test]
 async fn larger_datagrams_than_the_cap_vanish() {
     let path = Path::new().await;
-    path.link.set(Way::UDP.up(), Impairment::capped(1200));
+    path.link
+        .set(TrafficClass::UDP.up(), Impairment::capped(1200));
     for len in [1201, 1200, 9000, 1] {
         path.agent.send(&vec![0; len]).await.unwrap();
     }
@@ -90,10 +92,11 @@ async fn larger_datagrams_than_the_cap_vanish() {
 }
 
 #[tokio::test]
-async fn black_hole_swallows_one_way_only() {
+async fn black_hole_drops_one_direction_only() {
     let path = Path::new().await;
     let port = path.port().await;
-    path.link.set(Way::UDP.up(), Impairment::black_hole());
+    path.link
+        .set(TrafficClass::UDP.up(), Impairment::black_hole());
     path.agent.send(b"lost").await.unwrap();
     path.server.send_to(b"down", port).await.unwrap();
     assert_eq!(recv(&path.agent).await.0, b"down");
@@ -106,10 +109,11 @@ async fn black_hole_swallows_one_way_only() {
 #[tokio::test]
 async fn black_hole_takes_what_is_under_way() {
     let path = Path::new().await;
-    path.link.set(Way::UDP, Impairment::delayed(millis(100)));
+    path.link
+        .set(TrafficClass::UDP, Impairment::delayed(millis(100)));
     path.agent.send(b"lost").await.unwrap();
-    path.seen_up(1).await;
-    path.link.set(Way::UDP, Impairment::black_hole());
+    path.received_up(1).await;
+    path.link.set(TrafficClass::UDP, Impairment::black_hole());
     path.dropped_up(1).await;
     path.link.heal();
     path.agent.send(b"marker").await.unwrap();
@@ -119,7 +123,7 @@ async fn black_hole_takes_what_is_under_way() {
 #[tokio::test]
 async fn refusing_link_drops_datagrams() {
     let path = Path::new().await;
-    path.link.set(Way::ALL, Impairment::refusing());
+    path.link.set(TrafficClass::ALL, Impairment::refusing());
     path.agent.send(b"lost").await.unwrap();
     path.dropped_up(1).await;
     assert_eq!(path.link.counters().udp_flows, 0);
@@ -165,26 +169,27 @@ async fn address_of_another_machine_drops() {
 async fn duplicates_arrive_twice() {
     let path = Path::new().await;
     let twice = Impairment::default().with_duplicate(1.0);
-    path.link.set(Way::UDP, twice.clone());
+    path.link.set(TrafficClass::UDP, twice.clone());
     path.agent.send(b"a").await.unwrap();
     for _ in 0..2 {
         assert_eq!(recv(&path.server).await.0, b"a");
     }
-    path.link.set(Way::UDP, twice.with_delay(millis(5)));
+    path.link
+        .set(TrafficClass::UDP, twice.with_delay(millis(5)));
     path.agent.send(b"b").await.unwrap();
     for _ in 0..2 {
         assert_eq!(recv(&path.server).await.0, b"b");
     }
     path.forwarded_up(4).await;
     let up = path.link.counters().udp.up;
-    assert_eq!((up.seen.packets, up.duplicated), (2, 2));
+    assert_eq!((up.received.packets, up.duplicated), (2, 2));
 }
 
 #[tokio::test]
 async fn corruption_flips_one_bit() {
     let path = Path::new().await;
     path.link
-        .set(Way::UDP, Impairment::default().with_corrupt(1.0));
+        .set(TrafficClass::UDP, Impairment::default().with_corrupt(1.0));
     let sent = [0b1010_0101; 100];
     path.agent.send(&sent).await.unwrap();
     let (got, _) = recv(&path.server).await;
@@ -199,11 +204,11 @@ async fn corruption_flips_one_bit() {
 async fn datagram_held_back_is_overtaken() {
     let path = Path::new().await;
     path.link.set(
-        Way::UDP,
+        TrafficClass::UDP,
         Impairment::default().with_reorder(1.0, millis(80)),
     );
     path.agent.send(b"held").await.unwrap();
-    path.seen_up(1).await;
+    path.received_up(1).await;
     path.link.heal();
     path.agent.send(b"overtakes").await.unwrap();
     assert_eq!(recv(&path.server).await.0, b"overtakes");
@@ -214,7 +219,8 @@ async fn datagram_held_back_is_overtaken() {
 #[tokio::test]
 async fn rate_bounds_what_passes() {
     let path = Path::new().await;
-    path.link.set(Way::UDP, Impairment::limited(500_000));
+    path.link
+        .set(TrafficClass::UDP, Impairment::limited(500_000));
     let start = Instant::now();
     for _ in 0..100 {
         path.agent.send(&[0; 1000]).await.unwrap();
@@ -231,14 +237,14 @@ async fn flapping_script_passes_only_in_its_up_times() {
     path.port().await;
     let long = Duration::from_secs(3600);
     path.link
-        .run(Script::flapping(Way::UDP, Duration::ZERO, long, 1));
+        .run(Script::flapping(TrafficClass::UDP, Duration::ZERO, long, 1));
     eventually("down", PATIENCE, || async {
         path.agent.send(b"probe").await.unwrap();
         (path.link.counters().udp.up.dropped.packets > 0).then_some(())
     })
     .await;
     path.link
-        .play(Script::flapping(Way::UDP, millis(1), millis(1), 3))
+        .play(Script::flapping(TrafficClass::UDP, millis(1), millis(1), 3))
         .await;
     path.port().await;
 }
@@ -286,8 +292,8 @@ impl Path {
         }
     }
 
-    async fn seen_up(&self, packets: u64) {
-        self.up("seen", packets, |count| count.seen).await;
+    async fn received_up(&self, packets: u64) {
+        self.up("seen", packets, |count| count.received).await;
     }
 
     async fn forwarded_up(&self, packets: u64) {
@@ -324,11 +330,11 @@ async fn recv(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
 /// Which of 200 datagrams pass a link that loses 30 %.
 async fn survivors(seed: u64) -> Vec<u8> {
     let path = Path::seeded(seed).await;
-    path.link.set(Way::UDP, Impairment::lossy(0.3));
+    path.link.set(TrafficClass::UDP, Impairment::lossy(0.3));
     for number in 0..200 {
         path.agent.send(&[number]).await.unwrap();
     }
-    path.seen_up(200).await;
+    path.received_up(200).await;
     path.link.heal();
     path.agent.send(b"end").await.unwrap();
     let mut survivors = Vec::new();

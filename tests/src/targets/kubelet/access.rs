@@ -49,7 +49,7 @@ impl Access {
         self
     }
 
-    pub(super) fn judge(&self, wire: &Wire, request: &Request) -> Result<(), Denied> {
+    pub(super) fn authorize(&self, wire: &Wire, request: &Request) -> Result<(), Denied> {
         let unauthorized = || (401, "Unauthorized".to_owned());
         let forbidden = |user: &str| {
             let subresource = request.path().split('/').nth(1).unwrap_or_default();

@@ -4,22 +4,22 @@ use std::time::Duration;
 use rustls::RootCertStore;
 use rustls_pki_types::PrivatePkcs8KeyDer;
 
-use crate::client::{BodyEnd, ClientTls, Door, Exchange, RawRequest, UpgradeClient, request};
+use crate::client::{BodyEnd, ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request};
 use crate::eventually::eventually;
-use crate::targets::{StandInKubelet, TargetTls, deterministic_bytes, sha256_hex};
+use crate::targets::{FakeKubelet, TargetTls, deterministic_bytes, sha256_hex};
 
 #[tokio::test]
 async fn serves_health_metrics_and_the_pages_of_an_exporter() {
-    for (_kubelet, door) in both_kinds().await {
-        let health = request(door.clone(), &RawRequest::get("a", "/healthz"))
+    for (_kubelet, endpoint) in both_kinds().await {
+        let health = request(endpoint.clone(), &RawRequest::get("a", "/healthz"))
             .await
             .unwrap();
         assert_eq!(health.text(), "ok");
-        let metrics = request(door.clone(), &RawRequest::get("a", "/metrics"))
+        let metrics = request(endpoint.clone(), &RawRequest::get("a", "/metrics"))
             .await
             .unwrap();
         assert!(metrics.text().starts_with("# node node-a\n"));
-        let until_close = request(door, &RawRequest::get("a", "/close-delimited/100000"))
+        let until_close = request(endpoint, &RawRequest::get("a", "/close-delimited/100000"))
             .await
             .unwrap();
         assert_eq!(
@@ -31,9 +31,9 @@ async fn serves_health_metrics_and_the_pages_of_an_exporter() {
 
 #[tokio::test]
 async fn logs_begin_with_the_node_and_follow() {
-    for (kubelet, door) in both_kinds().await {
+    for (kubelet, endpoint) in both_kinds().await {
         let path = "/containerLogs/ns/pod/c?follow=true";
-        let mut logs = Exchange::start(door.clone(), &RawRequest::get("a", path))
+        let mut logs = Exchange::start(endpoint.clone(), &RawRequest::get("a", path))
             .await
             .unwrap();
         assert_eq!(logs.line().await.as_deref(), Some("node-a: log of pod/c"));
@@ -43,7 +43,7 @@ async fn logs_begin_with_the_node_and_follow() {
         assert_eq!(logs.line().await, None);
         assert_eq!(logs.ended(), Some(&BodyEnd::CleanChunked));
 
-        let whole = request(door, &RawRequest::get("a", "/containerLogs/ns/pod/c"))
+        let whole = request(endpoint, &RawRequest::get("a", "/containerLogs/ns/pod/c"))
             .await
             .unwrap();
         assert_eq!(whole.text(), "node-a: log of pod/c\n");
@@ -52,11 +52,11 @@ async fn logs_begin_with_the_node_and_follow() {
 
 #[tokio::test]
 async fn echo_returns_bulk_and_ends_after_our_end() {
-    for (_kubelet, door) in both_kinds().await {
+    for (_kubelet, endpoint) in both_kinds().await {
         for client in both_protocols("/exec/ns/pod/c?command=cat&script=echo") {
             let early = client.followed_by("early ");
             let mut stream = early
-                .connect(door.clone())
+                .connect(endpoint.clone())
                 .await
                 .unwrap()
                 .switched()
@@ -72,10 +72,10 @@ async fn echo_returns_bulk_and_ends_after_our_end() {
 
 #[tokio::test]
 async fn answer_after_our_end_arrives_whole() {
-    for (kubelet, door) in both_kinds().await {
+    for (kubelet, endpoint) in both_kinds().await {
         for client in both_protocols("/attach/ns/pod/c?script=sink-then-send&bytes=3000000") {
             let mut stream = client
-                .connect(door.clone())
+                .connect(endpoint.clone())
                 .await
                 .unwrap()
                 .switched()
@@ -97,9 +97,9 @@ async fn answer_after_our_end_arrives_whole() {
 
 #[tokio::test]
 async fn our_input_after_their_end_arrives_whole() {
-    for (kubelet, door) in both_kinds().await {
+    for (kubelet, endpoint) in both_kinds().await {
         let client = UpgradeClient::spdy("a", "/exec/ns/pod/c?script=send-then-sink&bytes=1000");
-        let mut stream = client.connect(door).await.unwrap().switched().unwrap();
+        let mut stream = client.connect(endpoint).await.unwrap().switched().unwrap();
         let theirs = stream.read_to_end().await;
         assert_eq!(
             (theirs.bytes, theirs.ended),
@@ -120,13 +120,13 @@ async fn our_input_after_their_end_arrives_whole() {
 
 #[tokio::test]
 async fn reset_script_cuts_after_the_first_byte() {
-    for ((_kubelet, door), kind) in both_kinds()
+    for ((_kubelet, endpoint), kind) in both_kinds()
         .await
         .into_iter()
         .zip([None, Some(ErrorKind::ConnectionReset)])
     {
         let client = UpgradeClient::spdy("a", "/exec/ns/pod/c?script=reset");
-        let mut stream = client.connect(door).await.unwrap().switched().unwrap();
+        let mut stream = client.connect(endpoint).await.unwrap().switched().unwrap();
         stream.send(b"x").await.unwrap();
         let reading = stream.read_to_end().await;
         let BodyEnd::Reset(found) = reading.ended else {
@@ -138,11 +138,11 @@ async fn reset_script_cuts_after_the_first_byte() {
 }
 
 #[tokio::test]
-async fn refusals_and_wrong_answers_are_told_apart() {
-    for (_kubelet, door) in both_kinds().await {
+async fn refusals_and_wrong_answers_are_distinguished() {
+    for (_kubelet, endpoint) in both_kinds().await {
         for client in both_protocols("/exec/ns/pod/c?refuse=403") {
             let reply = client
-                .connect(door.clone())
+                .connect(endpoint.clone())
                 .await
                 .unwrap()
                 .refused()
@@ -153,10 +153,10 @@ async fn refusals_and_wrong_answers_are_told_apart() {
             );
         }
         for client in both_protocols("/exec/ns/pod/c?mismatch=true") {
-            let error = client.connect(door.clone()).await.unwrap_err();
+            let error = client.connect(endpoint.clone()).await.unwrap_err();
             assert!(error.to_string().contains("something-else/1"), "{error:#}");
         }
-        let no_upgrade = request(door, &RawRequest::get("a", "/exec/ns/pod/c"))
+        let no_upgrade = request(endpoint, &RawRequest::get("a", "/exec/ns/pod/c"))
             .await
             .unwrap();
         assert_eq!(no_upgrade.status, 400);
@@ -164,9 +164,9 @@ async fn refusals_and_wrong_answers_are_told_apart() {
 }
 
 #[tokio::test]
-async fn certificate_is_verified_when_asked_and_the_clients_one_is_seen() {
+async fn certificate_is_verified_when_asked_and_the_clients_one_is_recorded() {
     let made = rcgen::generate_simple_self_signed(vec!["caller".to_owned()]).unwrap();
-    let kubelet = StandInKubelet::start("node-a").await.unwrap();
+    let kubelet = FakeKubelet::start("node-a").await.unwrap();
     let mut roots = RootCertStore::empty();
     roots
         .add(kubelet.tls().unwrap().certificate().clone())
@@ -175,7 +175,7 @@ async fn certificate_is_verified_when_asked_and_the_clients_one_is_seen() {
 
     let nobody = ClientTls::verifying("node-a", roots.clone(), None).unwrap();
     assert_eq!(
-        request(Door::tls(kubelet.addr(), nobody), &whoami)
+        request(Endpoint::tls(kubelet.addr(), nobody), &whoami)
             .await
             .unwrap()
             .text(),
@@ -185,41 +185,41 @@ async fn certificate_is_verified_when_asked_and_the_clients_one_is_seen() {
     let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
     let certificate = (vec![made.cert.der().clone()], key.into());
     let caller = ClientTls::verifying("node-a", roots.clone(), Some(certificate)).unwrap();
-    let reply = request(Door::tls(kubelet.addr(), caller), &whoami)
+    let reply = request(Endpoint::tls(kubelet.addr(), caller), &whoami)
         .await
         .unwrap();
     assert_eq!(reply.text(), format!("{}\n", sha256_hex(made.cert.der())));
 
     let wrong_name = ClientTls::verifying("node-b", roots, None).unwrap();
     assert!(
-        request(Door::tls(kubelet.addr(), wrong_name), &whoami)
+        request(Endpoint::tls(kubelet.addr(), wrong_name), &whoami)
             .await
             .is_err()
     );
 }
 
 #[tokio::test]
-async fn given_certificate_is_served() {
+async fn configured_certificate_is_served() {
     let made = rcgen::generate_simple_self_signed(vec!["given".to_owned()]).unwrap();
     let tls = TargetTls::from_pem(&made.cert.pem(), &made.signing_key.serialize_pem()).unwrap();
-    let kubelet = StandInKubelet::start_on("127.0.0.1:0".parse().unwrap(), "node-a", Some(tls))
+    let kubelet = FakeKubelet::start_on("127.0.0.1:0".parse().unwrap(), "node-a", Some(tls))
         .await
         .unwrap();
-    let door = Door::tls(kubelet.addr(), ClientTls::insecure("node-a", None).unwrap());
+    let endpoint = Endpoint::tls(kubelet.addr(), ClientTls::insecure("node-a", None).unwrap());
     let client = UpgradeClient::spdy("a", "/exec/ns/pod/c");
-    let stream = client.connect(door).await.unwrap().switched().unwrap();
+    let stream = client.connect(endpoint).await.unwrap().switched().unwrap();
     assert_eq!(stream.peer_certificate(), Some(made.cert.der()));
 }
 
 #[tokio::test]
 async fn cut_over_tls_is_no_clean_end() {
-    let [(_kubelet, door), _] = both_kinds().await;
+    let [(_kubelet, endpoint), _] = both_kinds().await;
     for path in [
         "/reset-mid-body",
         "/reset-chunked",
         "/reset-close-delimited",
     ] {
-        let reply = request(door.clone(), &RawRequest::get("a", path))
+        let reply = request(endpoint.clone(), &RawRequest::get("a", path))
             .await
             .unwrap();
         assert!(
@@ -230,12 +230,12 @@ async fn cut_over_tls_is_no_clean_end() {
     }
 }
 
-async fn both_kinds() -> [(StandInKubelet, Door); 2] {
-    let tls = StandInKubelet::start("node-a").await.unwrap();
-    let plain = StandInKubelet::plain("node-a").await.unwrap();
-    let tls_door = Door::tls(tls.addr(), ClientTls::insecure("node-a", None).unwrap());
-    let plain_door = Door::plain(plain.addr());
-    [(tls, tls_door), (plain, plain_door)]
+async fn both_kinds() -> [(FakeKubelet, Endpoint); 2] {
+    let tls = FakeKubelet::start("node-a").await.unwrap();
+    let plain = FakeKubelet::plain("node-a").await.unwrap();
+    let tls_endpoint = Endpoint::tls(tls.addr(), ClientTls::insecure("node-a", None).unwrap());
+    let plain_endpoint = Endpoint::plain(plain.addr());
+    [(tls, tls_endpoint), (plain, plain_endpoint)]
 }
 
 fn both_protocols(path: &str) -> [UpgradeClient; 2] {

@@ -79,7 +79,7 @@ async fn half_close_works_in_both_orders() {
 }
 
 #[tokio::test]
-async fn silent_target_tells_how_its_peers_left() {
+async fn silent_target_reports_how_its_peers_closed() {
     let target = SilentTarget::start().await.unwrap();
     let mut fin = ByteStream::connect(target.addr()).await.unwrap();
     let cut = ByteStream::connect(target.addr()).await.unwrap();

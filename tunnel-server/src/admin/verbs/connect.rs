@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::tls;
-use tunnel_proto::tls::files::{FileError, PairFiles, load_roots};
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{DataDirArg, VerbError};
@@ -55,7 +55,7 @@ pub struct ConnectArgs {
 pub enum ConnectError {
     /// The server cannot be reached.
     #[error("cannot reach the server at {0}: {1}")]
-    Reach(String, io::Error),
+    Unreachable(String, io::Error),
     /// A file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
@@ -67,9 +67,9 @@ pub enum ConnectError {
     Address(String),
     /// The server did not answer as a CONNECT door does.
     #[error("the server gave no answer: {0}")]
-    Answer(#[source] hyper::Error),
+    InvalidResponse(#[source] hyper::Error),
     /// It took too long.
-    #[error("the server gave no answer in {} s", ANSWER_LIMIT.as_secs())]
+    #[error("the server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
     /// The server says no.
     #[error("{reason} ({status})")]
@@ -80,7 +80,7 @@ pub enum ConnectError {
         reason: String,
     },
     /// The connection was cut.
-    #[error("the connection was cut: {0}")]
+    #[error("connection was reset: {0}")]
     Cut(#[source] io::Error),
 }
 
@@ -90,31 +90,31 @@ impl ConnectArgs {
     /// # Errors
     /// [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        Ok(self.pass().await?)
+        Ok(self.relay().await?)
     }
 
-    async fn pass(&self) -> Result<(), ConnectError> {
+    async fn relay(&self) -> Result<(), ConnectError> {
         let Some(server) = &self.server else {
             let path = self.uds.clone();
             let path = path.unwrap_or_else(|| self.data_dir.data_dir.join(ADMIN_SOCKET));
             let socket = UnixStream::connect(&path).await;
-            let socket =
-                socket.map_err(|error| ConnectError::Reach(path.display().to_string(), error))?;
-            return self.over(socket).await;
+            let socket = socket
+                .map_err(|error| ConnectError::Unreachable(path.display().to_string(), error))?;
+            return self.connect_over(socket).await;
         };
         let tls = self.tls()?;
         let host = server.rsplit_once(':').map(|(host, _port)| host);
         let host = host.map(|host| host.trim_matches(['[', ']']).to_owned());
         let name = host.and_then(|host| ServerName::try_from(host).ok());
         let name = name.ok_or_else(|| ConnectError::Address(server.clone()))?;
-        let reach = |error| ConnectError::Reach(server.clone(), error);
-        let dialling = async {
+        let reach = |error| ConnectError::Unreachable(server.clone(), error);
+        let dialing = async {
             let socket = TcpStream::connect(server.as_str()).await?;
-            tunnel_proto::tcp::prepare(&socket)?;
+            tunnel_proto::tcp::configure(&socket)?;
             TlsConnector::from(tls).connect(name, socket).await
         };
-        match tokio::time::timeout(ANSWER_LIMIT, dialling).await {
-            Ok(connected) => self.over(connected.map_err(reach)?).await,
+        match tokio::time::timeout(RESPONSE_TIMEOUT, dialing).await {
+            Ok(connected) => self.connect_over(connected.map_err(reach)?).await,
             Err(_elapsed) => Err(ConnectError::Timeout),
         }
     }
@@ -122,7 +122,7 @@ impl ConnectArgs {
     fn tls(&self) -> Result<Arc<rustls::ClientConfig>, ConnectError> {
         // clap requires both files beside --server.
         let certificate = self.cert_file.clone().unwrap_or_default();
-        let pair = PairFiles {
+        let pair = KeyPairFiles {
             key: self.key_file.clone().unwrap_or_else(|| certificate.clone()),
             certificate,
         };
@@ -131,13 +131,13 @@ impl ConnectArgs {
     }
 
     /// Asks for the node over a connection to the server, and passes bytes.
-    async fn over<S>(&self, socket: S) -> Result<(), ConnectError>
+    async fn connect_over<S>(&self, socket: S) -> Result<(), ConnectError>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let (mut sender, connection) = http1::handshake(TokioIo::new(socket))
             .await
-            .map_err(ConnectError::Answer)?;
+            .map_err(ConnectError::InvalidResponse)?;
         let target = format!("{}:{}", self.node, self.port);
         let mut request = Request::new(Empty::<Bytes>::new());
         *request.method_mut() = Method::CONNECT;
@@ -146,13 +146,13 @@ impl ConnectArgs {
         if let Ok(host) = target.parse() {
             request.headers_mut().insert(http::header::HOST, host);
         }
-        let asking = async {
+        let requesting = async {
             let response = sender.send_request(request).await;
-            let mut response = response.map_err(ConnectError::Answer)?;
+            let mut response = response.map_err(ConnectError::InvalidResponse)?;
             let status = response.status();
             if status == StatusCode::OK {
                 let upgraded = hyper::upgrade::on(&mut response).await;
-                return upgraded.map_err(ConnectError::Answer);
+                return upgraded.map_err(ConnectError::InvalidResponse);
             }
             let body = Limited::new(response.into_body(), REASON_MAX_BYTES);
             let reason = match body.collect().await {
@@ -168,12 +168,12 @@ impl ConnectArgs {
         };
         let asked = async {
             tokio::select! {
-                asked = asking => asked,
+                asked = requesting => asked,
                 never = driving => never,
             }
         };
-        match tokio::time::timeout(ANSWER_LIMIT, asked).await {
-            Ok(tunnel) => exchange(TokioIo::new(tunnel?)).await,
+        match tokio::time::timeout(RESPONSE_TIMEOUT, asked).await {
+            Ok(tunnel) => relay_stdio(TokioIo::new(tunnel?)).await,
             Err(_elapsed) => Err(ConnectError::Timeout),
         }
     }
@@ -181,13 +181,13 @@ impl ConnectArgs {
 
 /// Standard input goes to the node until it ends, and what the node sends to standard output until that ends: then all is
 /// said, whatever standard input still has.
-async fn exchange<S>(tunnel: S) -> Result<(), ConnectError>
+async fn relay_stdio<S>(tunnel: S) -> Result<(), ConnectError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let (mut from_node, mut to_node) = tokio::io::split(tunnel);
-    let mut input = standard(io::stdin().as_fd()).map_err(ConnectError::Cut)?;
-    let mut output = standard(io::stdout().as_fd()).map_err(ConnectError::Cut)?;
+    let mut input = stdio_file(io::stdin().as_fd()).map_err(ConnectError::Cut)?;
+    let mut output = stdio_file(io::stdout().as_fd()).map_err(ConnectError::Cut)?;
     let sending = async {
         // A node that reads no more may still have something to say.
         if tokio::io::copy(&mut input, &mut to_node).await.is_ok() {
@@ -206,7 +206,7 @@ where
 }
 
 /// One of the process's standard files, read or written by threads that may block.
-fn standard(file: BorrowedFd<'_>) -> io::Result<tokio::fs::File> {
+fn stdio_file(file: BorrowedFd<'_>) -> io::Result<tokio::fs::File> {
     Ok(tokio::fs::File::from_std(File::from(
         file.try_clone_to_owned()?,
     )))
@@ -215,6 +215,6 @@ fn standard(file: BorrowedFd<'_>) -> io::Result<tokio::fs::File> {
 /// In the data directory.
 const ADMIN_SOCKET: &str = "admin.sock";
 /// Opening takes the server 8 s at most.
-const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Longest line of a refusal.
 const REASON_MAX_BYTES: usize = 4096;

@@ -12,11 +12,11 @@ use tokio::net::TcpStream;
 use super::VerbError;
 
 /// Asks `/readyz` at the address that the server listens on.
-pub(super) async fn ask(listen: &str) -> Result<(), VerbError> {
+pub(super) async fn check_ready(listen: &str) -> Result<(), VerbError> {
     let address = dialable(listen);
-    let (status, body) = tokio::time::timeout(LIMIT, read(&address))
+    let (status, body) = tokio::time::timeout(TIMEOUT, read(&address))
         .await
-        .unwrap_or_else(|_elapsed| Err(format!("no answer in {} s", LIMIT.as_secs())))
+        .unwrap_or_else(|_elapsed| Err(format!("no answer in {} s", TIMEOUT.as_secs())))
         .map_err(|problem| VerbError::NotReady(format!("{address}: {problem}")))?;
     if status == StatusCode::OK {
         return Ok(());
@@ -76,7 +76,7 @@ fn dialable(listen: &str) -> String {
 }
 
 /// Shorter than the patience of container runtimes.
-const LIMIT: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 const BODY_MAX_BYTES: usize = 64 * 1024;
 
 #[cfg(test)]
@@ -104,12 +104,12 @@ mod tests {
         let block = readiness.block("listeners");
         Meta::new(readiness, Registry::default()).start(listener, &shutdown);
 
-        let waiting = ask(&address).await.unwrap_err();
+        let waiting = check_ready(&address).await.unwrap_err();
         assert_eq!(waiting.to_string(), "not ready: waiting for listeners");
         assert_eq!(waiting.exit_code(), 1);
         drop(block);
-        ask(&address).await.unwrap();
+        check_ready(&address).await.unwrap();
         shutdown.finish().await;
-        assert!(ask(&address).await.is_err());
+        assert!(check_ready(&address).await.is_err());
     }
 }

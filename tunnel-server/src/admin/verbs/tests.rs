@@ -17,16 +17,16 @@ enum Cli {
     Healthcheck(HealthcheckArgs),
 }
 
-async fn verb(scratch: &Scratch, line: &str) -> Result<Printed, VerbError> {
+async fn verb(scratch: &Scratch, line: &str) -> Result<VerbOutput, VerbError> {
     let dir = scratch.0.path().to_str().unwrap();
     let words = ["tunnel-server"]
         .into_iter()
         .chain(line.split(' '))
         .chain(["--data-dir", dir]);
     match Cli::try_parse_from(words).unwrap() {
-        Cli::Token(verb) => verb.perform().await,
-        Cli::Nodes(args) => args.perform().await,
-        Cli::Ca(args) => args.perform().await,
+        Cli::Token(verb) => verb.execute().await,
+        Cli::Nodes(args) => args.execute().await,
+        Cli::Ca(args) => args.execute().await,
         Cli::Healthcheck(_) => unreachable!("has no data directory"),
     }
 }
@@ -51,7 +51,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
                 .collect()
         }),
         advertised: vec!["running.example:10262".into()],
-        issues: true,
+        can_issue: true,
         tunnels: None,
     };
     admin::start(state.clone(), dir, shutdown).unwrap();
@@ -92,14 +92,14 @@ async fn tour(scratch: &Scratch, server: &str) {
             .any(|token| token.id == id && token.state == TokenState::Revoked)
     );
     let unknown = verb(scratch, "token revoke nosuchtoken1").await;
-    assert!(matches!(unknown, Err(VerbError::NoToken(_))));
+    assert!(matches!(unknown, Err(VerbError::UnknownToken(_))));
 
     let table = out(scratch, "nodes").await;
     let shared = "192.168.33.221 is the address of worker-1, worker-2: reach them by name";
     assert!(table.contains(shared), "{table}");
     out(scratch, "nodes forget worker-2").await;
     let again = verb(scratch, "nodes forget worker-2").await;
-    assert!(matches!(again, Err(VerbError::NoNode(_))));
+    assert!(matches!(again, Err(VerbError::UnknownNode(_))));
     let nodes: serde_json::Value =
         serde_json::from_str(&out(scratch, "nodes -o json").await).unwrap();
     assert_eq!(nodes.as_array().unwrap().len(), 1);
@@ -131,7 +131,7 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
     let dir = &scratch.0;
     std::fs::write(dir.authority(), "{}").unwrap();
     let told = verb(&scratch, "ca").await.err().unwrap();
-    assert!(matches!(told, VerbError::NotKept(_)), "{told}");
+    assert!(matches!(told, VerbError::CaNotStored(_)), "{told}");
     assert!(!dir.ca_key().exists(), "no other CA is made");
     std::fs::write(dir.ca_certificate(), "the cluster's\n").unwrap();
     assert_eq!(out(&scratch, "ca").await, "the cluster's\n");
@@ -142,7 +142,10 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         "nodes revoke worker-1",
     ] {
         let told = verb(&scratch, line).await.err().unwrap();
-        assert!(matches!(told, VerbError::OfCluster(_)), "{line}: {told}");
+        assert!(
+            matches!(told, VerbError::ClusterManaged(_)),
+            "{line}: {told}"
+        );
         assert!(told.to_string().contains("Secrets"), "{told}");
     }
     assert!(!dir.tokens().exists() && !dir.revoked().exists());
@@ -212,7 +215,7 @@ async fn looking_makes_no_data_directory() {
     let Ok(Cli::Nodes(args)) = args else {
         panic!("{args:?}");
     };
-    let error = args.perform().await.err().unwrap();
+    let error = args.execute().await.err().unwrap();
     assert!(
         error.to_string().contains("/nonexistent/culvert"),
         "{error}"

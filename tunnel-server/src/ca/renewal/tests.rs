@@ -13,7 +13,7 @@ impl Renewals {
         let revocations = Arc::new(Revocations::open(dir, true).unwrap());
         let roots = tls::roots(ca.roots()).unwrap();
         Arc::new(Self {
-            trust: AgentTrust::new(roots, revocations.judge()).unwrap(),
+            trust: AgentTrust::new(roots, revocations.revocation_check()).unwrap(),
             ca,
             revocations,
         })
@@ -30,7 +30,7 @@ struct Holder {
 impl Holder {
     fn new(renewals: &Renewals, node: &str, issued: SystemTime) -> Self {
         let pair = KeyPair::generate().unwrap();
-        let request = AgentRequest::parse(&csr(&pair)).unwrap();
+        let request = AgentCsr::parse(&csr(&pair)).unwrap();
         let issued = renewals.ca.issue(&request, &node.parse().unwrap(), issued);
         let key = pair.serialize_der().try_into().unwrap();
         let own = tls::certified_key(issued.unwrap().chain, key).unwrap();
@@ -51,10 +51,10 @@ impl Holder {
         renewals: &Renewals,
         claimed: &str,
         now: SystemTime,
-    ) -> Result<Renewed, EnrollCode> {
+    ) -> Result<RenewedCertificate, EnrollCode> {
         let proof = self.proof(&[7; 32]);
         let wish = (&csr(&self.pair)[..], &[7; 32]);
-        let answer = renewals.late(&claimed.parse().unwrap(), &proof, wish, now);
+        let answer = renewals.renew_expired(&claimed.parse().unwrap(), &proof, wish, now);
         answer.map_err(|(code, _)| code)
     }
 }
@@ -100,28 +100,37 @@ fn only_the_keys_own_name_and_connection_count() {
         EnrollCode::WrongNode
     );
     let name = "worker-1".parse().unwrap();
-    let late = |proof: &RenewalProof, csr: &[u8], exported| {
-        let answer = renewals.late(&name, proof, (csr, exported), now);
+    let renew_expired = |proof: &RenewalProof, csr: &[u8], exported| {
+        let answer = renewals.renew_expired(&name, proof, (csr, exported), now);
         answer.map(drop).map_err(|(code, _)| code)
     };
     let proof = holder.proof(&[7; 32]);
     let own = csr(&holder.pair);
-    assert_eq!(late(&proof, &own, &[7; 32]), Ok(()));
+    assert_eq!(renew_expired(&proof, &own, &[7; 32]), Ok(()));
     // A proof that was captured on another connection.
-    assert_eq!(late(&proof, &own, &[8; 32]), Err(EnrollCode::BadProof));
+    assert_eq!(
+        renew_expired(&proof, &own, &[8; 32]),
+        Err(EnrollCode::BadProof)
+    );
     // A request for another key.
     let other = csr(&KeyPair::generate().unwrap());
-    assert_eq!(late(&proof, &other, &[7; 32]), Err(EnrollCode::BadProof));
+    assert_eq!(
+        renew_expired(&proof, &other, &[7; 32]),
+        Err(EnrollCode::BadProof)
+    );
     // A certificate of another CA, or of another role.
     let stranger = Holder::new(&Renewals::of(&foreign.0), "worker-1", now);
     let proof = stranger.proof(&[7; 32]);
-    let refused = late(&proof, &csr(&stranger.pair), &[7; 32]);
+    let refused = renew_expired(&proof, &csr(&stranger.pair), &[7; 32]);
     assert_eq!(refused, Err(EnrollCode::BadProof));
     let none = RenewalProof {
         chain: Vec::new(),
         ..proof
     };
-    assert_eq!(late(&none, &own, &[7; 32]), Err(EnrollCode::BadProof));
+    assert_eq!(
+        renew_expired(&none, &own, &[7; 32]),
+        Err(EnrollCode::BadProof)
+    );
 }
 
 #[test]
@@ -137,18 +146,20 @@ fn revoked_node_is_refused_until_it_has_a_later_certificate() {
         EnrollCode::Revoked
     );
     let peer = PeerIdentity::from_certificate(&holder.own.cert[0]).unwrap();
-    let refused = renewals.live(&peer, &csr(&holder.pair), now).unwrap_err();
+    let refused = renewals
+        .renew_on_session(&peer, &csr(&holder.pair), now)
+        .unwrap_err();
     assert_eq!(refused.0, EnrollCode::Revoked);
     assert!(refused.1.contains("new token"), "{}", refused.1);
     // What a new token buys in the same second.
-    let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
+    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
     let revoked = renewals.revocations.of_node(&node);
     let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
     let EnrollReply::Issued { chain, .. } = renewed.reply else {
         panic!("refused")
     };
     let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
-    assert!(!renewals.revocations.holds_for(&peer));
+    assert!(!renewals.revocations.is_revoked(&peer));
 }
 
 #[test]
@@ -158,7 +169,7 @@ fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() 
     let now = SystemTime::now();
     let holder = Holder::new(&renewals, "worker-1", now - DAY);
     let node = "worker-1".parse().unwrap();
-    let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
+    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
     // A first one, and another in the same second.
     for _ in 0..2 {
         let judged_by = renewals.revocations.of_node(&node);
@@ -179,14 +190,14 @@ fn revocation_right_after_the_signature_holds_for_what_was_signed() {
     let node = "worker-1".parse().unwrap();
     renewals.revocations.revoke(&node, now).unwrap();
     let revoked = renewals.revocations.of_node(&node);
-    let request = AgentRequest::parse(&csr(&holder.pair)).unwrap();
+    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
     let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
     let EnrollReply::Issued { chain, .. } = renewed.reply else {
         panic!("refused")
     };
     renewals.revocations.revoke(&node, now).unwrap();
     let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
-    assert!(renewals.revocations.holds_for(&peer));
+    assert!(renewals.revocations.is_revoked(&peer));
 }
 
 /// The cluster's CA vouches for kubelets, and nothing of that turns into a certificate of ours.
@@ -212,9 +223,11 @@ fn kubelets_certificate_is_not_ours_to_renew_and_no_proof() {
     let own = tls::certified_key(vec![leaf.der().clone()], key).unwrap();
     let holder = Holder { pair, own };
 
-    let peer = PeerIdentity::of_agent(leaf.der()).unwrap();
-    assert_eq!(peer.domain, Domain::Cluster);
-    let refused = renewals.live(&peer, &csr(&holder.pair), now).unwrap_err();
+    let peer = PeerIdentity::from_agent_certificate(leaf.der()).unwrap();
+    assert_eq!(peer.domain, TrustDomain::Cluster);
+    let refused = renewals
+        .renew_on_session(&peer, &csr(&holder.pair), now)
+        .unwrap_err();
     assert_eq!(refused.0, EnrollCode::NotOffered);
     let refused = holder.ask(&renewals, "worker-1", now).unwrap_err();
     assert_eq!(refused, EnrollCode::BadProof);

@@ -234,7 +234,7 @@ fn life_is_bounded() {
         Duration::MAX,
     ] {
         let made = fixture.store.create(&name("a"), ttl, vec![], CA, at(0));
-        assert!(matches!(made, Err(CreateTokenError::Life)));
+        assert!(matches!(made, Err(CreateTokenError::InvalidTtl)));
     }
 }
 

@@ -23,13 +23,13 @@ fn candidate() -> Candidate {
     Candidate {
         identity: "me".into(),
         observed: None,
-        holder_lives: false,
+        is_holder_alive: false,
     }
 }
 
-fn taken(step: Step) -> LeaseSpec {
-    match step {
-        Step::Take(spec) => spec,
+fn taken(next_action: LeaseAction) -> LeaseSpec {
+    match next_action {
+        LeaseAction::Take(spec) => spec,
         other => panic!("{other:?}"),
     }
 }
@@ -41,23 +41,23 @@ async fn anothers_lease_is_taken_when_it_did_not_change_for_its_duration() {
     let other = spec("other", 100);
     // Its times may be of any clock: only whether it changes counts.
     assert_eq!(
-        me.step(Some(&other), start, wall),
-        Step::Follow("other".into())
+        me.next_action(Some(&other), start, wall),
+        LeaseAction::Follow("other".into())
     );
     assert_eq!(
-        me.step(Some(&other), after(14), wall),
-        Step::Follow("other".into())
+        me.next_action(Some(&other), after(14), wall),
+        LeaseAction::Follow("other".into())
     );
     let renewed = spec("other", 102);
     assert_eq!(
-        me.step(Some(&renewed), after(14), wall),
-        Step::Follow("other".into())
+        me.next_action(Some(&renewed), after(14), wall),
+        LeaseAction::Follow("other".into())
     );
     assert_eq!(
-        me.step(Some(&renewed), after(28), wall),
-        Step::Follow("other".into())
+        me.next_action(Some(&renewed), after(28), wall),
+        LeaseAction::Follow("other".into())
     );
-    let mine = taken(me.step(Some(&renewed), after(29), wall));
+    let mine = taken(me.next_action(Some(&renewed), after(29), wall));
     assert_eq!(mine.holder_identity.as_deref(), Some("me"));
     assert_eq!(mine.lease_transitions, Some(4));
     assert_eq!(mine.acquire_time, Some(MicroTime(wall)));
@@ -68,14 +68,14 @@ async fn anothers_lease_is_taken_when_it_did_not_change_for_its_duration() {
 async fn own_and_free_leases_are_taken_at_once() {
     let (mut me, now, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
     let own = spec("me", 100);
-    let renewed = taken(me.step(Some(&own), now, wall));
+    let renewed = taken(me.next_action(Some(&own), now, wall));
     assert_eq!(renewed.acquire_time, own.acquire_time);
     assert_eq!(renewed.lease_transitions, Some(3));
     assert_eq!(renewed.renew_time, Some(MicroTime(wall)));
-    let free = taken(me.step(Some(&spec("", 100)), now, wall));
+    let free = taken(me.next_action(Some(&spec("", 100)), now, wall));
     assert_eq!(free.lease_transitions, Some(4));
     assert!(
-        matches!(me.step(None, now, wall), Step::Create(made) if made.lease_transitions == Some(0))
+        matches!(me.next_action(None, now, wall), LeaseAction::Create(made) if made.lease_transitions == Some(0))
     );
 }
 
@@ -89,17 +89,17 @@ async fn holder_counts_as_alive_only_once_it_was_seen_to_renew() {
         ("other", 103, true),
         ("third", 105, false),
     ] {
-        let step = me.step(Some(&spec(holder, renewed)), now, wall);
-        assert_eq!(step, Step::Follow(holder.into()));
-        assert_eq!(me.holder_lives, lives, "{holder} {renewed}");
+        let next_action = me.next_action(Some(&spec(holder, renewed)), now, wall);
+        assert_eq!(next_action, LeaseAction::Follow(holder.into()));
+        assert_eq!(me.is_holder_alive, lives, "{holder} {renewed}");
     }
-    assert!(beside("other").starts_with("other serves this cluster too"));
+    assert!(second_server_condition("other").starts_with("other serves this cluster too"));
 }
 
 fn election() -> (Election, ApiServer) {
     let (client, server) = api_server();
     let metrics = ClusterMetrics::default();
-    let problems = Problems::new(Readiness::default(), metrics.clone());
+    let problems = Conditions::new(Readiness::default(), metrics.clone());
     let election = Election::new(
         Api::namespaced(client, NAMESPACE),
         ("l".into(), "me".into()),
@@ -210,7 +210,7 @@ async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
     let (mut election, mut server) = election();
     let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
     let problems = election.problems.clone();
-    let conditions = || problems.of(Part::Writing(Object::Lease));
+    let conditions = || problems.of(Condition::Writing(Object::Lease));
     let playing = async {
         server.call().await.refuse(404, "NotFound");
         server.call().await.refuse(403, "Forbidden");

@@ -42,7 +42,7 @@ impl AliasRules {
 }
 
 /// Leaves each alias to one node: that which had it before, else the one whose object is oldest. Returns why others lost it.
-pub(super) fn settle(nodes: &mut [ClusterNode], before: &AliasOwners) -> Vec<String> {
+pub(super) fn assign_aliases(nodes: &mut [ClusterNode], before: &AliasOwners) -> Vec<String> {
     let names: BTreeSet<NodeName> = nodes.iter().map(|node| node.name.clone()).collect();
     let mut claims: BTreeMap<NodeName, Vec<usize>> = BTreeMap::new();
     for (index, node) in nodes.iter().enumerate() {
@@ -60,7 +60,7 @@ pub(super) fn settle(nodes: &mut [ClusterNode], before: &AliasOwners) -> Vec<Str
         let why = match owner {
             _ if names.contains(&alias) => "it is another node's own name".to_owned(),
             Some(owner) => format!("node {} had it first", nodes[owner].name),
-            None => "other nodes claim it as well, and which had it first is not known".to_owned(),
+            None => "other nodes claim the same name, and their ages are unknown".to_owned(),
         };
         let owner = owner.filter(|_| !names.contains(&alias));
         for index in claimants {

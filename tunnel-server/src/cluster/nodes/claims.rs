@@ -10,11 +10,11 @@ use tunnel_proto::wire::name::NodeName;
 use super::NodeSet;
 
 /// Nodes that a line names.
-const NAMED_MAX: usize = 4;
+const NAMES_SHOWN_MAX: usize = 4;
 
 /// A network, or an address as a network of one, and the node that claims it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Claim<'a> {
+struct AddressClaim<'a> {
     network: Cidr,
     /// Networks come before equal addresses, and hold them.
     is_address: bool,
@@ -29,7 +29,7 @@ impl NodeSet {
         for node in &self.nodes {
             for network in node.facts.networks() {
                 match network.check_claimed() {
-                    Ok(()) => claims.push(Claim {
+                    Ok(()) => claims.push(AddressClaim {
                         network,
                         is_address: false,
                         node: &node.name,
@@ -40,7 +40,7 @@ impl NodeSet {
                     )),
                 }
             }
-            claims.extend(node.facts.addresses().map(|address| Claim {
+            claims.extend(node.facts.addresses().map(|address| AddressClaim {
                 network: address.into(),
                 is_address: true,
                 node: &node.name,
@@ -73,17 +73,17 @@ impl NodeSet {
             .map(|(address, (_, nodes))| {
                 format!(
                     "nodes {}: {address} is claimed by all of them, and never dialed directly",
-                    joined(&nodes)
+                    join_names(&nodes)
                 )
             })
             .collect()
     }
 }
 
-fn in_services(claims: &[Claim<'_>], services: &[Cidr]) -> Vec<String> {
+fn in_services(claims: &[AddressClaim<'_>], services: &[Cidr]) -> Vec<String> {
     let overlapping = claims.iter().filter_map(|claim| {
         let services = services.iter().find(|network| network.overlaps(&claim.network))?;
-        let Claim { network, node, .. } = claim;
+        let AddressClaim { network, node, .. } = claim;
         Some(if claim.is_address {
             let address = network.start();
             format!("node {node}: {address} is in {services} of Services, and never dialed directly")
@@ -95,40 +95,40 @@ fn in_services(claims: &[Claim<'_>], services: &[Cidr]) -> Vec<String> {
 }
 
 /// A line for each network that holds claims of other nodes; the claims are sorted, so that what is in a network follows it.
-fn nested(claims: &[Claim<'_>]) -> Vec<String> {
-    let mut held: BTreeMap<Claim<'_>, BTreeSet<&NodeName>> = BTreeMap::new();
-    let mut open: Vec<Claim<'_>> = Vec::new();
+fn nested(claims: &[AddressClaim<'_>]) -> Vec<String> {
+    let mut contained: BTreeMap<AddressClaim<'_>, BTreeSet<&NodeName>> = BTreeMap::new();
+    let mut open: Vec<AddressClaim<'_>> = Vec::new();
     for claim in claims {
-        let is_outside = |last: &Claim<'_>| !last.network.overlaps(&claim.network);
+        let is_outside = |last: &AddressClaim<'_>| !last.network.overlaps(&claim.network);
         while open.last().is_some_and(is_outside) {
             open.pop();
         }
-        if let Some(around) = open.last().filter(|around| around.node != claim.node) {
-            held.entry(*around).or_default().insert(claim.node);
+        if let Some(outer) = open.last().filter(|outer| outer.node != claim.node) {
+            contained.entry(*outer).or_default().insert(claim.node);
         }
         if !claim.is_address {
             open.push(*claim);
         }
     }
-    let lines = held.into_iter().map(|(around, nodes)| {
+    let lines = contained.into_iter().map(|(outer, nodes)| {
         let nodes: Vec<_> = nodes.into_iter().collect();
         format!(
             "node {}: {} of its podCIDRs holds addresses or networks of {}, and takes none from a node behind an agent",
-            around.node,
-            around.network,
-            joined(&nodes)
+            outer.node,
+            outer.network,
+            join_names(&nodes)
         )
     });
     lines.collect()
 }
 
-fn joined(nodes: &[&NodeName]) -> String {
+fn join_names(nodes: &[&NodeName]) -> String {
     let named: Vec<_> = nodes
         .iter()
-        .take(NAMED_MAX)
+        .take(NAMES_SHOWN_MAX)
         .map(|node| node.as_str())
         .collect();
-    match nodes.len().saturating_sub(NAMED_MAX) {
+    match nodes.len().saturating_sub(NAMES_SHOWN_MAX) {
         0 => named.join(", "),
         more => format!("{} and {more} more", named.join(", ")),
     }

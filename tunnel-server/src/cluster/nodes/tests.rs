@@ -171,7 +171,7 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
 fn connected_agent_can_make_an_edge_node() {
     let store = store(&[node("a", false, &[("InternalIP", "10.0.0.1")])]);
     let nodes = set(&store).records(|name| name.as_str() == "a");
-    assert_eq!(nodes[0].place, Place::Edge);
+    assert_eq!(nodes[0].location, NodeLocation::Edge);
 }
 
 /// T13: names that mean something else, or are no names.
@@ -289,7 +289,7 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
             .records(|_| false)
             .iter()
             .map(|node| {
-                let address = if node.place == Place::Edge {
+                let address = if node.location == NodeLocation::Edge {
                     TUNNEL
                 } else {
                     "10.0.0.9"
@@ -304,7 +304,7 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
 }
 
 #[test]
-fn cloud_nodes_and_their_pods_are_told_apart_from_those_at_the_edge() {
+fn cloud_nodes_and_their_pods_are_separate_from_those_at_the_edge() {
     let facts = |is_edge: bool, address: &str, networks: &[&str]| {
         let object = serde_json::json!({
             "metadata": { "labels": { "edge": is_edge.to_string() } },

@@ -10,18 +10,18 @@ use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::enroll::hex;
 
 use crate::cluster::objects::KUBELET_CLIENT_NAME;
-use crate::cluster::signing::snapshot::{Kept, ends};
+use crate::cluster::signing::snapshot::{KubeletCredential, not_after};
 
 /// Bytes of the digest in a request's name: two servers of a cluster never have one name.
 const DIGEST_BYTES: usize = 8;
 
 /// What has become of a request.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Course {
+pub(super) enum RequestState {
     /// There is none.
     Absent,
     /// Nobody has approved or denied it.
-    Waits,
+    Pending,
     /// It is approved, and not signed yet.
     Approved,
     /// The chain, PEM.
@@ -32,13 +32,13 @@ pub(super) enum Course {
 
 /// The name of the request for the next certificate. It follows from the key and from the certificate that is there, so that
 /// a server finds its request again after a restart and replicas never share one.
-pub(super) fn request_name(kept: &Kept) -> String {
-    let last = kept.certificate.as_ref().and_then(|own| ends(own));
-    let last = last.and_then(|ends| ends.duration_since(std::time::UNIX_EPOCH).ok());
-    let last = last.map_or(0, |ends| ends.as_secs());
-    let mut named = kept.key.subject_public_key_info();
-    named.extend_from_slice(&last.to_be_bytes());
-    let digest = sha256(&named);
+pub(super) fn request_name(kept: &KubeletCredential) -> String {
+    let last = kept.certificate.as_ref().and_then(|own| not_after(own));
+    let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
+    let last = last.map_or(0, |not_after| not_after.as_secs());
+    let mut digest_input = kept.key.subject_public_key_info();
+    digest_input.extend_from_slice(&last.to_be_bytes());
+    let digest = sha256(&digest_input);
     let digest = digest.get(..DIGEST_BYTES).unwrap_or_default();
     format!("{KUBELET_CLIENT_NAME}-{}", hex(digest))
 }
@@ -47,7 +47,7 @@ pub(super) fn request_name(kept: &Kept) -> String {
 pub(super) fn request(
     name: &str,
     signer: &str,
-    kept: &Kept,
+    kept: &KubeletCredential,
 ) -> Result<CertificateSigningRequest, rcgen::Error> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
@@ -71,31 +71,31 @@ pub(super) fn request(
 }
 
 /// What has become of a request, as it was found.
-pub(super) fn course(found: Option<&CertificateSigningRequest>) -> Course {
+pub(super) fn request_state(found: Option<&CertificateSigningRequest>) -> RequestState {
     let Some(found) = found else {
-        return Course::Absent;
+        return RequestState::Absent;
     };
     let status = found.status.clone().unwrap_or_default();
     let conditions = status.conditions.unwrap_or_default();
     let has = |kind: &str| conditions.iter().find(|condition| condition.type_ == kind);
     if let Some(denied) = has("Denied") {
-        return Course::Refused("was denied", why(denied));
+        return RequestState::Refused("was denied", condition_reason(denied));
     }
     if let Some(failed) = has("Failed") {
-        return Course::Refused("has failed", why(failed));
+        return RequestState::Refused("has failed", condition_reason(failed));
     }
     match status.certificate {
-        Some(ByteString(chain)) if !chain.is_empty() => Course::Issued(chain),
-        Some(_) | None if has("Approved").is_some() => Course::Approved,
-        Some(_) | None => Course::Waits,
+        Some(ByteString(chain)) if !chain.is_empty() => RequestState::Issued(chain),
+        Some(_) | None if has("Approved").is_some() => RequestState::Approved,
+        Some(_) | None => RequestState::Pending,
     }
 }
 
-fn why(condition: &CertificateSigningRequestCondition) -> String {
-    let told = [&condition.reason, &condition.message];
-    let told: Vec<_> = told.into_iter().flatten().map(String::as_str).collect();
-    if told.is_empty() {
+fn condition_reason(condition: &CertificateSigningRequestCondition) -> String {
+    let reasons = [&condition.reason, &condition.message];
+    let reasons: Vec<_> = reasons.into_iter().flatten().map(String::as_str).collect();
+    if reasons.is_empty() {
         return "no reason given".to_owned();
     }
-    told.join(", ")
+    reasons.join(", ")
 }

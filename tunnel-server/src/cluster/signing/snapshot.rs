@@ -16,29 +16,29 @@ use zeroize::Zeroizing;
 use crate::store::data_dir::DataDir;
 
 /// The part of a certificate's life after which it is renewed: between the two, as the kubelet does.
-const RENEW_AFTER: (f64, f64) = (0.7, 0.9);
+const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);
 
 /// What there is.
-pub(super) struct Kept {
+pub(super) struct KubeletCredential {
     pub(super) key: KeyPair,
     /// The last one, whether it has ended or not.
     pub(super) certificate: Option<Arc<CertifiedKey>>,
     /// Where in its life it is renewed.
-    part: f64,
+    renew_fraction: f64,
 }
 
 /// Why a certificate cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UnusableError {
-    #[error("it is not PEM")]
+    #[error("not PEM")]
     Pem(#[source] rustls_pki_types::pem::Error),
-    #[error("it is not for the key of this server")]
+    #[error("does not match the key of this server")]
     Key(#[source] rustls::Error),
-    #[error("it has ended")]
-    Ended,
+    #[error("expired")]
+    Expired,
 }
 
-impl Kept {
+impl KubeletCredential {
     /// Reads both, or makes a key. A certificate that is not the key's is passed over. Blocks the thread.
     pub(super) fn open(data: &DataDir) -> io::Result<Self> {
         let path = data.kubelet_client_key();
@@ -56,28 +56,28 @@ impl Kept {
                 key
             }
         };
-        let (least, most) = RENEW_AFTER;
-        let mut kept = Self {
+        let (least, most) = RENEW_FRACTION;
+        let mut persisted = Self {
             key,
             certificate: None,
-            part: least + rand::random::<f64>() * (most - least),
+            renew_fraction: least + rand::random::<f64>() * (most - least),
         };
         let path = data.kubelet_client_certificate();
         if let Some(chain) = files::read(&path)?
-            && let Err(error) = kept.take(&chain)
+            && let Err(error) = persisted.install(&chain)
         {
-            warn!(path = %path.display(), %error, "passing over a certificate");
+            warn!(path = %path.display(), %error, "ignoring a certificate that cannot be used");
         }
-        Ok(kept)
+        Ok(persisted)
     }
 
     /// Takes a chain, PEM, leaf first, if it is for the key and has not ended.
-    pub(super) fn take(&mut self, chain: &[u8]) -> Result<Arc<CertifiedKey>, UnusableError> {
+    pub(super) fn install(&mut self, chain: &[u8]) -> Result<Arc<CertifiedKey>, UnusableError> {
         let chain = tls::files::chain(chain).map_err(UnusableError::Pem)?;
         let key = PrivateKeyDer::Pkcs8(self.key.serialize_der().into());
         let own = tls::certified_key(chain, key).map_err(UnusableError::Key)?;
-        if ends(&own).is_none_or(|ends| ends <= SystemTime::now()) {
-            return Err(UnusableError::Ended);
+        if not_after(&own).is_none_or(|not_after| not_after <= SystemTime::now()) {
+            return Err(UnusableError::Expired);
         }
         self.certificate = Some(own.clone());
         Ok(own)
@@ -89,13 +89,13 @@ impl Kept {
         let times = leaf.and_then(|leaf| validity(leaf).ok());
         times.map_or(SystemTime::UNIX_EPOCH, |(from, until)| {
             let life = until.duration_since(from).unwrap_or_default();
-            from + life.mul_f64(self.part)
+            from + life.mul_f64(self.renew_fraction)
         })
     }
 }
 
 /// When a certificate ends.
-pub(super) fn ends(own: &CertifiedKey) -> Option<SystemTime> {
+pub(super) fn not_after(own: &CertifiedKey) -> Option<SystemTime> {
     let leaf = own.cert.first()?;
     validity(leaf).ok().map(|(_, until)| until)
 }

@@ -15,22 +15,22 @@ use crate::testing::POOL;
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
-struct Bench {
+struct Fixture {
     scratch: Scratch,
     server: ApiServer,
-    targets: Arc<Targets>,
-    problems: Problems,
+    targets: Arc<TargetTls>,
+    problems: Conditions,
     signing: tokio_util::task::AbortOnDropHandle<()>,
 }
 
-fn bench(scratch: Scratch) -> Bench {
+fn fixture(scratch: Scratch) -> Fixture {
     let (client, server) = api_server();
     let mut counters = prometheus_client::registry::Registry::default();
-    let problems = Problems::new(Readiness::default(), ClusterMetrics::new(&mut counters));
-    let targets = Targets::new(None).unwrap();
-    let signing = Signing {
+    let problems = Conditions::new(Readiness::default(), ClusterMetrics::new(&mut counters));
+    let targets = TargetTls::new(None).unwrap();
+    let signing = KubeletCertificateTask {
         api: Api::all(client),
-        signer: Signer {
+        signer: SignerConfig {
             name: "kubernetes.io/kube-apiserver-client".into(),
             targets: targets.clone(),
         },
@@ -40,7 +40,7 @@ fn bench(scratch: Scratch) -> Bench {
     };
     let tasks = tokio_util::task::TaskTracker::new();
     let signing = tokio_util::task::AbortOnDropHandle::new(tasks.spawn(signing.run()));
-    Bench {
+    Fixture {
         scratch,
         server,
         targets,
@@ -49,25 +49,25 @@ fn bench(scratch: Scratch) -> Bench {
     }
 }
 
-impl Bench {
-    fn lends(&self) -> bool {
-        let leg = self.targets.leg(true);
-        leg.tls.client_auth_cert_resolver.has_certs()
+impl Fixture {
+    fn is_delegating(&self) -> bool {
+        let tls_profile = self.targets.tls_profile(true);
+        tls_profile.tls.client_auth_cert_resolver.has_certs()
     }
 
-    fn told(&self) -> String {
-        self.problems.of(Part::KubeletCertificate).join("\n")
+    fn condition(&self) -> String {
+        self.problems.of(Condition::KubeletCertificate).join("\n")
     }
 
     /// Lets the server find nothing, and takes the request that it then makes.
     async fn asked(&mut self) -> Value {
-        let looked = self.server.call().await;
+        let poll = self.server.call().await;
         assert!(
-            looked.what.starts_with(&format!("GET {PATH}/culvert-")),
+            poll.what.starts_with(&format!("GET {PATH}/culvert-")),
             "{}",
-            looked.what
+            poll.what
         );
-        looked.refuse(404, "NotFound");
+        poll.refuse(404, "NotFound");
         let made = self.server.call().await;
         assert!(
             made.what.starts_with(&format!("POST {PATH}?")),
@@ -84,9 +84,9 @@ impl Bench {
         let mut object = object.clone();
         object["status"] = status;
         let name = object["metadata"]["name"].as_str().unwrap().to_owned();
-        let looked = self.server.call().await;
-        assert_eq!(looked.what, format!("GET {PATH}/{name}"));
-        looked.answer(&object);
+        let poll = self.server.call().await;
+        assert_eq!(poll.what, format!("GET {PATH}/{name}"));
+        poll.answer(&object);
     }
 }
 
@@ -114,9 +114,9 @@ fn signed(object: &Value, ago: Duration, life: Duration) -> (String, Value) {
 const HOUR: Duration = Duration::from_secs(3600);
 
 #[tokio::test(start_paused = true)]
-async fn request_is_made_waited_for_and_its_certificate_is_lent_and_kept() {
-    let mut bench = bench(Scratch::new());
-    let object = bench.asked().await;
+async fn request_is_approved_and_its_certificate_is_used_and_persisted() {
+    let mut fixture = fixture(Scratch::new());
+    let object = fixture.asked().await;
     let name = object["metadata"]["name"].as_str().unwrap().to_owned();
     assert_eq!(
         object["spec"]["signerName"],
@@ -126,99 +126,113 @@ async fn request_is_made_waited_for_and_its_certificate_is_lent_and_kept() {
         object["spec"]["usages"],
         json!(["digital signature", "client auth"])
     );
-    bench.finds(&object, json!({})).await;
+    fixture.finds(&object, json!({})).await;
     let approve = format!("kubectl certificate approve {name}");
-    let looked = bench.server.call().await;
-    assert!(bench.told().ends_with(&approve), "{}", bench.told());
-    assert!(!bench.lends());
+    let poll = fixture.server.call().await;
+    assert!(
+        fixture.condition().ends_with(&approve),
+        "{}",
+        fixture.condition()
+    );
+    assert!(!fixture.is_delegating());
     let approved = json!([{ "type": "Approved", "status": "True" }]);
     let mut shown = object.clone();
     shown["status"] = json!({ "conditions": approved });
-    looked.answer(&shown);
+    poll.answer(&shown);
     let (subject, certificate) = signed(&object, HOUR, 24 * HOUR);
     assert_eq!(subject, "culvert-tunnel-server");
     let status = json!({ "conditions": approved, "certificate": certificate });
-    bench.finds(&object, status).await;
-    bench.server.is_quiet_for(HOUR / 2).await;
-    assert!(bench.lends());
-    assert_eq!(bench.told(), "");
+    fixture.finds(&object, status).await;
+    fixture.server.is_quiet_for(HOUR / 2).await;
+    assert!(fixture.is_delegating());
+    assert_eq!(fixture.condition(), "");
     // The next process has it at once, and asks for nothing.
-    let Bench {
+    let Fixture {
         scratch, signing, ..
-    } = bench;
+    } = fixture;
     drop(signing);
-    let mut next = self::bench(scratch);
+    let mut next = self::fixture(scratch);
     next.server.is_quiet_for(HOUR / 2).await;
-    assert!(next.lends());
+    assert!(next.is_delegating());
 }
 
 #[tokio::test(start_paused = true)]
-async fn certificate_is_renewed_under_another_name_while_the_old_one_is_lent() {
-    let mut bench = bench(Scratch::new());
-    let object = bench.asked().await;
+async fn certificate_is_renewed_under_another_name_while_the_old_one_is_in_use() {
+    let mut fixture = fixture(Scratch::new());
+    let object = fixture.asked().await;
     // 95 % of its life is over.
     let (_, certificate) = signed(&object, 19 * HOUR, 20 * HOUR);
-    bench
+    fixture
         .finds(&object, json!({ "certificate": certificate }))
         .await;
-    let next = bench.asked().await;
-    assert!(bench.lends());
+    let next = fixture.asked().await;
+    assert!(fixture.is_delegating());
     assert_ne!(next["metadata"]["name"], object["metadata"]["name"]);
-    bench.finds(&next, json!({})).await;
+    fixture.finds(&next, json!({})).await;
     let (_, certificate) = signed(&next, HOUR, 24 * HOUR);
-    bench
+    fixture
         .finds(&next, json!({ "certificate": certificate }))
         .await;
-    bench.server.is_quiet_for(HOUR / 2).await;
-    assert_eq!(bench.told(), "");
+    fixture.server.is_quiet_for(HOUR / 2).await;
+    assert_eq!(fixture.condition(), "");
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_are_told_and_asked_again_when_the_request_is_gone() {
-    let mut bench = bench(Scratch::new());
-    let object = bench.asked().await;
+async fn refused_request_is_a_condition_and_is_recreated_after_its_deletion() {
+    let mut fixture = fixture(Scratch::new());
+    let object = fixture.asked().await;
     let denied =
         json!([{ "type": "Denied", "status": "True", "reason": "Policy", "message": "not here" }]);
-    bench.finds(&object, json!({ "conditions": denied })).await;
+    fixture
+        .finds(&object, json!({ "conditions": denied }))
+        .await;
     let failed = json!([{ "type": "Failed", "status": "True", "message": "no such signer" }]);
-    bench.server.is_quiet_for(REFUSED_LOOK_EVERY / 2).await;
+    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
     assert!(
-        bench.told().contains("was denied: Policy, not here"),
+        fixture.condition().contains("was denied: Policy, not here"),
         "{}",
-        bench.told()
+        fixture.condition()
     );
-    bench.finds(&object, json!({ "conditions": failed })).await;
+    fixture
+        .finds(&object, json!({ "conditions": failed }))
+        .await;
     // A certificate of another key is of no use.
     let stranger = KeyPair::generate().unwrap();
     let other = CertificateParams::default().self_signed(&stranger).unwrap();
-    bench.server.is_quiet_for(REFUSED_LOOK_EVERY / 2).await;
+    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
     assert!(
-        bench.told().contains("has failed: no such signer"),
+        fixture.condition().contains("has failed: no such signer"),
         "{}",
-        bench.told()
+        fixture.condition()
     );
-    bench
+    fixture
         .finds(
             &object,
             json!({ "certificate": base64(other.pem().as_bytes()) }),
         )
         .await;
-    bench.server.is_quiet_for(REFUSED_LOOK_EVERY / 2).await;
-    assert!(bench.told().contains("is of no use"), "{}", bench.told());
-    assert!(!bench.lends());
-    let again = bench.asked().await;
+    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
+    assert!(
+        fixture.condition().contains("cannot use the certificate"),
+        "{}",
+        fixture.condition()
+    );
+    assert!(!fixture.is_delegating());
+    let again = fixture.asked().await;
     assert_eq!(again["metadata"]["name"], object["metadata"]["name"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn right_that_is_missing_is_told() {
-    let mut bench = bench(Scratch::new());
-    bench.server.call().await.refuse(403, "Forbidden");
-    let looked = bench.server.call().await;
+async fn missing_right_is_a_condition() {
+    let mut fixture = fixture(Scratch::new());
+    fixture.server.call().await.refuse(403, "Forbidden");
+    let poll = fixture.server.call().await;
     assert!(
-        bench.told().contains("cannot ask for a certificate"),
+        fixture
+            .condition()
+            .contains("cannot request a client certificate"),
         "{}",
-        bench.told()
+        fixture.condition()
     );
-    looked.refuse(404, "NotFound");
+    poll.refuse(404, "NotFound");
 }

@@ -14,15 +14,15 @@ fn settings() -> AgentTokens {
 }
 
 /// A token with these claims and a signature that nobody looks at here.
-fn token(claims: &Value) -> AccountToken {
+fn token(claims: &Value) -> ServiceAccountToken {
     let encoded = json!(ByteString(claims.to_string().into_bytes()));
     let payload = encoded.as_str().unwrap().trim_end_matches('=').to_owned();
     let payload = payload.replace('+', "-").replace('/', "_");
-    AccountToken::new(&format!("eyJhbGciOiJSUzI1NiJ9.{payload}.c2lnbmF0dXJl\n"))
+    ServiceAccountToken::new(&format!("eyJhbGciOiJSUzI1NiJ9.{payload}.c2lnbmF0dXJl\n"))
 }
 
-fn judged(status: Value) -> Result<Vouched, AttestError> {
-    judge(&serde_json::from_value(status).unwrap(), &settings())
+fn check(status: Value) -> Result<TokenBinding, AttestError> {
+    check_review(&serde_json::from_value(status).unwrap(), &settings())
 }
 
 fn accepted(user: &str, extra: &Value) -> Value {
@@ -35,20 +35,23 @@ fn accepted(user: &str, extra: &Value) -> Value {
 #[test]
 fn node_of_the_token_is_taken_from_what_the_api_server_says() {
     let extra = json!({ NODE_NAME: ["worker-1"], POD_NAME: ["p"], POD_UID: ["u"] });
-    let vouched = judged(accepted(ACCOUNT, &extra)).unwrap();
-    assert_eq!(vouched.bound, Bound::Node("worker-1".parse().unwrap()));
+    let token_binding = check(accepted(ACCOUNT, &extra)).unwrap();
+    assert_eq!(
+        token_binding.bound,
+        BoundObject::Node("worker-1".parse().unwrap())
+    );
     let older = json!({ POD_NAME: ["p"], POD_UID: ["u"] });
     let pod = BoundPod {
         namespace: "kube-system".into(),
         name: "p".into(),
         uid: "u".into(),
     };
-    let vouched = judged(accepted(ACCOUNT, &older)).unwrap();
-    assert_eq!(vouched.bound, Bound::Pod(pod));
+    let token_binding = check(accepted(ACCOUNT, &older)).unwrap();
+    assert_eq!(token_binding.bound, BoundObject::Pod(pod));
 }
 
 #[test]
-fn answers_that_vouch_for_nothing_are_refused() {
+fn reviews_that_prove_no_node_are_refused() {
     let bound = json!({ NODE_NAME: ["worker-1"] });
     let other = "system:serviceaccount:default:tunnel-agent";
     let not_accepted = AttestError::NotAccepted("tunnel-server".into());
@@ -90,14 +93,14 @@ fn answers_that_vouch_for_nothing_are_refused() {
         ),
         (
             accepted(ACCOUNT, &json!({ NODE_NAME: ["Worker_1"] })),
-            AttestError::NoNode,
+            AttestError::NotScheduled,
         ),
         (
             accepted(ACCOUNT, &json!({ NODE_NAME: [""] })),
-            AttestError::NoNode,
+            AttestError::NotScheduled,
         ),
     ] {
-        assert_eq!(judged(status.clone()), Err(expected), "{status}");
+        assert_eq!(check(status.clone()), Err(expected), "{status}");
     }
 }
 
@@ -125,7 +128,7 @@ fn pod_counts_only_when_it_is_the_very_one_and_runs_somewhere() {
     for nowhere in [json!({ "containers": [] }), Value::Null, spec("")] {
         assert_eq!(
             node_of(&bound, Some(&pod("u", nowhere))),
-            Err(AttestError::NoNode)
+            Err(AttestError::NotScheduled)
         );
     }
 }
@@ -134,7 +137,7 @@ fn pod_counts_only_when_it_is_the_very_one_and_runs_somewhere() {
 async fn review_asks_for_the_audience_and_an_older_server_for_the_pod() {
     let (client, mut server) = api_server();
     let (attestor, questions) = Attestor::new();
-    let side = answer(client, questions, settings());
+    let responder = answer(client, questions, settings());
     let token = token(&json!({ "iat": 1_700_000_000 }));
     let sent = token.reveal().to_owned();
     let asked = async move {
@@ -158,14 +161,14 @@ async fn review_asks_for_the_audience_and_an_older_server_for_the_pod() {
             "spec": { "containers": [], "nodeName": "worker-1" },
         }));
     };
-    let (attested, (), ()) = tokio::join!(asked, api, side);
+    let (attested, (), ()) = tokio::join!(asked, api, responder);
     let attested = attested.unwrap();
     assert_eq!(attested.node.as_str(), "worker-1");
-    assert_eq!(attested.issued, at(1_700_000_000));
+    assert_eq!(attested.issued, from_unix_seconds(1_700_000_000));
 }
 
 #[tokio::test]
-async fn ended_token_is_told_apart_and_what_is_no_token_reaches_nobody() {
+async fn expired_token_has_its_own_error_and_malformed_token_is_not_sent() {
     let (client, mut server) = api_server();
     let refused = json!({ "metadata": {}, "spec": {}, "status": { "error": "token has expired" } });
     let ended = token(&json!({ "iat": 1, "exp": 2 }));
@@ -174,10 +177,10 @@ async fn ended_token_is_told_apart_and_what_is_no_token_reaches_nobody() {
         server.call().await.answer(&refused);
     };
     let (attested, ()) = tokio::join!(attest(&client, &ended, &settings), api);
-    assert_eq!(attested, Err(AttestError::Ended));
+    assert_eq!(attested, Err(AttestError::Expired));
     for garbage in ["", "eyJ", "eyJ.e30.x", "eyJ.e30", "a.b.c.d", "eyJ.!!!.x"] {
         // Without an answer this would wait for ever.
-        let attested = attest(&client, &AccountToken::new(garbage), &settings).await;
+        let attested = attest(&client, &ServiceAccountToken::new(garbage), &settings).await;
         let expected = AttestError::NotAccepted("tunnel-server".into());
         assert_eq!(attested, Err(expected), "{garbage:?}");
     }

@@ -33,13 +33,13 @@ fn followed() -> (ApiServer, Versions, Shutdown) {
 
 fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
     let (client, server) = api_server();
-    let (seen, tasks) = (Versions::default(), Shutdown::new());
-    let seeing = seen.clone();
+    let (versions, tasks) = (Versions::default(), Shutdown::new());
+    let recorder = versions.clone();
     tasks.spawn_service(async move {
         let metrics = ClusterMetrics::default();
-        let context = Context {
+        let context = WatchContext {
             object: Object::Ports,
-            problems: Problems::new(readiness, metrics.clone()),
+            problems: Conditions::new(readiness, metrics.clone()),
             metrics,
             throttle: Throttle::default(),
         };
@@ -49,15 +49,15 @@ fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
                 || "-".to_owned(),
                 |map| map.metadata.resource_version.clone().unwrap_or_default(),
             );
-            seeing.lock().unwrap().push(version);
+            recorder.lock().unwrap().push(version);
         })
         .await;
     });
-    (server, seen, tasks)
+    (server, versions, tasks)
 }
 
-async fn until_seen(seen: &Versions, expected: &[&str]) {
-    crate::testing::eventually("these versions", || *seen.lock().unwrap() == expected).await;
+async fn until_versions(versions: &Versions, expected: &[&str]) {
+    crate::testing::eventually("these versions", || *versions.lock().unwrap() == expected).await;
 }
 
 fn is_list(what: &str) -> bool {
@@ -66,7 +66,7 @@ fn is_list(what: &str) -> bool {
 
 #[tokio::test(start_paused = true)]
 async fn pages_make_one_state_and_only_the_named_object_counts() {
-    let (mut server, seen, _tasks) = followed();
+    let (mut server, versions, _tasks) = followed();
     let first = server.call().await;
     assert!(
         first.what.contains("fieldSelector=metadata.name%3Da"),
@@ -77,7 +77,10 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
     first.answer(&list(&[map("b", "1")], "more"));
     let second = server.call().await;
     assert!(second.what.contains("continue=more"), "{}", second.what);
-    assert!(seen.lock().unwrap().is_empty(), "half a list says nothing");
+    assert!(
+        versions.lock().unwrap().is_empty(),
+        "half a list says nothing"
+    );
     second.answer(&list(&[map("a", "2")], ""));
     let watch = server.call().await;
     assert!(watch.what.contains("resourceVersion=10") && watch.what.contains("timeoutSeconds=60"));
@@ -85,13 +88,13 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
         json!({"type": "MODIFIED", "object": map("b", "11")}),
         json!({"type": "MODIFIED", "object": map("a", "12")}),
     ]);
-    until_seen(&seen, &["2", "12"]).await;
+    until_versions(&versions, &["2", "12"]).await;
 }
 
 /// F21: a watch that is cut goes on from where it was, without a list.
 #[tokio::test(start_paused = true)]
 async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
-    let (mut server, seen, _tasks) = followed();
+    let (mut server, versions, _tasks) = followed();
     server.call().await.answer(&list(&[], ""));
     let watch = server.call().await;
     drop(watch.stream(&[json!({"type": "ADDED", "object": map("a", "11")})]));
@@ -114,13 +117,13 @@ async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
     }
     let again = server.call().await;
     let _watch = again.stream(&[json!({"type": "DELETED", "object": map("a", "12")})]);
-    until_seen(&seen, &["-", "11", "-"]).await;
+    until_versions(&versions, &["-", "11", "-"]).await;
 }
 
 /// F21: 410 at the start of a watch and in it, again and again.
 #[tokio::test(start_paused = true)]
 async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
-    let (mut server, seen, _tasks) = followed();
+    let (mut server, versions, _tasks) = followed();
     let (start, mut lists) = (Instant::now(), 0);
     while start.elapsed() < Duration::from_secs(300) {
         let call = server.call().await;
@@ -138,41 +141,45 @@ async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
         }
     }
     assert!((8..=13).contains(&lists), "{lists} lists in 300 s");
-    assert!(!seen.lock().unwrap().is_empty());
+    assert!(!versions.lock().unwrap().is_empty());
 }
 
 /// F22: told while it lasts, also when what is followed says nothing afterwards.
 #[tokio::test(start_paused = true)]
-async fn lost_right_is_told_until_the_watch_runs_again() {
+async fn lost_right_is_a_condition_until_the_watch_runs_again() {
     let readiness = Readiness::default();
-    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
     let mut call = server.call().await;
     let lost = Instant::now();
-    while lost.elapsed() < TOLERATED {
-        assert_eq!(readiness.notes(), [], "it may be an API server that starts");
+    while lost.elapsed() < REPORT_AFTER {
+        assert_eq!(
+            readiness.conditions(),
+            [],
+            "it may be an API server that starts"
+        );
         call.refuse(403, "Forbidden");
         call = server.call().await;
     }
     call.refuse(403, "Forbidden");
     let last = server.call().await;
-    let notes = readiness.notes();
-    assert_eq!(notes.len(), 1);
+    let conditions = readiness.conditions();
+    assert_eq!(conditions.len(), 1);
     assert!(
-        notes[0].1.contains("ports cannot be followed: Forbidden"),
-        "{notes:?}"
+        conditions[0].1.contains("cannot watch ports: Forbidden"),
+        "{conditions:?}"
     );
     last.answer(&list(&[], ""));
     let _watch = server.call().await.stream(&[]);
-    tokio::time::sleep(SILENCE + Duration::from_secs(1)).await;
-    assert_eq!(readiness.notes(), []);
+    tokio::time::sleep(RECOVERED_AFTER + Duration::from_secs(1)).await;
+    assert_eq!(readiness.conditions(), []);
 }
 
 /// F21: after a restart of the API server the first watch ends with 410. That is normal.
 #[tokio::test(start_paused = true)]
-async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_problem() {
+async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {
     for in_stream in [false, true] {
         let readiness = Readiness::default();
-        let (mut server, seen, _tasks) = followed_with(readiness.clone());
+        let (mut server, versions, _tasks) = followed_with(readiness.clone());
         server.call().await.answer(&list(&[map("a", "2")], ""));
         drop(server.call().await.stream(&[]));
         for _ in 0..6 {
@@ -180,7 +187,7 @@ async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_problem() {
         }
         let first_watch = server.call().await;
         assert!(!is_list(&first_watch.what), "{}", first_watch.what);
-        assert_eq!(readiness.notes().len(), 1, "the outage lasted");
+        assert_eq!(readiness.conditions().len(), 1, "the outage lasted");
         let back = Instant::now();
         expire(first_watch, in_stream);
         let again = server.call().await;
@@ -190,14 +197,14 @@ async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_problem() {
             "{:?}",
             back.elapsed()
         );
-        for (_, line) in readiness.notes() {
+        for (_, line) in readiness.conditions() {
             assert!(!line.contains("410"), "{line}");
         }
         again.answer(&list(&[map("a", "3")], ""));
         let watch = server.call().await;
-        until_seen(&seen, &["2", "3"]).await;
+        until_versions(&versions, &["2", "3"]).await;
         assert_eq!(
-            readiness.notes(),
+            readiness.conditions(),
             [],
             "the list shows that the API server is back"
         );
@@ -216,31 +223,35 @@ async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_problem() {
 
 /// A version that expires again and again is a problem, and stays one over the lists between.
 #[tokio::test(start_paused = true)]
-async fn version_that_keeps_expiring_is_a_problem() {
+async fn version_that_keeps_expiring_is_a_condition() {
     let readiness = Readiness::default();
-    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
     for round in 0..4 {
         let call = server.call().await;
         assert!(is_list(&call.what), "{}", call.what);
         call.answer(&list(&[map("a", "2")], ""));
         let watch = server.call().await;
-        let notes = readiness.notes();
-        assert_eq!(notes.len(), usize::from(round > 1), "{round}: {notes:?}");
+        let conditions = readiness.conditions();
+        assert_eq!(
+            conditions.len(),
+            usize::from(round > 1),
+            "{round}: {conditions:?}"
+        );
         expire(watch, true);
     }
 }
 
 /// A watch that runs is no problem, however busy it is.
 #[tokio::test(start_paused = true)]
-async fn busy_watch_is_no_problem_after_a_while() {
+async fn busy_watch_is_no_condition_after_a_while() {
     let readiness = Readiness::default();
-    let (mut server, _seen, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
     for _ in 0..2 {
         server.call().await.answer(&list(&[map("a", "2")], ""));
         expire(server.call().await, true);
     }
     server.call().await.answer(&list(&[map("a", "3")], ""));
-    assert_eq!(readiness.notes().len(), 1, "the version expired twice");
+    assert_eq!(readiness.conditions().len(), 1, "the version expired twice");
     let watch = server.call().await.stream(&[]);
     for version in 4..18 {
         let object = map("a", &version.to_string());
@@ -248,7 +259,7 @@ async fn busy_watch_is_no_problem_after_a_while() {
         watch.send(format!("{event}\n")).await.unwrap();
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    assert_eq!(readiness.notes(), []);
+    assert_eq!(readiness.conditions(), []);
 }
 
 fn expire(watch: Call, in_stream: bool) {

@@ -6,34 +6,34 @@ use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::meta::Readiness;
 
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
-use super::super::watches::Seen;
+use super::super::watches::Observed;
 use super::*;
 use crate::cluster::leader_election::testing::leadership;
-use crate::dns::{Addresses, Node, Place, RecordSet};
+use crate::dns::{Addresses, Node, NodeLocation, RecordSet};
 
 const MAP: &str = "/api/v1/namespaces/kube-system/configmaps/yurt-tunnel-nodes";
 const SERVICE: &str = "/api/v1/namespaces/kube-system/services/x-tunnel-server-internal-svc";
 const FIXTURE: &str = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
 
-struct Bench {
+struct Fixture {
     server: ApiServer,
-    world: watch::Sender<World>,
-    desired: watch::Sender<Desired>,
+    world: watch::Sender<ClusterState>,
+    desired: watch::Sender<DesiredState>,
     lead: watch::Sender<Option<Instant>>,
-    problems: Problems,
+    problems: Conditions,
     stop: CancellationToken,
 }
 
-fn bench() -> (Bench, Writers) {
+fn fixture() -> (Fixture, Writers) {
     let (client, server) = api_server();
     let (world, desired) = (watch::Sender::default(), watch::Sender::default());
     let (lead, leadership) = leadership();
     let metrics = ClusterMetrics::default();
-    let problems = Problems::new(Readiness::default(), metrics.clone());
+    let problems = Conditions::new(Readiness::default(), metrics.clone());
     let writers = Writers {
         maps: Api::namespaced(client.clone(), NAMESPACE),
         services: services(client.clone(), NAMESPACE),
-        events: EventLog::new(
+        events: EventRecorder::new(
             Api::namespaced(client, NAMESPACE),
             NAMESPACE.into(),
             "me".into(),
@@ -47,7 +47,7 @@ fn bench() -> (Bench, Writers) {
         metrics,
         written: None,
     };
-    let bench = Bench {
+    let fixture = Fixture {
         server,
         world,
         desired,
@@ -55,28 +55,28 @@ fn bench() -> (Bench, Writers) {
         problems,
         stop: CancellationToken::new(),
     };
-    (bench, writers)
+    (fixture, writers)
 }
 
-impl Bench {
+impl Fixture {
     fn lead(&self) {
         let hour = Instant::now() + Duration::from_secs(3600);
         self.lead.send_replace(Some(hour));
     }
 
-    fn want(&self, edge_nodes: &[&str]) {
+    fn set_desired_records(&self, edge_nodes: &[&str]) {
         let mut nodes: Vec<_> = edge_nodes
             .iter()
             .map(|name| Node {
                 name: name.parse().unwrap(),
                 hostname: None,
-                place: Place::Edge,
+                location: NodeLocation::Edge,
             })
             .collect();
         nodes.push(Node {
             name: "master-1".parse().unwrap(),
             hostname: None,
-            place: Place::Cloud(vec!["192.168.33.220".parse().unwrap()]),
+            location: NodeLocation::Cloud(vec!["192.168.33.220".parse().unwrap()]),
         });
         let tunnel = Addresses::first_of(["10.106.217.16".parse().unwrap()]);
         let records = Arc::new(RecordSet::new(&nodes, tunnel));
@@ -84,10 +84,10 @@ impl Bench {
             .send_modify(|desired| desired.records = Some(records));
     }
 
-    fn tell(&self, map: &Value) {
+    fn observe_records_map(&self, map: &Value) {
         let map: ConfigMap = serde_json::from_value(map.clone()).unwrap();
         self.world
-            .send_modify(|world| world.records_map = Seen::Present(Arc::new(map)));
+            .send_modify(|world| world.records_map = Observed::Present(Arc::new(map)));
     }
 }
 
@@ -101,30 +101,30 @@ fn map(version: &str, data: &Value) -> Value {
 /// DNS-1, DNS-7, F22: made when it is missing, and made again when somebody deletes it.
 #[tokio::test(start_paused = true)]
 async fn records_are_written_byte_for_byte_and_again_after_a_deletion() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
-        bench.lead();
-        bench.want(&["worker-1"]);
+        fixture.lead();
+        fixture.set_desired_records(&["worker-1"]);
         for version in ["1", "2"] {
             if version == "1" {
-                bench
+                fixture
                     .server
                     .expect(&format!("GET {MAP}"))
                     .await
                     .refuse(404, "NotFound");
             }
-            let made = bench.server.call().await;
+            let made = fixture.server.call().await;
             assert_eq!(made.what, "POST /api/v1/namespaces/kube-system/configmaps?");
             assert_eq!(made.body["data"], json!({"tunnel-nodes": FIXTURE}));
             made.answer(&map(version, &json!({"tunnel-nodes": FIXTURE})));
-            bench.tell(&map(version, &json!({"tunnel-nodes": FIXTURE})));
-            bench.server.is_quiet_for(Duration::from_secs(30)).await;
-            bench
+            fixture.observe_records_map(&map(version, &json!({"tunnel-nodes": FIXTURE})));
+            fixture.server.is_quiet_for(Duration::from_secs(30)).await;
+            fixture
                 .world
-                .send_modify(|world| world.records_map = Seen::Absent);
+                .send_modify(|world| world.records_map = Observed::Absent);
         }
-        bench.stop.cancel();
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -132,42 +132,42 @@ async fn records_are_written_byte_for_byte_and_again_after_a_deletion() {
 /// With the rights of the manifests, which cannot create: the condition has the command, and ends when somebody ran it.
 #[tokio::test(start_paused = true)]
 async fn map_that_may_not_be_created_is_a_condition_with_the_command() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
-        bench
+        fixture
             .world
-            .send_modify(|world| world.records_map = Seen::Absent);
-        bench.lead();
-        bench.want(&["worker-1"]);
-        bench
+            .send_modify(|world| world.records_map = Observed::Absent);
+        fixture.lead();
+        fixture.set_desired_records(&["worker-1"]);
+        fixture
             .server
             .expect(&format!("GET {MAP}"))
             .await
             .refuse(404, "NotFound");
-        bench.server.call().await.refuse(403, "Forbidden");
+        fixture.server.call().await.refuse(403, "Forbidden");
         let again = loop {
-            let call = bench.server.call().await;
+            let call = fixture.server.call().await;
             if call.what.starts_with("GET") {
                 break call;
             }
             call.refuse(403, "Forbidden");
         };
-        let conditions = bench.problems.of(Part::Writing(Object::Records));
+        let conditions = fixture.problems.of(Condition::Writing(Object::Records));
         let command = "kubectl -n kube-system create configmap yurt-tunnel-nodes";
         assert!(conditions[0].ends_with(command), "{conditions:?}");
         let empty = map("1", &Value::Null);
         again.answer(&empty);
-        let put = bench.server.call().await;
+        let put = fixture.server.call().await;
         assert_eq!(put.what, format!("PUT {MAP}?"));
         assert_eq!(put.body["data"], json!({"tunnel-nodes": FIXTURE}));
         let written = put.body.clone();
         put.answer(&written);
-        bench.tell(&map("2", &json!({"tunnel-nodes": FIXTURE})));
-        bench.server.is_quiet_for(Duration::from_secs(5)).await;
-        let conditions = bench.problems.of(Part::Writing(Object::Records));
+        fixture.observe_records_map(&map("2", &json!({"tunnel-nodes": FIXTURE})));
+        fixture.server.is_quiet_for(Duration::from_secs(5)).await;
+        let conditions = fixture.problems.of(Condition::Writing(Object::Records));
         assert_eq!(conditions, Vec::<String>::new());
-        bench.stop.cancel();
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -175,25 +175,25 @@ async fn map_that_may_not_be_created_is_a_condition_with_the_command() {
 /// F22, T14: only our key, and within two seconds.
 #[tokio::test(start_paused = true)]
 async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
-        bench.lead();
-        bench.want(&["worker-1"]);
+        fixture.lead();
+        fixture.set_desired_records(&["worker-1"]);
         let good = map("1", &json!({"tunnel-nodes": FIXTURE}));
-        bench
+        fixture
             .server
             .expect(&format!("GET {MAP}"))
             .await
             .answer(&good);
-        bench.tell(&good);
-        bench.server.is_quiet_for(Duration::from_secs(5)).await;
-        bench.tell(&map(
+        fixture.observe_records_map(&good);
+        fixture.server.is_quiet_for(Duration::from_secs(5)).await;
+        fixture.observe_records_map(&map(
             "2",
             &json!({"tunnel-nodes": "6.6.6.6\tworker-1", "theirs": "kept"}),
         ));
         let edited = Instant::now();
-        let put = bench.server.call().await;
+        let put = fixture.server.call().await;
         assert!(edited.elapsed() <= Duration::from_secs(2));
         assert_eq!(put.what, format!("PUT {MAP}?"));
         assert_eq!(put.body["metadata"]["resourceVersion"], "2");
@@ -203,8 +203,8 @@ async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {
         );
         let repaired = put.body.clone();
         put.answer(&repaired);
-        bench.server.is_quiet_for(Duration::from_secs(5)).await;
-        bench.stop.cancel();
+        fixture.server.is_quiet_for(Duration::from_secs(5)).await;
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -212,22 +212,22 @@ async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {
 /// F23: the loser of a conflict looks anew and writes on top of the winner's version.
 #[tokio::test(start_paused = true)]
 async fn conflict_is_retried_on_a_fresh_copy_and_a_burst_is_one_write() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
-        bench.tell(&map("1", &json!({"tunnel-nodes": ""})));
-        bench.lead();
-        bench
+        fixture.observe_records_map(&map("1", &json!({"tunnel-nodes": ""})));
+        fixture.lead();
+        fixture
             .server
             .call()
             .await
             .answer(&map("1", &json!({"tunnel-nodes": ""})));
         for count in 1..=20 {
             let names: Vec<String> = (0..count).map(|number| format!("edge-{number}")).collect();
-            bench.want(&names.iter().map(String::as_str).collect::<Vec<_>>());
+            fixture.set_desired_records(&names.iter().map(String::as_str).collect::<Vec<_>>());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        let put = bench.server.call().await;
+        let put = fixture.server.call().await;
         let lines = put.body["data"]["tunnel-nodes"]
             .as_str()
             .unwrap()
@@ -235,15 +235,15 @@ async fn conflict_is_retried_on_a_fresh_copy_and_a_burst_is_one_write() {
             .count();
         assert_eq!(lines, 21, "all of the burst at once");
         put.refuse(409, "Conflict");
-        let get = bench.server.expect(&format!("GET {MAP}")).await;
+        let get = fixture.server.expect(&format!("GET {MAP}")).await;
         get.answer(&map("5", &json!({"tunnel-nodes": "other", "more": "x"})));
-        let put = bench.server.call().await;
+        let put = fixture.server.call().await;
         assert_eq!(put.body["metadata"]["resourceVersion"], "5");
         assert_eq!(put.body["data"]["more"], "x");
         let written = put.body.clone();
         put.answer(&written);
-        bench.server.is_quiet_for(Duration::from_secs(5)).await;
-        bench.stop.cancel();
+        fixture.server.is_quiet_for(Duration::from_secs(5)).await;
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -251,21 +251,21 @@ async fn conflict_is_retried_on_a_fresh_copy_and_a_burst_is_one_write() {
 /// F38: the one that lost the Lease does not write, and says nothing of what it could not.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_written_without_the_lease() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
-        bench.want(&["worker-1"]);
-        bench.server.is_quiet_for(Duration::from_secs(60)).await;
-        bench.lead();
-        let get = bench.server.expect(&format!("GET {MAP}")).await;
-        bench.lead.send_replace(None);
+        fixture.set_desired_records(&["worker-1"]);
+        fixture.server.is_quiet_for(Duration::from_secs(60)).await;
+        fixture.lead();
+        let get = fixture.server.expect(&format!("GET {MAP}")).await;
+        fixture.lead.send_replace(None);
         get.refuse(404, "NotFound");
-        bench.server.is_quiet_for(Duration::from_secs(60)).await;
+        fixture.server.is_quiet_for(Duration::from_secs(60)).await;
         assert_eq!(
-            bench.problems.of(Part::Writing(Object::Records)),
+            fixture.problems.of(Condition::Writing(Object::Records)),
             Vec::<String>::new()
         );
-        bench.stop.cancel();
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -273,20 +273,20 @@ async fn nothing_is_written_without_the_lease() {
 /// T14.
 #[tokio::test(start_paused = true)]
 async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
         let full = "x".repeat(CONFIG_MAP_MAX_BYTES - 20);
         let found = map("1", &json!({"tunnel-nodes": "old", "theirs": full}));
-        bench.tell(&found);
-        bench.want(&["worker-1"]);
-        bench.lead();
-        bench
+        fixture.observe_records_map(&found);
+        fixture.set_desired_records(&["worker-1"]);
+        fixture.lead();
+        fixture
             .server
             .expect(&format!("GET {MAP}"))
             .await
             .answer(&found);
-        let event = bench.server.call().await;
+        let event = fixture.server.call().await;
         assert_eq!(
             event.what,
             "POST /apis/events.k8s.io/v1/namespaces/kube-system/events?"
@@ -295,34 +295,37 @@ async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
         assert_eq!(event.body["regarding"]["name"], "yurt-tunnel-nodes");
         let said = event.body.clone();
         event.answer(&said);
-        bench.server.is_quiet_for(Duration::from_secs(60)).await;
-        assert_eq!(bench.problems.of(Part::RecordsSize).len(), 1);
-        bench.tell(&map("2", &json!({"tunnel-nodes": "old"})));
-        let put = bench.server.call().await;
+        fixture.server.is_quiet_for(Duration::from_secs(60)).await;
+        assert_eq!(fixture.problems.of(Condition::RecordsSize).len(), 1);
+        fixture.observe_records_map(&map("2", &json!({"tunnel-nodes": "old"})));
+        let put = fixture.server.call().await;
         let written = put.body.clone();
         put.answer(&written);
-        bench.server.is_quiet_for(Duration::from_secs(5)).await;
-        assert_eq!(bench.problems.of(Part::RecordsSize), Vec::<String>::new());
-        bench.stop.cancel();
+        fixture.server.is_quiet_for(Duration::from_secs(5)).await;
+        assert_eq!(
+            fixture.problems.of(Condition::RecordsSize),
+            Vec::<String>::new()
+        );
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
 
 /// F21, F22: refusals are said, tried again with growing waits, and are over when they are over.
 #[tokio::test(start_paused = true)]
-async fn refused_writes_are_tried_again_and_told() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+async fn refused_writes_are_retried_and_reported() {
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let playing = async {
         let found = map("1", &json!({"tunnel-nodes": "old"}));
-        bench.tell(&found);
-        bench.want(&["worker-1"]);
-        bench.lead();
-        bench.server.call().await.answer(&found);
+        fixture.observe_records_map(&found);
+        fixture.set_desired_records(&["worker-1"]);
+        fixture.lead();
+        fixture.server.call().await.answer(&found);
         let start = Instant::now();
         let mut tries = 0;
         while start.elapsed() < Duration::from_secs(120) {
-            let call = bench.server.call().await;
+            let call = fixture.server.call().await;
             if call.what.starts_with("GET") {
                 call.answer(&found);
                 continue;
@@ -331,10 +334,16 @@ async fn refused_writes_are_tried_again_and_told() {
             call.refuse(403, "Forbidden");
         }
         assert!((25..=60).contains(&tries), "{tries}");
-        assert_eq!(bench.problems.of(Part::Writing(Object::Records)).len(), 1);
+        assert_eq!(
+            fixture
+                .problems
+                .of(Condition::Writing(Object::Records))
+                .len(),
+            1
+        );
         let returned = Instant::now();
         loop {
-            let call = bench.server.call().await;
+            let call = fixture.server.call().await;
             if call.what.starts_with("GET") {
                 call.answer(&found);
                 continue;
@@ -348,12 +357,12 @@ async fn refused_writes_are_tried_again_and_told() {
             "{:?}",
             returned.elapsed()
         );
-        bench.server.is_quiet_for(Duration::from_secs(1)).await;
+        fixture.server.is_quiet_for(Duration::from_secs(1)).await;
         assert_eq!(
-            bench.problems.of(Part::Writing(Object::Records)),
+            fixture.problems.of(Condition::Writing(Object::Records)),
             Vec::<String>::new()
         );
-        bench.stop.cancel();
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }
@@ -361,8 +370,8 @@ async fn refused_writes_are_tried_again_and_told() {
 /// The view of guide 000, with fields that this build does not know.
 #[tokio::test(start_paused = true)]
 async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
-    let (mut bench, mut writers) = bench();
-    let stop = bench.stop.clone();
+    let (mut fixture, mut writers) = fixture();
+    let stop = fixture.stop.clone();
     let service = json!({
         "apiVersion": "v1", "kind": "Service",
         "metadata": {"name": "x-tunnel-server-internal-svc", "resourceVersion": "1"},
@@ -373,22 +382,22 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
     });
     let playing = async {
         let empty = map("1", &json!({"tunnel-nodes": ""}));
-        bench.tell(&empty);
-        bench
+        fixture.observe_records_map(&empty);
+        fixture
             .world
-            .send_modify(|world| world.service = Seen::Present(Arc::new(service.clone())));
+            .send_modify(|world| world.service = Observed::Present(Arc::new(service.clone())));
         let port = tunnel_proto::wire::name::Port::new(9100).unwrap();
-        bench
+        fixture
             .desired
             .send_modify(|desired| desired.ports = Some([(port, 10263)].into()));
-        bench.lead();
-        bench.server.call().await.answer(&empty);
-        bench
+        fixture.lead();
+        fixture.server.call().await.answer(&empty);
+        fixture
             .server
             .expect(&format!("GET {SERVICE}"))
             .await
             .answer(&service);
-        let put = bench.server.call().await;
+        let put = fixture.server.call().await;
         assert_eq!(put.what, format!("PUT {SERVICE}?"));
         let mut expected = service.clone();
         let added =
@@ -399,11 +408,11 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
             .push(added);
         assert_eq!(put.body, expected);
         put.answer(&expected);
-        bench
+        fixture
             .world
-            .send_modify(|world| world.service = Seen::Present(Arc::new(expected)));
-        bench.server.is_quiet_for(Duration::from_secs(60)).await;
-        bench.stop.cancel();
+            .send_modify(|world| world.service = Observed::Present(Arc::new(expected)));
+        fixture.server.is_quiet_for(Duration::from_secs(60)).await;
+        fixture.stop.cancel();
     };
     tokio::join!(writers.run(&stop), playing);
 }

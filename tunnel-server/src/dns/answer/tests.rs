@@ -10,7 +10,7 @@ fn names(forwarding: bool) -> Names {
             domain: "cluster.local".parse().unwrap(),
             resolvers: Vec::new(),
         }],
-        others: forwarding
+        default_resolvers: forwarding
             .then(|| "192.0.2.53:53".parse().unwrap())
             .into_iter()
             .collect(),
@@ -36,30 +36,30 @@ fn query(name: &str, kind: RecordType) -> Message {
 }
 
 /// The reply with what was counted; `None` for silence.
-fn ask_with(message: &[u8], names: &Names) -> Option<(Message, Outcome)> {
+fn ask_with(message: &[u8], names: &Names) -> Option<(Message, QueryOutcome)> {
     let records = records();
-    let view = View {
+    let context = AnswerContext {
         records: &records,
         names,
     };
-    match decide(message, Transport::Udp, &view) {
-        Verdict::Silence(_) => None,
-        Verdict::Reply(bytes, outcome) => Some((Message::from_vec(&bytes).unwrap(), outcome)),
-        Verdict::Forward(asked, resolvers) => {
-            assert_eq!(resolvers, names.others);
-            Some((asked.forwarded(), Outcome::Forwarded))
+    match decide(message, Transport::Udp, &context) {
+        Decision::Ignore(_) => None,
+        Decision::Reply(bytes, outcome) => Some((Message::from_vec(&bytes).unwrap(), outcome)),
+        Decision::Forward(client_query, resolvers) => {
+            assert_eq!(resolvers, names.default_resolvers);
+            Some((client_query.forwarded(), QueryOutcome::Forwarded))
         }
     }
 }
 
-fn ask(name: &str, kind: RecordType) -> (Message, Outcome) {
+fn ask(name: &str, kind: RecordType) -> (Message, QueryOutcome) {
     ask_with(&query(name, kind).to_vec().unwrap(), &names(true)).unwrap()
 }
 
 #[test]
 fn a_node_has_its_address_for_five_seconds() {
     let (reply, outcome) = ask("Worker-1.", RecordType::A);
-    assert_eq!(outcome, Outcome::Node);
+    assert_eq!(outcome, QueryOutcome::Node);
     let [answer] = reply.answers.as_slice() else {
         panic!("{reply}");
     };
@@ -87,7 +87,7 @@ fn the_missing_family_and_other_types_are_no_error_without_answers() {
         ("nodes.tunnel.internal.", RecordType::A),
     ] {
         let (reply, outcome) = ask(name, kind);
-        assert_eq!(outcome, Outcome::NoData, "{name} {kind}");
+        assert_eq!(outcome, QueryOutcome::NoData, "{name} {kind}");
         assert_eq!(reply.metadata.response_code, ResponseCode::NoError);
         assert!(reply.answers.is_empty());
     }
@@ -103,7 +103,7 @@ fn a_missing_name_is_missing_for_one_second() {
         ("worker-1.kube-system.svc.cluster.local.", "cluster.local."),
     ] {
         let (reply, outcome) = ask(name, RecordType::A);
-        assert_eq!(outcome, Outcome::NoName, "{name}");
+        assert_eq!(outcome, QueryOutcome::NoName, "{name}");
         assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
         let soa = &reply.authorities[0];
         assert_eq!((soa.name.to_ascii().as_str(), soa.ttl), (authority, 1));
@@ -117,11 +117,11 @@ fn a_missing_name_is_missing_for_one_second() {
 #[test]
 fn recursion_is_available_exactly_when_there_is_somebody_to_ask() {
     let (question, outcome) = ask("example.com.", RecordType::A);
-    assert_eq!(outcome, Outcome::Forwarded);
+    assert_eq!(outcome, QueryOutcome::Forwarded);
     assert!(question.metadata.recursion_desired && question.edns.is_some());
     let message = query("example.com.", RecordType::A).to_vec().unwrap();
     let (reply, outcome) = ask_with(&message, &names(false)).unwrap();
-    assert_eq!(outcome, Outcome::Refused);
+    assert_eq!(outcome, QueryOutcome::Refused);
     assert_eq!(reply.metadata.response_code, ResponseCode::Refused);
     assert!(!reply.metadata.recursion_available);
     let message = query("worker-1.", RecordType::A).to_vec().unwrap();
@@ -136,7 +136,7 @@ fn no_single_label_is_ever_forwarded() {
         let mut message = query("x.", RecordType::A);
         message.queries[0].name = Name::from_labels([label]).unwrap();
         let (_, outcome) = ask_with(&message.to_vec().unwrap(), &names(true)).unwrap();
-        assert_eq!(outcome, Outcome::NoName, "{label:?}");
+        assert_eq!(outcome, QueryOutcome::NoName, "{label:?}");
     }
 }
 
@@ -222,15 +222,15 @@ fn what_does_not_fit_a_datagram_is_cut_and_marked() {
             message.set_edns(edns);
         }
         let (records, names) = (records(), names(true));
-        let view = View {
+        let context = AnswerContext {
             records: &records,
             names: &names,
         };
-        let verdict = decide(&message.to_vec().unwrap(), transport, &view);
-        let Verdict::Forward(asked, _) = verdict else {
-            panic!("{verdict:?}");
+        let decision = decide(&message.to_vec().unwrap(), transport, &context);
+        let Decision::Forward(client_query, _) = decision else {
+            panic!("{decision:?}");
         };
-        let mut answer = asked.forwarded();
+        let mut answer = client_query.forwarded();
         for number in 0..100 {
             let name = Name::from_ascii(format!("n{number}.example.com.")).unwrap();
             answer.add_answer(Record::from_rdata(
@@ -239,7 +239,7 @@ fn what_does_not_fit_a_datagram_is_cut_and_marked() {
                 RData::A(A::new(10, 0, 0, number)),
             ));
         }
-        let bytes = asked.relayed(answer);
+        let bytes = client_query.relayed(answer);
         let reply = Message::from_vec(&bytes).unwrap();
         (bytes.len(), reply.answers.len(), reply.metadata.truncation)
     };

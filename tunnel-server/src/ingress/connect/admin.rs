@@ -11,42 +11,42 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use tokio::sync::Semaphore;
 
-use super::super::Doors;
-use super::super::peer::{CallerName, Peer};
-use super::{Direct, Gate, Tunnel, open, pass, subject, way};
-use crate::ingress::access_log::Record;
-use crate::ingress::caller_stream::Fate;
-use crate::ingress::connect::request::{Form, Goal};
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::http::body::Passing;
+use super::super::IngressContext;
+use super::super::peer::{CallerAddr, CallerIdentity};
+use super::{ConnectProxy, Direct, Tunnel, open, relay_tunnel, route, subject};
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::caller_stream::CloseMode;
+use crate::ingress::connect::request::{ProxyRequest, RequestKind};
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::http::body::ExchangeGuard;
 use crate::ingress::http::headers::trace_parent;
-use crate::routing::dial_policy::{Allowed, LiveRanges};
+use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::routing::registry::CallerKey;
 
-/// Tunnels of people at once.
+/// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;
 
 /// Opens tunnels for whoever may use the admin socket.
 #[derive(Debug, Clone)]
-pub struct Tunnels {
-    doors: Arc<Doors>,
-    gate: Gate,
-    places: Arc<Semaphore>,
+pub struct AdminTunnels {
+    ingress: Arc<IngressContext>,
+    proxy: ConnectProxy,
+    permits: Arc<Semaphore>,
 }
 
-impl Tunnels {
+impl AdminTunnels {
     /// Through these doors' agents; nothing is dialled by the server itself.
     #[must_use]
-    pub fn new(doors: Arc<Doors>, dial_limit: Duration) -> Self {
-        let nothing = Allowed::Listed(Vec::new(), LiveRanges::default());
+    pub fn new(ingress: Arc<IngressContext>, dial_limit: Duration) -> Self {
+        let nothing = DialPolicy::Listed(Vec::new(), LiveClusterNetworks::default());
         Self {
-            doors,
-            gate: Gate {
+            ingress,
+            proxy: ConnectProxy {
                 passwords: None,
-                also_plain: true,
+                is_tls_optional: true,
                 direct: Arc::new(Direct::new(nothing, dial_limit)),
             },
-            places: Arc::new(Semaphore::new(TUNNELS_MAX)),
+            permits: Arc::new(Semaphore::new(TUNNELS_MAX)),
         }
     }
 
@@ -56,34 +56,38 @@ impl Tunnels {
         mut request: Request<Incoming>,
         user: Option<u32>,
     ) -> Response<Full<Bytes>> {
-        let mut record =
-            Record::begin("admin", Peer::Unix, &subject(&request), &self.doors.metrics);
+        let mut access_log = AccessLog::start(
+            "admin",
+            CallerAddr::Unix,
+            &subject(&request),
+            &self.ingress.metrics,
+        );
         if let Some(user) = user {
-            record.caller(&CallerName::Uid(user));
+            access_log.caller(&CallerIdentity::Uid(user));
         }
         // Who may use this socket may stop the server: the operator counts as a caller with a certificate.
         let operator = CallerKey::Local(user);
-        let opened = Box::pin(self.open(&request, &operator, &mut record)).await;
-        let (tunnel, place) = match opened {
+        let opened = Box::pin(self.open(&request, &operator, &mut access_log)).await;
+        let (tunnel, permit) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
-                record.fail(&failure);
-                record.status(failure.outcome.status());
+                access_log.fail(&failure);
+                access_log.status(failure.outcome.status());
                 let mut response = Response::new(Full::from(format!("{failure}\n")));
                 *response.status_mut() = failure.outcome.status();
                 return response;
             }
         };
-        record.status(http::StatusCode::OK);
+        access_log.status(http::StatusCode::OK);
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
-        let fate = Arc::new(Fate::default());
-        let passing = Passing {
-            unfinished: fate.begin(),
-            record,
+        let close_mode = Arc::new(CloseMode::default());
+        let exchange_guard = ExchangeGuard {
+            response_guard: close_mode.start(),
+            access_log,
         };
-        self.doors.shutdown.spawn_work(async move {
-            let _place = place;
-            pass(caller, tunnel, passing).await;
+        self.ingress.shutdown.spawn_work(async move {
+            let _permit = permit;
+            relay_tunnel(caller, tunnel, exchange_guard).await;
         });
         Response::default()
     }
@@ -92,21 +96,21 @@ impl Tunnels {
         &self,
         request: &Request<Incoming>,
         caller: &CallerKey,
-        record: &mut Record,
-    ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), Failure> {
-        let goal = Goal::of(request.method(), request.uri(), request.headers())?;
-        let place = self.places.clone().try_acquire_owned().map_err(|_full| {
-            let text = format!("{TUNNELS_MAX} tunnels of this socket are open already");
-            Failure::new(Outcome::TooManyStreams, text)
+        access_log: &mut AccessLog,
+    ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), ProxyError> {
+        let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
+        let permit = self.permits.clone().try_acquire_owned().map_err(|_full| {
+            let text = format!("the limit of {TUNNELS_MAX} tunnels on the admin socket is reached; close one and retry");
+            ProxyError::new(Outcome::TooManyStreams, text)
         })?;
         debug_assert_eq!(
-            goal.form,
-            Form::Connect,
-            "the admin socket passes no other on"
+            proxy_request.kind,
+            RequestKind::Connect,
+            "the admin socket accepts CONNECT only"
         );
-        let way = way(&self.doors, &self.gate, &goal)?;
-        let asked = (&goal, way, trace_parent(request.headers()));
-        let tunnel = open(&self.doors, &self.gate, asked, caller, record).await?;
-        Ok((tunnel, place))
+        let route = route(&self.ingress, &self.proxy, &proxy_request)?;
+        let dial_args = (&proxy_request, route, trace_parent(request.headers()));
+        let tunnel = open(&self.ingress, &self.proxy, dial_args, caller, access_log).await?;
+        Ok((tunnel, permit))
     }
 }

@@ -16,11 +16,11 @@ use tunnel_proto::process::base64;
 use tunnel_proto::process::files;
 use zeroize::Zeroizing;
 
-use super::attempts::{Attempts, NameDigest, Verdict};
+use super::throttle::{AttemptResult, NameDigest, PasswordThrottle};
 
 /// The lines of `--connect-auth`. A name may have several, for a change of its password.
 #[derive(Clone)]
-pub struct Passwords(Vec<Entry>);
+pub struct BasicAuthUsers(Vec<Entry>);
 
 #[derive(Clone)]
 struct Entry {
@@ -31,7 +31,7 @@ struct Entry {
 
 /// Why a file is no list of passwords.
 #[derive(Debug, thiserror::Error)]
-pub enum PasswordsError {
+pub enum BasicAuthFileError {
     /// It cannot be read, or others may write it.
     #[error("{0}")]
     Read(#[from] std::io::Error),
@@ -51,7 +51,7 @@ pub enum PasswordsError {
     Empty(String),
 }
 
-impl PasswordsError {
+impl BasicAuthFileError {
     /// Whether the file was read, and what it says is the mistake.
     #[must_use]
     pub fn is_in_content(&self) -> bool {
@@ -62,28 +62,28 @@ impl PasswordsError {
     }
 }
 
-impl fmt::Debug for Passwords {
+impl fmt::Debug for BasicAuthUsers {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let users = self.0.iter().map(|entry| &entry.user);
         formatter.debug_list().entries(users).finish()
     }
 }
 
-impl Passwords {
+impl BasicAuthUsers {
     /// Reads a file; says its content's digest too. Blocks the thread.
     ///
     /// # Errors
-    /// [`PasswordsError`], naming the file.
-    pub fn load(path: &Path) -> Result<([u8; 32], Self), PasswordsError> {
+    /// [`BasicAuthFileError`], naming the file.
+    pub fn load(path: &Path) -> Result<([u8; 32], Self), BasicAuthFileError> {
         let shown = path.display().to_string();
-        let content = files::read_given(path)?;
+        let content = files::read_operator_file(path)?;
         let digest = sha256(&content);
         let text = std::str::from_utf8(&content)
-            .map_err(|_bytes| PasswordsError::NotText(shown.clone()))?;
+            .map_err(|_bytes| BasicAuthFileError::NotText(shown.clone()))?;
         Ok((digest, Self::parse(text, &shown)?))
     }
 
-    fn parse(text: &str, shown: &str) -> Result<Self, PasswordsError> {
+    fn parse(text: &str, shown: &str) -> Result<Self, BasicAuthFileError> {
         let mut entries = Vec::new();
         for (number, line) in (1..).zip(text.lines()) {
             let line = line.trim_end_matches('\r');
@@ -93,11 +93,11 @@ impl Passwords {
             let parts = line.split_once(':');
             let parts = parts.filter(|(user, password)| !user.is_empty() && !password.is_empty());
             let Some((user, password)) = parts else {
-                return Err(PasswordsError::Line(shown.to_owned(), number));
+                return Err(BasicAuthFileError::Line(shown.to_owned(), number));
             };
             if password.chars().count() < PASSWORD_MIN_CHARS {
                 let user = user.to_owned();
-                return Err(PasswordsError::Short(shown.to_owned(), number, user));
+                return Err(BasicAuthFileError::Short(shown.to_owned(), number, user));
             }
             entries.push(Entry {
                 user: user.into(),
@@ -105,20 +105,20 @@ impl Passwords {
             });
         }
         if entries.is_empty() {
-            return Err(PasswordsError::Empty(shown.to_owned()));
+            return Err(BasicAuthFileError::Empty(shown.to_owned()));
         }
         Ok(Self(entries))
     }
 
     /// The user with these credentials. Takes as long for each user.
     fn user(&self, credentials: &Credentials) -> Option<Arc<str>> {
-        let mut found = None;
+        let mut matched = None;
         for entry in &self.0 {
             if verify_slices_are_equal(&entry.digest, &credentials.digest).is_ok() {
-                found = Some(entry.user.clone());
+                matched = Some(entry.user.clone());
             }
         }
-        found
+        matched
     }
 }
 
@@ -158,46 +158,46 @@ impl Credentials {
 
 /// Why a request is not let in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PasswordRefusal {
+pub(super) enum BasicAuthError {
     /// It has no name and password.
     Missing,
     /// They are not known.
     Wrong,
     /// There were too many wrong ones: the next is judged after this time.
-    Wait(Duration),
+    Throttled(Duration),
 }
 
 /// The passwords in force, whose file is followed, and who has guessed at them.
 #[derive(Debug)]
-pub struct LivePasswords {
-    passwords: ArcSwap<Passwords>,
-    attempts: Mutex<Attempts>,
+pub struct BasicAuth {
+    passwords: ArcSwap<BasicAuthUsers>,
+    throttle: Mutex<PasswordThrottle>,
 }
 
-impl LivePasswords {
+impl BasicAuth {
     /// With these.
     #[must_use]
-    pub fn new(passwords: Passwords) -> Self {
+    pub fn new(passwords: BasicAuthUsers) -> Self {
         Self {
             passwords: ArcSwap::from_pointee(passwords),
-            attempts: Mutex::default(),
+            throttle: Mutex::default(),
         }
     }
 
     /// Puts others in force.
-    pub fn replace(&self, passwords: Passwords) {
+    pub fn replace(&self, passwords: BasicAuthUsers) {
         self.passwords.store(Arc::new(passwords));
     }
 
     /// The user of a request that comes from `source`. `shown` are the credentials that were right before on the request's
     /// connection, which never wait: a guesser of that name is not on that connection.
-    pub(super) fn admit(
+    pub(super) fn authenticate(
         &self,
         headers: &HeaderMap,
         source: IpAddr,
         shown: &Mutex<Option<Credentials>>,
-    ) -> Result<Arc<str>, PasswordRefusal> {
-        let credentials = Credentials::of(headers).ok_or(PasswordRefusal::Missing)?;
+    ) -> Result<Arc<str>, BasicAuthError> {
+        let credentials = Credentials::of(headers).ok_or(BasicAuthError::Missing)?;
         let passwords = self.passwords.load();
         let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
         if *shown == Some(credentials)
@@ -207,19 +207,19 @@ impl LivePasswords {
         }
         let mut user = None;
         // Judged under the lock, so that many connections at once make no more guesses than one.
-        let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        let verdict = attempts.judge(source, credentials.name, Instant::now(), || {
+        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = throttle.check(source, credentials.name, Instant::now(), || {
             user = passwords.user(&credentials);
             user.is_some()
         });
-        drop(attempts);
-        match (verdict, user) {
-            (Verdict::Right, Some(user)) => {
+        drop(throttle);
+        match (result, user) {
+            (AttemptResult::Accepted, Some(user)) => {
                 *shown = Some(credentials);
                 Ok(user)
             }
-            (Verdict::Wait(left), _) => Err(PasswordRefusal::Wait(left)),
-            (Verdict::Wrong | Verdict::Right, _) => Err(PasswordRefusal::Wrong),
+            (AttemptResult::Throttled(left), _) => Err(BasicAuthError::Throttled(left)),
+            (AttemptResult::Wrong | AttemptResult::Accepted, _) => Err(BasicAuthError::Wrong),
         }
     }
 }
@@ -233,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    fn user(passwords: &Passwords, value: &str) -> Option<String> {
+    fn user(passwords: &BasicAuthUsers, value: &str) -> Option<String> {
         let mut headers = HeaderMap::new();
         headers.insert(PROXY_AUTHORIZATION, HeaderValue::from_str(value).unwrap());
         let user = Credentials::of(&headers).and_then(|shown| passwords.user(&shown));
@@ -244,7 +244,7 @@ mod tests {
     fn users_are_known_by_any_of_their_passwords_and_by_nothing_else() {
         let text = "# both hold while it changes\nprometheus:old:1234567890ab\n\nprometheus:new-1234567890ab\n\
                     other:x-1234567890abcd\n";
-        let passwords = Passwords::parse(text, "file").unwrap();
+        let passwords = BasicAuthUsers::parse(text, "file").unwrap();
         let basic = |pair: &str| format!("Basic {}", base64::encode(pair.as_bytes()));
         let other = "other:x-1234567890abcd";
         for (value, expected) in [
@@ -280,7 +280,7 @@ mod tests {
             ("a:0123456789abcdef\nadmin:secret-89abcde\n", "line 2"),
             ("admin:secret-89abcde\n", "\"admin\""),
         ] {
-            let error = Passwords::parse(text, "file").unwrap_err();
+            let error = BasicAuthUsers::parse(text, "file").unwrap_err();
             assert!(error.is_in_content());
             let error = error.to_string();
             assert!(error.contains(hint) && !error.contains("secret"), "{error}");
@@ -290,20 +290,20 @@ mod tests {
     #[test]
     fn sixteen_characters_are_enough_in_any_script() {
         for password in ["0123456789abcdef", "ßßßßßßßßßßßßßßßß"] {
-            assert!(Passwords::parse(&format!("a:{password}"), "file").is_ok());
+            assert!(BasicAuthUsers::parse(&format!("a:{password}"), "file").is_ok());
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn right_password_waits_with_its_name_except_on_its_own_connection() {
         let text = "prometheus:0123456789abcdef\nother:fedcba9876543210\n";
-        let live = LivePasswords::new(Passwords::parse(text, "file").unwrap());
+        let live = BasicAuth::new(BasicAuthUsers::parse(text, "file").unwrap());
         let site = "192.0.2.1".parse().unwrap();
         let ask = |pair: &str, shown: &Mutex<Option<Credentials>>| {
             let mut headers = HeaderMap::new();
             let value = format!("Basic {}", base64::encode(pair.as_bytes()));
             headers.insert(PROXY_AUTHORIZATION, value.parse().unwrap());
-            live.admit(&headers, site, shown)
+            live.authenticate(&headers, site, shown)
                 .map(|user| user.to_string())
         };
         let (right, other) = ("prometheus:0123456789abcdef", "other:fedcba9876543210");
@@ -311,19 +311,19 @@ mod tests {
         assert_eq!(ask(right, &known), Ok("prometheus".into()));
         for _ in 0..5 {
             let guess = ask("prometheus:guess", &new);
-            assert_eq!(guess, Err(PasswordRefusal::Wrong));
+            assert_eq!(guess, Err(BasicAuthError::Wrong));
         }
-        let second = Err(PasswordRefusal::Wait(Duration::from_secs(1)));
+        let second = Err(BasicAuthError::Throttled(Duration::from_secs(1)));
         assert_eq!(ask(right, &new), second);
         assert_eq!(ask("prometheus:guess", &known), second);
         assert_eq!(ask(right, &known), Ok("prometheus".into()));
         assert_eq!(ask(other, &new), Ok("other".into()));
-        assert_eq!(ask("other", &new), Err(PasswordRefusal::Wrong));
+        assert_eq!(ask("other", &new), Err(BasicAuthError::Wrong));
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(ask(right, &new), Ok("prometheus".into()));
         // What is no longer in the file ends on every connection.
-        let left = Passwords::parse("other:fedcba9876543210\n", "file").unwrap();
+        let left = BasicAuthUsers::parse("other:fedcba9876543210\n", "file").unwrap();
         live.replace(left);
-        assert_eq!(ask(right, &known), Err(PasswordRefusal::Wrong));
+        assert_eq!(ask(right, &known), Err(BasicAuthError::Wrong));
     }
 }

@@ -16,10 +16,10 @@ use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Limit;
-use crate::ingress::caller_stream::{DoorSocket, Fate, Unfinished};
-use crate::ingress::connect::request::Place;
-use crate::ingress::error::{Failure, Outcome};
-use crate::routing::dial_policy::{Allowed, Claims, Refused};
+use crate::ingress::caller_stream::{CallerStream, CloseMode, ResponseGuard};
+use crate::ingress::connect::request::DialTarget;
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 
 /// Lookups at once; each takes a thread while the system's resolver works.
 const LOOKUPS: usize = 64;
@@ -29,32 +29,36 @@ const WHOLE_MAX: Duration = Duration::from_secs(8);
 const ADDRESSES_MAX: usize = 4;
 
 /// A resolver's answer.
-pub(in crate::ingress) type Resolved<'a> =
+pub(in crate::ingress) type ResolveFuture<'a> =
     Pin<Box<dyn Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'a>>;
 
 /// What turns names into addresses.
 pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
-    /// The addresses of a name. `place` is kept as long as the work goes on, which may be longer than anybody waits for
+    /// The addresses of a name. `permit` is held until the lookup ends. The lookup may outlive the future that waits for
     /// it. Cancel-safe.
-    fn resolve<'a>(&'a self, name: &'a str, port: u16, place: OwnedSemaphorePermit)
-    -> Resolved<'a>;
-}
-
-/// The system's resolver.
-#[derive(Debug)]
-pub(in crate::ingress) struct System;
-
-impl Resolve for System {
     fn resolve<'a>(
         &'a self,
         name: &'a str,
         port: u16,
-        place: OwnedSemaphorePermit,
-    ) -> Resolved<'a> {
+        permit: OwnedSemaphorePermit,
+    ) -> ResolveFuture<'a>;
+}
+
+/// The system's resolver.
+#[derive(Debug)]
+pub(in crate::ingress) struct SystemResolver;
+
+impl Resolve for SystemResolver {
+    fn resolve<'a>(
+        &'a self,
+        name: &'a str,
+        port: u16,
+        permit: OwnedSemaphorePermit,
+    ) -> ResolveFuture<'a> {
         let name = name.to_owned();
         // The system's resolver cannot be cancelled: its thread goes on, and so does its place.
         let lookup = tokio::task::spawn_blocking(move || {
-            let _place = place;
+            let _permit = permit;
             Ok((name.as_str(), port).to_socket_addrs()?.collect())
         });
         Box::pin(async move { lookup.await.map_err(io::Error::other)? })
@@ -64,7 +68,7 @@ impl Resolve for System {
 /// Dials what is allowed.
 #[derive(Debug)]
 pub struct Direct {
-    allowed: Allowed,
+    dial_policy: DialPolicy,
     resolver: Box<dyn Resolve>,
     lookups: Arc<Semaphore>,
     limit: Duration,
@@ -72,19 +76,19 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// Dials what is `allowed`, by the system's resolver, each time within `limit`.
+    /// Dials what is `dial_policy`, by the system's resolver, each time within `limit`.
     #[must_use]
-    pub fn new(allowed: Allowed, limit: Duration) -> Self {
-        Self::resolving(allowed, limit, Box::new(System))
+    pub fn new(dial_policy: DialPolicy, limit: Duration) -> Self {
+        Self::with_resolver(dial_policy, limit, Box::new(SystemResolver))
     }
 
-    pub(in crate::ingress) fn resolving(
-        allowed: Allowed,
+    pub(in crate::ingress) fn with_resolver(
+        dial_policy: DialPolicy,
         limit: Duration,
         resolver: Box<dyn Resolve>,
     ) -> Self {
         Self {
-            allowed,
+            dial_policy,
             resolver,
             lookups: Arc::new(Semaphore::new(LOOKUPS)),
             limit,
@@ -104,99 +108,106 @@ impl Direct {
     }
 
     /// What may be dialled.
-    pub(in crate::ingress) fn allowed(&self) -> &Allowed {
-        &self.allowed
+    pub(in crate::ingress) fn dial_policy(&self) -> &DialPolicy {
+        &self.dial_policy
     }
 
-    /// Connects to one of a place's addresses, as far as the claims of nodes allow it; `goal` is what the caller wrote.
+    /// Connects to one of a place's addresses, as far as the claims of nodes allow it; `target_label` is what the caller wrote.
     /// Cancel-safe.
     ///
     /// # Errors
-    /// A [`Failure`] with the answer for the caller.
+    /// A [`ProxyError`] with the answer for the caller.
     pub(in crate::ingress) async fn dial(
         &self,
-        place: &Place,
+        dial_target: &DialTarget,
         port: Port,
-        goal: &str,
-        claims: &Claims<'_>,
-    ) -> Result<DirectSocket, Failure> {
-        if self.allowed.is_nothing() {
+        target_label: &str,
+        claims: &AddressClaims<'_>,
+    ) -> Result<DirectSocket, ProxyError> {
+        if self.dial_policy.is_deny_all() {
             let text = format!(
-                "{goal} is no node behind an agent, and --connect-direct allows nothing else"
+                "{target_label} is not a node with an agent, and --connect-direct does not allow any other target"
             );
-            return Err(Failure::new(Outcome::RefusedByPolicy, text));
+            return Err(ProxyError::new(Outcome::RefusedByPolicy, text));
         }
-        let dialling = async {
-            let candidates = self.candidates(place, port, goal, claims).await?;
+        let dialing = async {
+            let candidates = self
+                .candidates(dial_target, port, target_label, claims)
+                .await?;
             let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
-            let mut failure = Failure::new(Outcome::TargetRefused, format!("{goal}: no address"));
+            let mut failure = ProxyError::new(
+                Outcome::TargetRefused,
+                format!("{target_label}: no address"),
+            );
             for address in candidates {
                 match timeout(self.limit / count, TcpStream::connect(address)).await {
                     Ok(Ok(tcp)) => return Ok(DirectSocket::new(tcp)),
                     Ok(Err(error)) => {
-                        let text = format!("{goal} ({address}): {error}");
-                        failure = Failure::new(Outcome::TargetRefused, text);
+                        let text = format!("{target_label} ({address}): {error}");
+                        failure = ProxyError::new(Outcome::TargetRefused, text);
                     }
-                    Err(_elapsed) => failure = late(&format!("{goal} ({address})")),
+                    Err(_elapsed) => {
+                        failure = dial_timeout_error(&format!("{target_label} ({address})"))
+                    }
                 }
             }
             Err(failure)
         };
         // The name and all of its addresses together.
-        match timeout((self.limit * 2).min(WHOLE_MAX), dialling).await {
-            Ok(dialled) => dialled,
-            Err(_elapsed) => Err(late(goal)),
+        match timeout((self.limit * 2).min(WHOLE_MAX), dialing).await {
+            Ok(dialed) => dialed,
+            Err(_elapsed) => Err(dial_timeout_error(target_label)),
         }
     }
 
     async fn candidates(
         &self,
-        place: &Place,
+        dial_target: &DialTarget,
         port: Port,
-        goal: &str,
-        claims: &Claims<'_>,
-    ) -> Result<Vec<SocketAddr>, Failure> {
-        let found = match place {
-            Place::Addresses(addresses) => addresses
+        target_label: &str,
+        claims: &AddressClaims<'_>,
+    ) -> Result<Vec<SocketAddr>, ProxyError> {
+        let resolved = match dial_target {
+            DialTarget::Addresses(addresses) => addresses
                 .iter()
                 .map(|ip| SocketAddr::new(*ip, port.get()))
                 .collect(),
-            Place::Name(name) => {
+            DialTarget::Name(name) => {
                 let lookup = async {
-                    let place = self.lookups.clone().acquire_owned().await;
-                    let place = place.map_err(io::Error::other)?;
+                    let permit = self.lookups.clone().acquire_owned().await;
+                    let permit = permit.map_err(io::Error::other)?;
                     self.resolver
-                        .resolve(name.as_str(), port.get(), place)
+                        .resolve(name.as_str(), port.get(), permit)
                         .await
                 };
                 let unknown = |error: &dyn fmt::Display| {
-                    let text = format!("{goal}: the name cannot be resolved: {error}");
-                    Failure::new(Outcome::TargetRefused, text)
+                    let text = format!("{target_label}: the name cannot be resolved: {error}");
+                    ProxyError::new(Outcome::TargetRefused, text)
                 };
                 match timeout(self.limit, lookup).await {
-                    Ok(found) => found.map_err(|error| unknown(&error))?,
+                    Ok(resolved) => resolved.map_err(|error| unknown(&error))?,
                     Err(_elapsed) => return Err(unknown(&"no answer in time")),
                 }
             }
         };
-        let mut allowed =
-            judge_all(&self.allowed, found, claims).map_err(|refused| refused.failure(goal))?;
-        allowed.truncate(ADDRESSES_MAX);
-        Ok(allowed)
+        let mut addresses = filter_allowed(&self.dial_policy, resolved, claims)
+            .map_err(|refused| refused.failure(target_label))?;
+        addresses.truncate(ADDRESSES_MAX);
+        Ok(addresses)
     }
 }
 
 /// Those of the addresses that may be dialled, or why none may: that nodes contradict each other is said first.
-pub(super) fn judge_all(
-    allowed: &Allowed,
+pub(super) fn filter_allowed(
+    dial_policy: &DialPolicy,
     addresses: Vec<SocketAddr>,
-    claims: &Claims<'_>,
-) -> Result<Vec<SocketAddr>, Refused> {
+    claims: &AddressClaims<'_>,
+) -> Result<Vec<SocketAddr>, DialRefusal> {
     let (mut accepted, mut refused) = (Vec::new(), None);
     for address in addresses {
-        match (allowed.judge(address, claims), &refused) {
+        match (dial_policy.check(address, claims), &refused) {
             (Ok(address), _) => accepted.push(address),
-            (Err(_), Some(Refused::Contested(_))) => {}
+            (Err(_), Some(DialRefusal::Conflicting(_))) => {}
             (Err(why), _) => refused = Some(why),
         }
     }
@@ -206,28 +217,28 @@ pub(super) fn judge_all(
     }
 }
 
-fn late(what: &str) -> Failure {
+fn dial_timeout_error(what: &str) -> ProxyError {
     let text = format!("{what}: did not accept the connection in time");
-    Failure::new(Outcome::TargetTimeout, text).at(Limit::TargetDialTimeout)
+    ProxyError::new(Outcome::TargetTimeout, text).with_limit(Limit::TargetDialTimeout)
 }
 
 /// A connection that the server dialled: it ends in a reset unless it was finished, and counts its bytes.
 #[derive(Debug)]
 pub(in crate::ingress) struct DirectSocket {
     // Dropped before the socket, so that an end without `finish` is a reset.
-    unfinished: Option<Unfinished>,
-    socket: DoorSocket,
+    response_guard: Option<ResponseGuard>,
+    socket: CallerStream,
     bytes: Arc<ByteCount>,
 }
 
 impl DirectSocket {
     fn new(tcp: TcpStream) -> Self {
-        let fate = Arc::new(Fate::default());
-        fate.upgrade();
-        let unfinished = Some(fate.begin());
+        let close_mode = Arc::new(CloseMode::default());
+        close_mode.upgrade();
+        let response_guard = Some(close_mode.start());
         Self {
-            unfinished,
-            socket: DoorSocket::new(tcp, fate),
+            response_guard,
+            socket: CallerStream::new(tcp, close_mode),
             bytes: Arc::default(),
         }
     }
@@ -239,8 +250,8 @@ impl DirectSocket {
 
     /// From here on a close is an end: everything was passed.
     pub(in crate::ingress) fn finish(&mut self) {
-        if let Some(unfinished) = self.unfinished.take() {
-            unfinished.finish();
+        if let Some(response_guard) = self.response_guard.take() {
+            response_guard.finish();
         }
     }
 }

@@ -6,87 +6,95 @@ use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Failure, Outcome};
+use crate::ingress::error::{Outcome, ProxyError};
 use crate::policy::PortPolicy;
-use crate::routing::decision::{Destination, Host, HostPort, bad, check_path, route_failure};
-use crate::routing::dial_policy::{ClusterRanges, Owner};
+use crate::routing::decision::{
+    Destination, Host, HostPort, bad_request, check_path, route_failure,
+};
+use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
 
 /// What a caller wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) struct Goal {
-    pub(in crate::ingress) form: Form,
+pub(in crate::ingress) struct ProxyRequest {
+    pub(in crate::ingress) kind: RequestKind,
     pub(in crate::ingress) host: Host,
     pub(in crate::ingress) port: Port,
 }
 
 /// How the target is to be spoken to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::ingress) enum Form {
+pub(in crate::ingress) enum RequestKind {
     /// Bytes both ways.
     Connect,
     /// One plain HTTP request that only reads.
     Read,
 }
 
-impl std::fmt::Display for Goal {
+impl std::fmt::Display for ProxyRequest {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "{}:{}", self.host, self.port)
     }
 }
 
-impl Goal {
+impl ProxyRequest {
     /// Reads a request's head.
     ///
     /// # Errors
-    /// A [`Failure`] with the answer for the caller.
+    /// A [`ProxyError`] with the answer for the caller.
     pub(in crate::ingress) fn of(
         method: &Method,
         uri: &Uri,
         headers: &HeaderMap,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, ProxyError> {
         if *method == Method::CONNECT {
             return Self::of_connect(uri, headers);
         }
         let Some(scheme) = uri.scheme() else {
-            return Err(bad(
+            return Err(bad_request(
                 "this port is a proxy: send CONNECT HOST:PORT, or GET with the whole http:// URL",
             ));
         };
         if *method != Method::GET && *method != Method::HEAD {
-            return Err(refused("only CONNECT, GET and HEAD are offered here"));
+            return Err(refused(
+                "only CONNECT, GET and HEAD are supported on this port",
+            ));
         }
         // A protocol of its own inside a plain request would make a shell of a password for metrics.
         if headers.contains_key(UPGRADE) || names_upgrade(headers) {
-            return Err(refused("upgrades are not offered here; send CONNECT"));
+            return Err(refused(
+                "upgrades are not supported on this port; send CONNECT",
+            ));
         }
         if *scheme != http::uri::Scheme::HTTP {
-            return Err(bad("only http:// URLs are asked for; send CONNECT for TLS"));
+            return Err(bad_request(
+                "only http:// URLs are supported; send CONNECT for TLS",
+            ));
         }
         check_path(uri, headers)?;
         let (host, port) = host_and_port(uri)?;
         let port = port
             .or_else(|| Port::new(80))
-            .ok_or_else(|| bad("no port"))?;
+            .ok_or_else(|| bad_request("no port"))?;
         Ok(Self {
-            form: Form::Read,
+            kind: RequestKind::Read,
             host,
             port,
         })
     }
 
-    fn of_connect(uri: &Uri, headers: &HeaderMap) -> Result<Self, Failure> {
+    fn of_connect(uri: &Uri, headers: &HeaderMap) -> Result<Self, ProxyError> {
         if uri.scheme().is_some() || uri.path_and_query().is_some() {
-            return Err(bad("CONNECT needs HOST:PORT and nothing else"));
+            return Err(bad_request("CONNECT needs HOST:PORT and nothing else"));
         }
         // Nobody could say where such a body ends and the tunnel begins (RFC 9110, section 9.3.6).
         if headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH) {
-            return Err(bad("CONNECT has no body"));
+            return Err(bad_request("CONNECT has no body"));
         }
         let (host, port) = host_and_port(uri)?;
-        let port = port.ok_or_else(|| bad("CONNECT needs a port"))?;
+        let port = port.ok_or_else(|| bad_request("CONNECT needs a port"))?;
         Ok(Self {
-            form: Form::Connect,
+            kind: RequestKind::Connect,
             host,
             port,
         })
@@ -95,69 +103,78 @@ impl Goal {
     /// Which way leads there. `has_agent` tells of connected agents.
     ///
     /// # Errors
-    /// A [`Failure`] with the answer for the caller.
-    pub(in crate::ingress) fn way(
+    /// A [`ProxyError`] with the answer for the caller.
+    pub(in crate::ingress) fn route(
         &self,
         routes: &RouteTable,
         policy: &PortPolicy,
-        cluster: &ClusterRanges,
+        cluster: &ClusterNetworks,
         has_agent: impl Fn(&NodeName) -> bool,
-    ) -> Result<Way, Failure> {
-        let direct = |address: IpAddr| Way::Direct(Place::Addresses(vec![address.to_canonical()]));
+    ) -> Result<Route, ProxyError> {
+        let direct =
+            |address: IpAddr| Route::Direct(DialTarget::Addresses(vec![address.to_canonical()]));
         let node = match &self.host {
             Host::Name(name) => match routes.by_name(name) {
                 Ok(node) => node,
-                Err(RouteError::UnknownName(name)) => return Ok(Way::Direct(Place::Name(name))),
+                Err(RouteError::UnknownName(name)) => {
+                    return Ok(Route::Direct(DialTarget::Name(name)));
+                }
                 Err(
                     error @ (RouteError::UnknownAddress(_)
-                    | RouteError::Ambiguous(..)
+                    | RouteError::AmbiguousAddress(..)
                     | RouteError::AmbiguousName(..)),
                 ) => return Err(route_failure(&error)),
             },
             Host::Address(address) => match cluster.owner(*address, routes, &has_agent) {
-                Owner::Agent(node) => node,
-                Owner::CloudNode | Owner::Network | Owner::Unknown => return Ok(direct(*address)),
-                Owner::Contested(contest) => {
-                    return Err(Failure::new(Outcome::AmbiguousAddress, contest.to_string()));
+                AddressOwner::Agent(node) => node,
+                AddressOwner::CloudNode | AddressOwner::Network | AddressOwner::Unknown => {
+                    return Ok(direct(*address));
+                }
+                AddressOwner::Conflicting(conflict) => {
+                    return Err(ProxyError::new(
+                        Outcome::AmbiguousAddress,
+                        conflict.to_string(),
+                    ));
                 }
             },
         };
         // A node in the cloud has no agent, and the server reaches it as everybody does.
         if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
-            return Ok(Way::Direct(Place::Addresses(addresses.to_vec())));
+            return Ok(Route::Direct(DialTarget::Addresses(addresses.to_vec())));
         }
         let port = self.port;
         let target = policy.target(port).map_err(|refusal| {
             let text = format!("{node} port {port}: {refusal}");
-            Failure::new(Outcome::RefusedByPolicy, text)
+            ProxyError::new(Outcome::RefusedByPolicy, text)
         })?;
-        Ok(Way::Agent(Destination { node, target }))
+        Ok(Route::Agent(Destination { node, target }))
     }
 }
 
 /// How a goal is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) enum Way {
+pub(in crate::ingress) enum Route {
     /// Through the node's agent.
     Agent(Destination),
     /// By a connection of the server's own, if it may be dialled.
-    Direct(Place),
+    Direct(DialTarget),
 }
 
 /// What the server may dial itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) enum Place {
+pub(in crate::ingress) enum DialTarget {
     /// A name to be resolved.
     Name(NodeName),
     /// Addresses, in order of preference.
     Addresses(Vec<IpAddr>),
 }
 
-fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), Failure> {
+fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), ProxyError> {
     let parsed = uri
         .authority()
         .and_then(|text| HostPort::parse(text.as_str()));
-    let parsed = parsed.ok_or_else(|| bad("the target is not a name or address with a port"))?;
+    let parsed =
+        parsed.ok_or_else(|| bad_request("the target is not a name or address with a port"))?;
     Ok((parsed.host, parsed.port))
 }
 
@@ -168,8 +185,8 @@ fn names_upgrade(headers: &HeaderMap) -> bool {
         .any(|option| option.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
 }
 
-fn refused(text: &str) -> Failure {
-    Failure::new(Outcome::RefusedByPolicy, text)
+fn refused(text: &str) -> ProxyError {
+    ProxyError::new(Outcome::RefusedByPolicy, text)
 }
 
 #[cfg(test)]

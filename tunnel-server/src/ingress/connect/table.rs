@@ -5,24 +5,24 @@ use std::net::{IpAddr, SocketAddr};
 use http::Request;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::dial::judge_all;
-use crate::ingress::connect::request::{Goal, Place, Way};
+use super::dial::filter_allowed;
+use crate::ingress::connect::request::{DialTarget, ProxyRequest, Route};
 use crate::policy::PortPolicy;
-use crate::routing::dial_policy::{Allowed, Claims, LiveRanges};
+use crate::routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
 
 /// A server in a cluster.
 #[derive(Debug)]
-pub(crate) struct Setting {
+pub(crate) struct ClusterFixture {
     pub(crate) routes: RouteTable,
-    pub(crate) ranges: LiveRanges,
+    pub(crate) ranges: LiveClusterNetworks,
     /// Nodes whose agents are connected.
     pub(crate) agents: Vec<NodeName>,
     /// Addresses of the server.
     pub(crate) own: Vec<IpAddr>,
 }
 
-impl Setting {
+impl ClusterFixture {
     /// `agent NODE`, `direct ADDRESSES`, `name NAME` for a name that is resolved, or the status of the refusal.
     pub(crate) fn leads(&self, target: &str) -> String {
         let policy = PortPolicy {
@@ -32,24 +32,25 @@ impl Setting {
         let request = Request::builder().method("CONNECT").uri(target);
         let request = request.body(()).unwrap();
         let has_agent = |node: &NodeName| self.agents.contains(node);
-        let goal = Goal::of(request.method(), request.uri(), request.headers()).unwrap();
-        let way = goal.way(&self.routes, &policy, &self.ranges.load(), has_agent);
-        let addresses = match way {
-            Ok(Way::Agent(destination)) => return format!("agent {}", destination.node),
-            Ok(Way::Direct(Place::Name(name))) => return format!("name {name}"),
-            Ok(Way::Direct(Place::Addresses(addresses))) => addresses,
+        let proxy_request =
+            ProxyRequest::of(request.method(), request.uri(), request.headers()).unwrap();
+        let route = proxy_request.route(&self.routes, &policy, &self.ranges.load(), has_agent);
+        let addresses = match route {
+            Ok(Route::Agent(destination)) => return format!("agent {}", destination.node),
+            Ok(Route::Direct(DialTarget::Name(name))) => return format!("name {name}"),
+            Ok(Route::Direct(DialTarget::Addresses(addresses))) => addresses,
             Err(failure) => return failure.outcome.status().as_u16().to_string(),
         };
-        let claims = Claims {
+        let claims = AddressClaims {
             routes: &self.routes,
             has_agent: &has_agent,
             is_own: &|ip| self.own.contains(&ip),
             own_ports: &policy.own,
         };
         let addresses = addresses.into_iter();
-        let addresses = addresses.map(|ip| SocketAddr::new(ip, goal.port.get()));
-        let allowed = Allowed::Cluster(self.ranges.clone());
-        match judge_all(&allowed, addresses.collect(), &claims) {
+        let addresses = addresses.map(|ip| SocketAddr::new(ip, proxy_request.port.get()));
+        let dial_policy = DialPolicy::Cluster(self.ranges.clone());
+        match filter_allowed(&dial_policy, addresses.collect(), &claims) {
             Ok(addresses) => {
                 let addresses: Vec<_> = addresses.iter().map(|to| to.ip().to_string()).collect();
                 format!("direct {}", addresses.join(" "))

@@ -7,11 +7,11 @@ use tokio::net::TcpListener;
 use tunnel_proto::process::base64;
 use tunnel_proto::wire::code::RefusalCode;
 
-use super::{Direct, Gate};
-use crate::ingress::Door;
-use crate::ingress::connect::basic_auth::{LivePasswords, Passwords};
-use crate::ingress::http::tests::bench::{Bench, HI, head};
-use crate::routing::dial_policy::{Allowed, LiveRanges};
+use super::{ConnectProxy, Direct};
+use crate::ingress::HttpListener;
+use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
+use crate::ingress::http::tests::fixture::{Fixture, HI, head};
+use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::testing::within;
 
 mod fuzz;
@@ -20,24 +20,24 @@ mod fuzz;
 const GRANTED: &str = "HTTP/1.1 200 OK\r\n\r\n";
 const ASK: &str = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
 
-fn open_door(direct: &[&str]) -> Arc<Door> {
-    door(None, direct)
+fn open_connect_listener(direct: &[&str]) -> Arc<HttpListener> {
+    connect_listener(None, direct)
 }
 
-fn door(passwords: Option<&str>, direct: &[&str]) -> Arc<Door> {
+fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListener> {
     let listed = direct.iter().map(|text| text.parse().unwrap()).collect();
-    let allowed = Allowed::Listed(listed, LiveRanges::default());
+    let dial_policy = DialPolicy::Listed(listed, LiveClusterNetworks::default());
     let passwords = passwords.map(|text| {
         let path = std::env::temp_dir().join(format!("culvert-auth-{:x}", rand::random::<u64>()));
         std::fs::write(&path, text).unwrap();
-        let (_, passwords) = Passwords::load(&path).unwrap();
+        let (_, passwords) = BasicAuthUsers::load(&path).unwrap();
         std::fs::remove_file(path).unwrap();
-        Arc::new(LivePasswords::new(passwords))
+        Arc::new(BasicAuth::new(passwords))
     });
-    Bench::gate(Gate {
+    Fixture::connect_proxy(ConnectProxy {
         passwords,
-        also_plain: true,
-        direct: Arc::new(Direct::new(allowed, Duration::from_secs(5))),
+        is_tls_optional: true,
+        direct: Arc::new(Direct::new(dial_policy, Duration::from_secs(5))),
     })
 }
 
@@ -45,10 +45,10 @@ fn door(passwords: Option<&str>, direct: &[&str]) -> Arc<Door> {
 /// target's.
 #[tokio::test]
 async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     for (early, late) in [("", "hello"), ("he", "llo"), ("hello", "")] {
-        let mut caller = bench.connect_at(open_door(&[]));
+        let mut caller = fixture.connect_at(open_connect_listener(&[]));
         let asks = async {
             caller
                 .write_all(format!("{ASK}{early}").as_bytes())
@@ -61,9 +61,9 @@ async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
             caller.write_all(late.as_bytes()).await.unwrap();
         };
         let (mut stream, ()) = tokio::join!(agent.accepts(), asks);
-        let mut heard = [0; 5];
-        within(stream.read_exact(&mut heard)).await.unwrap();
-        assert_eq!(&heard, b"hello");
+        let mut received = [0; 5];
+        within(stream.read_exact(&mut received)).await.unwrap();
+        assert_eq!(&received, b"hello");
         stream.write_all(b"answer").await.unwrap();
         stream.shutdown().await.unwrap();
         let mut answer = String::new();
@@ -74,9 +74,9 @@ async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
 
 #[tokio::test]
 async fn half_close_is_kept_also_before_the_answer() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.dial_at(open_door(&[])).await;
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller
         .write_all(format!("{ASK}all").as_bytes())
         .await
@@ -96,11 +96,11 @@ async fn half_close_is_kept_also_before_the_answer() {
 /// The caller's end comes right behind the head, and the answer when the target is connected, which is later.
 #[tokio::test]
 async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = target.local_addr().unwrap();
-    let mut caller = bench.dial_at(open_door(&[])).await;
+    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller.write_all(ASK.as_bytes()).await.unwrap();
     caller.shutdown().await.unwrap();
     let mut stream = agent.stream().await;
@@ -113,7 +113,9 @@ async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() 
     assert_eq!(answer, format!("{GRANTED}late"));
 
     let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
-    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    let mut caller = fixture
+        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
+        .await;
     caller.write_all(ask.as_bytes()).await.unwrap();
     caller.shutdown().await.unwrap();
     let (mut socket, _) = within(target.accept()).await.unwrap();
@@ -134,10 +136,10 @@ async fn speaks_after_the_end<S: AsyncRead + AsyncWrite + Unpin>(target: &mut S)
 
 #[tokio::test]
 async fn cut_is_a_cut_on_either_side() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     // The target's side: the stream is dropped midway.
-    let mut caller = bench.dial_at(open_door(&[])).await;
+    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller.write_all(ASK.as_bytes()).await.unwrap();
     let mut stream = agent.accepts().await;
     stream.write_all(b"part").await.unwrap();
@@ -147,7 +149,7 @@ async fn cut_is_a_cut_on_either_side() {
     let ended = within(caller.read_to_end(&mut rest)).await.unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
     // The caller's side: a reset of its socket.
-    let mut caller = bench.dial_at(open_door(&[])).await;
+    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller.write_all(ASK.as_bytes()).await.unwrap();
     let mut stream = agent.accepts().await;
     assert_eq!(head(&mut caller).await, GRANTED);
@@ -158,10 +160,10 @@ async fn cut_is_a_cut_on_either_side() {
 }
 
 #[tokio::test]
-async fn refusals_are_told_and_the_connection_may_ask_again() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect_at(open_door(&[]));
+async fn refusals_are_reported_and_the_connection_can_be_reused() {
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect_at(open_connect_listener(&[]));
     for (target, code) in [
         ("worker-1:22", "refused_by_policy"),
         ("stranger:443", "refused_by_policy"),
@@ -187,8 +189,8 @@ async fn refusals_are_told_and_the_connection_may_ask_again() {
 /// S44: a password for metrics opens no stream for anything but a plain read.
 #[tokio::test]
 async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n";
     let exec = "http://worker-1:9100/exec/a/b/c?command=sh";
     for (method, fields) in [
@@ -203,7 +205,7 @@ async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
         ("PATCH", ""),
     ] {
         let ask = format!("{method} {exec} HTTP/1.1\r\nHost: worker-1:9100\r\n{fields}\r\n");
-        let mut caller = bench.connect_at(open_door(&[]));
+        let mut caller = fixture.connect_at(open_connect_listener(&[]));
         caller.write_all(ask.as_bytes()).await.unwrap();
         let answer = head(&mut caller).await;
         assert!(
@@ -216,8 +218,8 @@ async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
 
 #[tokio::test]
 async fn passwords_are_asked_for_and_never_passed_on() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let auth = |pair: &str| {
         let pair = base64::encode(pair.as_bytes());
         format!("Proxy-Authorization: Basic {pair}\r\n")
@@ -231,8 +233,11 @@ async fn passwords_are_asked_for_and_never_passed_on() {
             auth("other:right-0123456789"),
         ] {
             let ask = format!("{ask}{fields}\r\n");
-            let answer = bench
-                .ask_at(door(Some("prometheus:right-0123456789"), &[]), &ask)
+            let answer = fixture
+                .ask_at(
+                    connect_listener(Some("prometheus:right-0123456789"), &[]),
+                    &ask,
+                )
                 .await;
             assert!(answer.starts_with("HTTP/1.1 407 "), "{answer}");
             assert!(
@@ -246,7 +251,10 @@ async fn passwords_are_asked_for_and_never_passed_on() {
         "{url}{}Connection: close\r\n\r\n",
         auth("prometheus:right-0123456789")
     );
-    let asks = bench.ask_at(door(Some("prometheus:right-0123456789"), &[]), &ask);
+    let asks = fixture.ask_at(
+        connect_listener(Some("prometheus:right-0123456789"), &[]),
+        &ask,
+    );
     let (answer, seen) = tokio::join!(asks, agent.answers());
     assert!(answer.ends_with("hi"), "{answer}");
     assert!(seen.starts_with("GET /metrics?x=1 HTTP/1.1\r\n"), "{seen}");
@@ -257,16 +265,18 @@ async fn passwords_are_asked_for_and_never_passed_on() {
 
 #[tokio::test]
 async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
-    let bench = Bench::new();
+    let fixture = Fixture::new();
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = target.local_addr().unwrap();
     let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
-    let mut caller = bench.connect_at(open_door(&["10.0.0.0/8"]));
+    let mut caller = fixture.connect_at(open_connect_listener(&["10.0.0.0/8"]));
     caller.write_all(ask.as_bytes()).await.unwrap();
     let answer = head(&mut caller).await;
     assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
 
-    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    let mut caller = fixture
+        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
+        .await;
     caller
         .write_all(format!("{ask}ping").as_bytes())
         .await
@@ -275,12 +285,14 @@ async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
     assert_eq!(head(&mut caller).await, GRANTED);
     let mut ping = [0; 4];
     within(socket.read_exact(&mut ping)).await.unwrap();
-    assert_eq!(bench.metric("tunnel_server_connect_direct_open"), 1);
+    assert_eq!(fixture.metric("tunnel_server_connect_direct_open"), 1);
     // A cut of the target's is one for the caller, and the other way round.
     tunnel_proto::tcp::abort_on_close(&socket).unwrap();
     drop(socket);
     within(caller.read_u8()).await.unwrap_err();
-    let mut caller = bench.dial_at(open_door(&["127.0.0.1/32"])).await;
+    let mut caller = fixture
+        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
+        .await;
     caller.write_all(ask.as_bytes()).await.unwrap();
     let (mut socket, _) = within(target.accept()).await.unwrap();
     assert_eq!(head(&mut caller).await, GRANTED);
@@ -297,7 +309,7 @@ async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
         socket.write_all(HI.as_bytes()).await.unwrap();
         seen
     };
-    let asks = bench.ask_at(open_door(&["127.0.0.1/32"]), &ask);
+    let asks = fixture.ask_at(open_connect_listener(&["127.0.0.1/32"]), &ask);
     let (seen, answer) = tokio::join!(serves, asks);
     assert!(seen.starts_with("GET /m HTTP/1.1\r\n"), "{seen}");
     assert!(seen.contains(&format!("{address}\r\n")), "{seen}");
@@ -306,9 +318,9 @@ async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
 
 #[tokio::test(start_paused = true)]
 async fn a_head_that_does_not_come_is_not_waited_for() {
-    let bench = Bench::new();
+    let fixture = Fixture::new();
     for begun in ["", "CONNECT worker-1:9100 HT"] {
-        let mut caller = bench.connect_at(open_door(&[]));
+        let mut caller = fixture.connect_at(open_connect_listener(&[]));
         caller.write_all(begun.as_bytes()).await.unwrap();
         let began = tokio::time::Instant::now();
         let mut rest = Vec::new();
@@ -321,8 +333,8 @@ async fn a_head_that_does_not_come_is_not_waited_for() {
 
 #[tokio::test]
 async fn caller_that_ends_between_requests_is_let_go() {
-    let bench = Bench::new();
-    let mut caller = bench.dial_at(open_door(&[])).await;
+    let fixture = Fixture::new();
+    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller
         .write_all(b"CONNECT worker-1:22 HTTP/1.1\r\nHost: x\r\n\r\n")
         .await
@@ -334,7 +346,7 @@ async fn caller_that_ends_between_requests_is_let_go() {
 }
 
 #[test]
-fn records_name_neither_passwords_nor_queries() {
+fn access_log_contains_neither_passwords_nor_queries() {
     for (method, uri, expected) in [
         ("CONNECT", "worker-1:9100", "CONNECT worker-1:9100"),
         ("CONNECT", "u:secret@worker-1:9100", "CONNECT worker-1:9100"),

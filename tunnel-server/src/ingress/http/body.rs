@@ -7,19 +7,19 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 
-use super::upstream::Carrier;
-use crate::ingress::access_log::Record;
-use crate::ingress::caller_stream::Unfinished;
+use super::upstream::UpstreamBodyGuard;
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::Outcome;
 use crate::ingress::http::headers::strip_trailers;
-use crate::ingress::http::timeouts::Underway;
+use crate::ingress::http::timeouts::RequestGuard;
 
 /// A body of the doors' answers.
 #[derive(Debug)]
-pub struct DoorBody {
+pub struct ResponseBody {
     inner: Inner,
     /// Ends the request's time on the caller's connection.
-    _underway: Option<Underway>,
+    _request_guard: Option<RequestGuard>,
 }
 
 #[derive(Debug)]
@@ -33,9 +33,9 @@ enum Inner {
 struct TargetBody {
     body: Incoming,
     /// Present until the body has ended.
-    passing: Option<Passing>,
+    exchange_guard: Option<ExchangeGuard>,
     /// Dropping it midway drops the connection to the target, which closes the target's side at once.
-    carrier: Option<Carrier>,
+    upstream_guard: Option<UpstreamBodyGuard>,
 }
 
 /// A caller's body on its way to the target.
@@ -44,22 +44,22 @@ pub(crate) struct RequestBody(pub(crate) Incoming);
 
 /// What is settled when a body ends: the caller's connection and the access record.
 #[derive(Debug)]
-pub struct Passing {
+pub struct ExchangeGuard {
     /// Cuts the caller's connection unless finished.
-    pub unfinished: Unfinished,
+    pub response_guard: ResponseGuard,
     /// Written when it goes.
-    pub record: Record,
+    pub access_log: AccessLog,
 }
 
-impl Passing {
+impl ExchangeGuard {
     /// Everything was passed.
     pub fn finish(mut self) {
-        self.record.set(Outcome::Ok);
-        self.unfinished.finish();
+        self.access_log.set_outcome(Outcome::Ok);
+        self.response_guard.finish();
     }
 }
 
-impl DoorBody {
+impl ResponseBody {
     /// A short text of our own.
     #[must_use]
     pub fn text(text: String) -> Self {
@@ -72,34 +72,38 @@ impl DoorBody {
         Self::new(Inner::Own(Full::default()))
     }
 
-    /// A target's body, which comes over `carrier`.
+    /// A target's body, which comes over `upstream_guard`.
     #[must_use]
-    pub(crate) fn target(body: Incoming, passing: Passing, carrier: Carrier) -> Self {
+    pub(crate) fn target(
+        body: Incoming,
+        exchange_guard: ExchangeGuard,
+        upstream_guard: UpstreamBodyGuard,
+    ) -> Self {
         Self::new(Inner::Target(Box::new(TargetBody {
             body,
-            passing: Some(passing),
-            carrier: Some(carrier),
+            exchange_guard: Some(exchange_guard),
+            upstream_guard: Some(upstream_guard),
         })))
     }
 
     /// The body with which a request ends.
     #[must_use]
-    pub(crate) fn ending(self, underway: Underway) -> Self {
+    pub(crate) fn with_request_guard(self, request_guard: RequestGuard) -> Self {
         Self {
             inner: self.inner,
-            _underway: Some(underway),
+            _request_guard: Some(request_guard),
         }
     }
 
     fn new(inner: Inner) -> Self {
         Self {
             inner,
-            _underway: None,
+            _request_guard: None,
         }
     }
 }
 
-impl Body for DoorBody {
+impl Body for ResponseBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -112,7 +116,7 @@ impl Body for DoorBody {
                 .poll_frame(cx)
                 .map_err(|never| match never {}),
             Inner::Target(target) => {
-                let frame = ready!(poll_passed(&mut target.body, cx));
+                let frame = ready!(poll_stripped(&mut target.body, cx));
                 match &frame {
                     // Nothing comes behind trailer fields, and hyper does not ask.
                     Some(Ok(frame)) if frame.is_trailers() => target.finish(),
@@ -141,7 +145,7 @@ impl Body for DoorBody {
 }
 
 /// The next frame of a body, its trailer fields without what is one hop's or the tunnel's.
-fn poll_passed(
+fn poll_stripped(
     body: &mut Incoming,
     cx: &mut Context<'_>,
 ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
@@ -163,7 +167,7 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        poll_passed(&mut self.0, cx)
+        poll_stripped(&mut self.0, cx)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -177,17 +181,17 @@ impl Body for RequestBody {
 
 impl TargetBody {
     fn finish(&mut self) {
-        if let Some(carrier) = self.carrier.take() {
-            carrier.answered();
+        if let Some(upstream_guard) = self.upstream_guard.take() {
+            upstream_guard.complete();
         }
-        if let Some(passing) = self.passing.take() {
-            passing.finish();
+        if let Some(exchange_guard) = self.exchange_guard.take() {
+            exchange_guard.finish();
         }
     }
 
     fn cut(&mut self) {
-        if let Some(mut passing) = self.passing.take() {
-            passing.record.set(Outcome::Cut);
+        if let Some(mut exchange_guard) = self.exchange_guard.take() {
+            exchange_guard.access_log.set_outcome(Outcome::Cut);
         }
     }
 }
@@ -197,8 +201,8 @@ impl Drop for TargetBody {
         // hyper does not poll a body of known length to its end, nor one that the request does not ask for (HEAD).
         if self.body.is_end_stream() {
             self.finish();
-        } else if let Some(mut passing) = self.passing.take() {
-            passing.record.set(Outcome::CallerGone);
+        } else if let Some(mut exchange_guard) = self.exchange_guard.take() {
+            exchange_guard.access_log.set_outcome(Outcome::CallerGone);
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! The check sees the bytes that hyper reads and changes none of them. It looks for line ends and the names of two fields, and
 //! reads no value: its one effect is that a request is answered with 400. Bodies are not parsed either. A next head begins behind as many bytes as hyper itself found the body to
-//! be long ([`Following::Length`]). Where that length is unknown (chunked bodies, protocols that were switched) nothing is
+//! be long ([`BodyFraming::Length`]). Where that length is unknown (chunked bodies, protocols that were switched) nothing is
 //! checked until the connection is idle behind bytes that end a message, so that bytes of a body are never taken for a head.
 
 use bytes::{Buf as _, BytesMut};
@@ -14,7 +14,7 @@ use crate::ingress::http::headers::requested_upgrade;
 
 /// Why a head is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Fault {
+pub(crate) enum HeadError {
     /// RFC 9112, section 2.2, lets a recipient take it; recipients differ in where.
     #[error("a line of the head ends with LF alone; end each line with CR LF")]
     BareLf,
@@ -28,7 +28,7 @@ pub(crate) enum Fault {
 
 /// What follows a head, as hyper has read it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Following {
+pub(crate) enum BodyFraming {
     /// A body of so many bytes, then a head.
     Length(u64),
     /// A chunked body.
@@ -37,7 +37,7 @@ pub(crate) enum Following {
     Opaque,
 }
 
-impl Following {
+impl BodyFraming {
     /// What follows the head of this request.
     pub(crate) fn of<B: Body>(request: &Request<B>) -> Self {
         let switches = *request.method() == Method::CONNECT
@@ -61,7 +61,7 @@ impl Following {
 pub(crate) struct HeadCheck {
     state: State,
     /// Of the last head that has ended.
-    fault: Option<Fault>,
+    head_error: Option<HeadError>,
 }
 
 #[derive(Debug)]
@@ -82,7 +82,7 @@ impl Default for HeadCheck {
     fn default() -> Self {
         Self {
             state: State::Head(Head::default()),
-            fault: None,
+            head_error: None,
         }
     }
 }
@@ -92,40 +92,40 @@ impl HeadCheck {
     pub(crate) fn read(&mut self, data: &[u8]) {
         let rest = self.advance(data);
         if !rest.is_empty()
-            && let State::Ended(behind) = &mut self.state
+            && let State::Ended(pipelined) = &mut self.state
         {
-            if behind.len() + rest.len() > BEHIND_MAX_BYTES {
+            if pipelined.len() + rest.len() > PIPELINED_MAX_BYTES {
                 self.state = State::Unknown(None);
             } else {
-                behind.extend_from_slice(rest);
+                pipelined.extend_from_slice(rest);
             }
         }
     }
 
     /// Notes that hyper has read a head, before it reads on; returns what is wrong with that head.
-    pub(crate) fn request(&mut self, following: Following) -> Option<Fault> {
-        let behind = match std::mem::replace(&mut self.state, State::Off) {
-            State::Ended(behind) => Some(behind),
+    pub(crate) fn request(&mut self, framing: BodyFraming) -> Option<HeadError> {
+        let pipelined = match std::mem::replace(&mut self.state, State::Off) {
+            State::Ended(pipelined) => Some(pipelined),
             State::Head(_) | State::Body(_) | State::Unknown(_) => None,
             State::Off => return None,
         };
-        self.state = match (following, &behind) {
-            (Following::Opaque, _) => State::Off,
-            (Following::Chunked, _) => State::Unknown(Some(LAST_CHUNK)),
-            (Following::Length(0), Some(_)) => State::Head(Head::default()),
-            (Following::Length(length), Some(_)) => State::Body(length),
-            (Following::Length(0), None) => State::Unknown(Some(EMPTY_LINE)),
-            (Following::Length(_), None) => State::Unknown(None),
+        self.state = match (framing, &pipelined) {
+            (BodyFraming::Opaque, _) => State::Off,
+            (BodyFraming::Chunked, _) => State::Unknown(Some(LAST_CHUNK)),
+            (BodyFraming::Length(0), Some(_)) => State::Head(Head::default()),
+            (BodyFraming::Length(length), Some(_)) => State::Body(length),
+            (BodyFraming::Length(0), None) => State::Unknown(Some(EMPTY_LINE)),
+            (BodyFraming::Length(_), None) => State::Unknown(None),
         };
-        let fault = self.fault.take();
-        if let Some(mut behind) = behind {
-            let left = self.advance(&behind).len();
-            behind.advance(behind.len() - left);
+        let head_error = self.head_error.take();
+        if let Some(mut pipelined) = pipelined {
+            let left = self.advance(&pipelined).len();
+            pipelined.advance(pipelined.len() - left);
             if let State::Ended(rest) = &mut self.state {
-                *rest = behind;
+                *rest = pipelined;
             }
         }
-        fault
+        head_error
     }
 
     /// Notes that the connection is idle, and that these bytes were the last ones.
@@ -145,7 +145,7 @@ impl HeadCheck {
                     let Some(length) = data.iter().position(|byte| head.push(*byte)) else {
                         return &[];
                     };
-                    self.fault = head.fault;
+                    self.head_error = head.head_error;
                     self.state = State::Ended(BytesMut::new());
                     return data.get(length + 1..).unwrap_or_default();
                 }
@@ -179,7 +179,7 @@ struct Head {
     cr: bool,
     has_length: bool,
     has_coding: bool,
-    fault: Option<Fault>,
+    head_error: Option<HeadError>,
 }
 
 impl Head {
@@ -193,11 +193,11 @@ impl Head {
                 self.length += usize::from(std::mem::take(&mut self.cr));
                 if byte == b':' && !self.named {
                     self.named = true;
-                    self.note_field();
-                } else if let Some(place) = self.name.get_mut(self.length)
+                    self.end_field_name();
+                } else if let Some(slot) = self.name.get_mut(self.length)
                     && !self.named
                 {
-                    *place = byte.to_ascii_lowercase();
+                    *slot = byte.to_ascii_lowercase();
                 }
                 self.length += 1;
             }
@@ -207,7 +207,7 @@ impl Head {
 
     fn end_line(&mut self) -> bool {
         if !self.cr {
-            self.find(Fault::BareLf);
+            self.set_error(HeadError::BareLf);
         }
         let is_empty = self.length == 0;
         // Empty lines in front of a request are no part of it (RFC 9112, section 2.2).
@@ -217,12 +217,12 @@ impl Head {
         is_end
     }
 
-    fn note_field(&mut self) {
+    fn end_field_name(&mut self) {
         let name = self.name.get(..self.length).filter(|_| self.in_fields);
         match name {
             Some(b"content-length") => {
                 if self.has_length {
-                    self.find(Fault::TwoLengths);
+                    self.set_error(HeadError::TwoLengths);
                 }
                 self.has_length = true;
             }
@@ -230,19 +230,19 @@ impl Head {
             Some(_) | None => {}
         }
         if self.has_length && self.has_coding {
-            self.find(Fault::TwoFramings);
+            self.set_error(HeadError::TwoFramings);
         }
     }
 
-    fn find(&mut self, fault: Fault) {
-        self.fault.get_or_insert(fault);
+    fn set_error(&mut self, head_error: HeadError) {
+        self.head_error.get_or_insert(head_error);
     }
 }
 
 /// Of `transfer-encoding`, the longest name that counts.
 const NAME_MAX_BYTES: usize = 17;
 /// What came behind a head, up to hyper's having read that head: at most one read of hyper's. Behind more nothing is checked.
-const BEHIND_MAX_BYTES: usize = 64 * 1024;
+const PIPELINED_MAX_BYTES: usize = 64 * 1024;
 /// How a request without a body ends.
 const EMPTY_LINE: &[u8] = b"\r\n\r\n";
 /// How a chunked body without trailer fields ends; a line of text that is a chunk ends like [`EMPTY_LINE`].

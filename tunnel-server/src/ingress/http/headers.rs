@@ -36,7 +36,7 @@ pub(crate) fn trace_parent(headers: &HeaderMap) -> String {
 
 /// The protocols that a request wants to switch to. HTTP/1.0 cannot (RFC 9110, section 7.8).
 pub(crate) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
-    if version < Version::HTTP_11 || !lists(headers, &CONNECTION, "upgrade") {
+    if version < Version::HTTP_11 || !list_contains(headers, &CONNECTION, "upgrade") {
         return None;
     }
     let mut protocols = headers.get_all(UPGRADE).iter();
@@ -51,7 +51,7 @@ pub(crate) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option
 }
 
 /// Whether a target's answer switches protocols as the request asked for, or why it is no answer to it.
-pub(crate) fn judge<B>(
+pub(crate) fn validate_response<B>(
     upgrade: Option<&HeaderValue>,
     response: &Response<B>,
 ) -> Result<bool, String> {
@@ -59,7 +59,7 @@ pub(crate) fn judge<B>(
     let switches = match (upgrade, status) {
         (Some(wanted), StatusCode::SWITCHING_PROTOCOLS) if switches_to(headers, wanted) => true,
         (_, StatusCode::SWITCHING_PROTOCOLS) => {
-            return Err("switched to a protocol that was not asked for".into());
+            return Err("switched to a protocol that was not requested".into());
         }
         // The lesson of CVE-2018-1002105: anything but a refusal would leave a connection to the target open.
         (Some(_), status) if status.as_u16() < 400 => {
@@ -67,15 +67,15 @@ pub(crate) fn judge<B>(
         }
         (Some(_) | None, _) => false,
     };
-    if !is_plainly_coded(headers) {
-        return Err("answered in a transfer coding that was not asked for".into());
+    if !has_supported_coding(headers) {
+        return Err("answered in a transfer coding that was not requested".into());
     }
     Ok(switches)
 }
 
 /// Ends the caller's connection after an upgrade that was not granted: what follows such a request may be meant for the
 /// other protocol.
-pub(crate) fn end_unless_switched<B>(upgrade: Option<&HeaderValue>, response: &mut Response<B>) {
+pub(crate) fn close_unless_upgraded<B>(upgrade: Option<&HeaderValue>, response: &mut Response<B>) {
     if upgrade.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
         let close = HeaderValue::from_static("close");
         response.headers_mut().insert(CONNECTION, close);
@@ -84,7 +84,7 @@ pub(crate) fn end_unless_switched<B>(upgrade: Option<&HeaderValue>, response: &m
 
 /// Whether a message is delimited by its chunks or not at all by Transfer-Encoding. Other codings would be lost on the
 /// way, since the field is one hop's.
-pub(crate) fn is_plainly_coded(headers: &HeaderMap) -> bool {
+pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
     let first = codings.next();
     let chunked = |coding: &HeaderValue| {
@@ -95,24 +95,24 @@ pub(crate) fn is_plainly_coded(headers: &HeaderMap) -> bool {
 }
 
 /// Whether a message says its length in two ways: somebody may have meant the other one.
-pub(crate) fn is_framed_twice(headers: &HeaderMap) -> bool {
+pub(crate) fn has_conflicting_framing(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH)
 }
 
 /// Whether a request allows its connection to the target to be kept for a next one: it can be sent again without harm,
 /// has nothing behind its head, and its caller means to go on.
-pub(crate) fn may_share_connection(request: &Request<impl Body>) -> bool {
+pub(crate) fn can_reuse_connection(request: &Request<impl Body>) -> bool {
     matches!(
         *request.method(),
         Method::GET | Method::HEAD | Method::OPTIONS
     ) && request.version() == Version::HTTP_11
         && request.body().is_end_stream()
         && !request.headers().contains_key(UPGRADE)
-        && !lists(request.headers(), &CONNECTION, "close")
+        && !list_contains(request.headers(), &CONNECTION, "close")
 }
 
 /// Whether a list field has a member.
-fn lists(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
+fn list_contains(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
     let values = headers
         .get_all(field)
         .iter()
@@ -137,7 +137,7 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
 
 /// Turns the caller's request into the target's: hop-by-hop and routing fields out, `host` as the target expects it. `last`
 /// when the connection to the target serves no request after this one.
-pub(crate) fn prepare(
+pub(crate) fn rewrite_request(
     request: &mut Request<impl Body>,
     host: &str,
     upgrade: Option<&HeaderValue>,
@@ -148,13 +148,13 @@ pub(crate) fn prepare(
     let length = body.size_hint().exact();
     let unknown_length = !body.is_end_stream() && length.is_none();
     let headers = request.headers_mut();
-    let wants_trailers = lists(headers, &TE, "trailers");
+    let wants_trailers = list_contains(headers, &TE, "trailers");
     strip_hop_by_hop(headers);
     if unknown_length {
         // Without it hyper sends no body at all for methods that seldom have one.
         headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
-    write_length_plainly(headers, length);
+    normalize_content_length(headers, length);
     // 100-continue is answered hop by hop: hyper tells the caller to go on when the body is wanted.
     for name in [EXPECT, SELECT_HOST, SELECT_DEST] {
         headers.remove(name);
@@ -181,7 +181,7 @@ pub(crate) fn prepare(
 }
 
 /// Turns the target's answer into the caller's; `switched` when it is the 101 that was asked for.
-pub(crate) fn clean_response(response: &mut Response<impl Body>, switched: bool) {
+pub(crate) fn rewrite_response(response: &mut Response<impl Body>, switched: bool) {
     *response.version_mut() = Version::HTTP_11;
     let length = response.body().size_hint().exact();
     let length = length.filter(|_| !response.body().is_end_stream());
@@ -192,7 +192,7 @@ pub(crate) fn clean_response(response: &mut Response<impl Body>, switched: bool)
         headers.remove(CONTENT_LENGTH);
     }
     strip_hop_by_hop(headers);
-    write_length_plainly(headers, length);
+    normalize_content_length(headers, length);
     // Marks answers of ours; a target must not forge it.
     headers.remove(ERROR_HEADER);
     if let Some(protocol) = protocol {
@@ -203,14 +203,15 @@ pub(crate) fn clean_response(response: &mut Response<impl Body>, switched: bool)
 
 /// Leaves one Content-Length in plain digits: that of the body where there is one, else (HEAD, 304) what was said if it can
 /// only mean one thing.
-fn write_length_plainly(headers: &mut HeaderMap, body: Option<u64>) {
-    let mut said = headers.get_all(CONTENT_LENGTH).iter().peekable();
-    if said.peek().is_none() {
+fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
+    let mut content_lengths = headers.get_all(CONTENT_LENGTH).iter().peekable();
+    if content_lengths.peek().is_none() {
         return;
     }
     let plain = |value: &HeaderValue| value.to_str().ok()?.trim().parse::<u64>().ok();
-    let first = said.peek().and_then(|value| plain(value));
-    let length = body.or_else(|| first.filter(|_| said.all(|value| plain(value) == first)));
+    let first = content_lengths.peek().and_then(|value| plain(value));
+    let length =
+        body.or_else(|| first.filter(|_| content_lengths.all(|value| plain(value) == first)));
     match length {
         Some(length) => {
             headers.insert(CONTENT_LENGTH, HeaderValue::from(length));

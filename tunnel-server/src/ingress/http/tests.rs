@@ -1,4 +1,4 @@
-pub(in crate::ingress) mod bench;
+pub(in crate::ingress) mod fixture;
 mod framing;
 pub(in crate::ingress) mod fuzz;
 mod hangup;

@@ -12,19 +12,19 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
-use tunnel_proto::process::places::{InUse, Place};
+use tunnel_proto::process::admission::{ConnPermit, InUseGuard};
 
-use super::head_check::{Fault, Following, HeadCheck};
+use super::head_check::{BodyFraming, HeadCheck, HeadError};
 
 /// What a caller's connection is doing.
 ///
 /// ```text
-///   Opening ──head──▶ Busy ──answer ended──▶ Idle ──first byte──▶ Head ──head──▶ Busy
+///   FirstHead ──head──▶ Busy ──answer ended──▶ Idle ──first byte──▶ Head ──head──▶ Busy
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum ConnState {
     /// No request has come yet.
-    Opening { since: Instant },
+    FirstHead { since: Instant },
     /// Requests that are not answered to their end.
     Busy { requests: usize },
     /// Between requests; nothing of the next one has come.
@@ -35,18 +35,18 @@ enum Stage {
 
 /// Which silence has lasted too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Overdue {
+pub(crate) enum TimeoutKind {
     /// The first head did not end in time.
-    Opening,
+    FirstHead,
     /// No further head began in time.
     Idle,
     /// A further head did not end in time.
-    Next,
+    NextHead,
 }
 
 /// The limits of silence.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct TimeoutConfig {
     /// From a connection's start, or a head's first byte, to the head's end.
     pub(crate) head: Duration,
     /// From an answer's end to the next head's first byte.
@@ -55,19 +55,19 @@ pub(crate) struct Patience {
 
 /// The last bytes that hyper was given; when they are an empty line, no part of a further head is among them.
 #[derive(Debug, Clone, Copy, Default)]
-struct Tail([u8; TAIL_BYTES]);
+struct LastBytes([u8; LAST_BYTES_LEN]);
 
 /// As many as [`HeadCheck::idle`] looks at.
-const TAIL_BYTES: usize = 5;
+const LAST_BYTES_LEN: usize = 5;
 
-impl Tail {
+impl LastBytes {
     fn push(&mut self, data: &[u8]) {
         for byte in data
-            .get(data.len().saturating_sub(TAIL_BYTES)..)
+            .get(data.len().saturating_sub(LAST_BYTES_LEN)..)
             .unwrap_or_default()
         {
             self.0.rotate_left(1);
-            self.0[TAIL_BYTES - 1] = *byte;
+            self.0[LAST_BYTES_LEN - 1] = *byte;
         }
     }
 
@@ -78,8 +78,8 @@ impl Tail {
 
 #[derive(Debug)]
 struct State {
-    stage: Stage,
-    tail: Tail,
+    conn_state: ConnState,
+    last_bytes: LastBytes,
     /// The current request has a body, so that the tail tells nothing of a next head.
     body: bool,
     check: HeadCheck,
@@ -87,82 +87,84 @@ struct State {
 
 impl State {
     fn read(&mut self, data: &[u8], now: Instant) {
-        if let Stage::Idle { .. } = self.stage {
-            self.stage = Stage::Head { since: now };
-            self.check.idle(&self.tail.0);
+        if let ConnState::Idle { .. } = self.conn_state {
+            self.conn_state = ConnState::Head { since: now };
+            self.check.idle(&self.last_bytes.0);
         }
-        self.tail.push(data);
+        self.last_bytes.push(data);
         self.check.read(data);
     }
 
-    fn begin(&mut self, body: bool) {
+    fn start(&mut self, body: bool) {
         self.body = body;
-        let requests = match self.stage {
-            Stage::Busy { requests } => requests + 1,
-            Stage::Opening { .. } | Stage::Idle { .. } | Stage::Head { .. } => 1,
+        let requests = match self.conn_state {
+            ConnState::Busy { requests } => requests + 1,
+            ConnState::FirstHead { .. } | ConnState::Idle { .. } | ConnState::Head { .. } => 1,
         };
-        self.stage = Stage::Busy { requests };
+        self.conn_state = ConnState::Busy { requests };
     }
 
     fn end(&mut self, now: Instant) {
-        self.stage = match self.stage {
-            Stage::Busy { requests } if requests > 1 => Stage::Busy {
+        self.conn_state = match self.conn_state {
+            ConnState::Busy { requests } if requests > 1 => ConnState::Busy {
                 requests: requests - 1,
             },
-            _ if self.body || self.tail.is_empty_line() => Stage::Idle { since: now },
+            _ if self.body || self.last_bytes.is_empty_line() => ConnState::Idle { since: now },
             // What came behind the request is the beginning of another one.
-            _ => Stage::Head { since: now },
+            _ => ConnState::Head { since: now },
         };
     }
 
-    fn deadline(&self, patience: Patience) -> Option<(Instant, Overdue)> {
-        match self.stage {
-            Stage::Busy { .. } => None,
-            Stage::Opening { since } => Some((since + patience.head, Overdue::Opening)),
-            Stage::Idle { since } => Some((since + patience.idle, Overdue::Idle)),
-            Stage::Head { since } => Some((since + patience.head, Overdue::Next)),
+    fn deadline(&self, timeout_config: TimeoutConfig) -> Option<(Instant, TimeoutKind)> {
+        match self.conn_state {
+            ConnState::Busy { .. } => None,
+            ConnState::FirstHead { since } => {
+                Some((since + timeout_config.head, TimeoutKind::FirstHead))
+            }
+            ConnState::Idle { since } => Some((since + timeout_config.idle, TimeoutKind::Idle)),
+            ConnState::Head { since } => Some((since + timeout_config.head, TimeoutKind::NextHead)),
         }
     }
 }
 
 /// The course of one caller's connection.
 #[derive(Debug)]
-pub(crate) struct Course {
+pub(crate) struct ConnTimeouts {
     state: Mutex<State>,
     /// A request has begun.
-    begun: Notify,
-    patience: Patience,
+    request_started: Notify,
+    timeout_config: TimeoutConfig,
     /// In use while a request is under way.
-    permit: Arc<Place>,
+    permit: Arc<ConnPermit>,
     /// The last write did not fit into the socket, so that hyper holds unsent bytes: the connection is in use until they are gone.
     write_blocked: AtomicBool,
-    unsent: Mutex<Option<Unsent>>,
+    blocked_write: Mutex<Option<BlockedWrite>>,
 }
 
-impl Course {
+impl ConnTimeouts {
     /// A connection that begins at this moment.
-    pub(crate) fn begin(patience: Patience, permit: Arc<Place>) -> Arc<Self> {
+    pub(crate) fn start(timeout_config: TimeoutConfig, permit: Arc<ConnPermit>) -> Arc<Self> {
         let state = State {
-            stage: Stage::Opening {
+            conn_state: ConnState::FirstHead {
                 since: Instant::now(),
             },
-            tail: Tail::default(),
+            last_bytes: LastBytes::default(),
             body: false,
             check: HeadCheck::default(),
         };
         Arc::new(Self {
             state: Mutex::new(state),
-            begun: Notify::new(),
-            patience,
+            request_started: Notify::new(),
+            timeout_config,
             permit,
             write_blocked: AtomicBool::new(false),
-            unsent: Mutex::default(),
+            blocked_write: Mutex::default(),
         })
     }
 
     /// Waits until a request is under way. Cancel-safe.
-    pub(crate) async fn in_request(&self) {
-        self.reach(|stage| matches!(stage, Stage::Busy { .. }))
+    pub(crate) async fn wait_for_request(&self) {
+        self.wait_for_state(|conn_state| matches!(conn_state, ConnState::Busy { .. }))
             .await;
     }
 
@@ -171,36 +173,38 @@ impl Course {
     pub(crate) fn request(
         self: &Arc<Self>,
         body: bool,
-        following: Following,
-    ) -> (Underway, Option<Fault>) {
-        let fault = {
+        framing: BodyFraming,
+    ) -> (RequestGuard, Option<HeadError>) {
+        let head_error = {
             let mut state = self.lock();
-            state.begin(body);
-            state.check.request(following)
+            state.start(body);
+            state.check.request(framing)
         };
-        self.begun.notify_waiters();
-        let underway = Underway {
-            course: self.clone(),
+        self.request_started.notify_waiters();
+        let request_guard = RequestGuard {
+            timeouts: self.clone(),
             _in_use: self.permit.in_use(),
         };
-        (underway, fault)
+        (request_guard, head_error)
     }
 
     /// Waits until the connection has been idle between requests for `time`, with all answers written. A request with a body
     /// does not count as over: the rest of a body that nobody reads must not be taken for a request. Cancel-safe.
     pub(crate) async fn idle_for(&self, time: Duration) {
         loop {
-            let (stage, body) = {
+            let (conn_state, body) = {
                 let state = self.lock();
-                (state.stage, state.body)
+                (state.conn_state, state.body)
             };
             let now = Instant::now();
-            let at = match stage {
-                Stage::Idle { .. } if body || self.is_write_blocked() => now + time,
-                Stage::Idle { since } if since + time <= now => return,
-                Stage::Idle { since } => since + time,
+            let at = match conn_state {
+                ConnState::Idle { .. } if body || self.is_write_blocked() => now + time,
+                ConnState::Idle { since } if since + time <= now => return,
+                ConnState::Idle { since } => since + time,
                 // A connection that becomes idle after this point has not been for long enough before.
-                Stage::Opening { .. } | Stage::Busy { .. } | Stage::Head { .. } => now + time,
+                ConnState::FirstHead { .. } | ConnState::Busy { .. } | ConnState::Head { .. } => {
+                    now + time
+                }
             };
             sleep_until(at).await;
         }
@@ -208,7 +212,7 @@ impl Course {
 
     /// Whether no request is under way, and all answers are written.
     pub(crate) fn is_idle(&self) -> bool {
-        !matches!(self.lock().stage, Stage::Busy { .. }) && !self.is_write_blocked()
+        !matches!(self.lock().conn_state, ConnState::Busy { .. }) && !self.is_write_blocked()
     }
 
     /// Whether hyper holds bytes that the socket has not taken.
@@ -218,10 +222,13 @@ impl Course {
 
     /// Waits until the end of an answer has been stuck for `time`: the request is over, hyper holds bytes, and the caller has
     /// taken none. Cancel-safe.
-    pub(crate) async fn stuck_for(&self, time: Duration) {
+    pub(crate) async fn write_blocked_for(&self, time: Duration) {
         loop {
-            let is_busy = matches!(self.lock().stage, Stage::Busy { .. });
-            let since = self.lock_unsent().as_ref().map(|unsent| unsent.since);
+            let is_busy = matches!(self.lock().conn_state, ConnState::Busy { .. });
+            let since = self
+                .lock_blocked_write()
+                .as_ref()
+                .map(|blocked_write| blocked_write.since);
             let now = Instant::now();
             let at = match since.filter(|_| !is_busy) {
                 Some(since) if since + time <= now => return,
@@ -232,44 +239,46 @@ impl Course {
         }
     }
 
-    fn note_write(&self, blocked: bool) {
+    fn record_write(&self, blocked: bool) {
         if self.write_blocked.swap(blocked, Ordering::Relaxed) != blocked {
-            *self.lock_unsent() = blocked.then(|| Unsent {
+            *self.lock_blocked_write() = blocked.then(|| BlockedWrite {
                 since: Instant::now(),
                 _in_use: self.permit.in_use(),
             });
         }
     }
 
-    fn lock_unsent(&self) -> MutexGuard<'_, Option<Unsent>> {
-        self.unsent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_blocked_write(&self) -> MutexGuard<'_, Option<BlockedWrite>> {
+        self.blocked_write
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a silence that lasts too long. Cancel-safe.
-    pub(crate) async fn overdue(&self) -> Overdue {
+    pub(crate) async fn expired(&self) -> TimeoutKind {
         // No silence that begins from now on lasts too long before that, so it need not be told of any: requests come by
         // the ten thousand a second, silences do not.
-        let look_every = self.patience.head.min(self.patience.idle);
+        let check_interval = self.timeout_config.head.min(self.timeout_config.idle);
         loop {
             let now = Instant::now();
-            let deadline = self.lock().deadline(self.patience);
-            let look = now + look_every;
+            let deadline = self.lock().deadline(self.timeout_config);
+            let next_check = now + check_interval;
             let at = match deadline {
                 Some((at, which)) if at <= now => return which,
-                Some((at, _)) => at.min(look),
-                None => look,
+                Some((at, _)) => at.min(next_check),
+                None => next_check,
             };
             sleep_until(at).await;
         }
     }
 
-    async fn reach(&self, there: impl Fn(&Stage) -> bool) {
+    async fn wait_for_state(&self, is_reached: impl Fn(&ConnState) -> bool) {
         loop {
-            let begun = self.begun.notified();
-            if there(&self.lock().stage) {
+            let request_started = self.request_started.notified();
+            if is_reached(&self.lock().conn_state) {
                 return;
             }
-            begun.await;
+            request_started.await;
         }
     }
 
@@ -284,39 +293,39 @@ impl Course {
 
 /// Bytes of answers that the socket has not taken.
 #[derive(Debug)]
-struct Unsent {
+struct BlockedWrite {
     /// When the socket took the last ones.
     since: Instant,
-    _in_use: InUse,
+    _in_use: InUseGuard,
 }
 
-/// See [`Course::request`].
+/// See [`ConnTimeouts::request`].
 #[derive(Debug)]
-pub(crate) struct Underway {
-    course: Arc<Course>,
-    _in_use: InUse,
+pub(crate) struct RequestGuard {
+    timeouts: Arc<ConnTimeouts>,
+    _in_use: InUseGuard,
 }
 
-impl Drop for Underway {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.course.lock().end(Instant::now());
+        self.timeouts.lock().end(Instant::now());
     }
 }
 
 /// A caller's connection whose course sees what is read.
 #[derive(Debug)]
-pub(crate) struct Followed<S> {
+pub(crate) struct TimedStream<S> {
     stream: Box<S>,
-    course: Arc<Course>,
+    timeouts: Arc<ConnTimeouts>,
     /// Bytes that were read off the stream before, and come first.
     unread: Bytes,
 }
 
-impl<S> Followed<S> {
-    pub(crate) fn new(stream: S, course: Arc<Course>) -> Self {
+impl<S> TimedStream<S> {
+    pub(crate) fn new(stream: S, timeouts: Arc<ConnTimeouts>) -> Self {
         Self {
             stream: Box::new(stream),
-            course,
+            timeouts,
             unread: Bytes::new(),
         }
     }
@@ -327,7 +336,7 @@ impl<S> Followed<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Followed<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -341,20 +350,20 @@ impl<S: AsyncRead + Unpin> AsyncRead for Followed<S> {
         let before = out.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, out))?;
         if let Some(data) = out.filled().get(before..).filter(|data| !data.is_empty()) {
-            self.course.read(data);
+            self.timeouts.read(data);
         }
         Poll::Ready(Ok(()))
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for TimedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, data);
-        self.course.note_write(written.is_pending());
+        self.timeouts.record_write(written.is_pending());
         written
     }
 
@@ -364,7 +373,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, data);
-        self.course.note_write(written.is_pending());
+        self.timeouts.record_write(written.is_pending());
         written
     }
 
@@ -374,7 +383,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Followed<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.course.note_write(flushed.is_pending());
+        self.timeouts.record_write(flushed.is_pending());
         flushed
     }
 

@@ -23,18 +23,18 @@ use tunnel_proto::wire::name::SessionId;
 use crate::config::Limit;
 
 use super::body::RequestBody;
-use crate::ingress::Doors;
-use crate::ingress::access_log::Record;
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::target_tls::{Leg, server_name};
+use crate::ingress::IngressContext;
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::decision::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 
-mod heard;
 mod pool;
+mod read_counter;
 
-pub(crate) use crate::ingress::http::upstream::pool::{Kept, Purpose};
-use heard::{Heard, Listened};
+pub(crate) use crate::ingress::http::upstream::pool::{PoolKey, UpstreamPool};
+use read_counter::{CountingStream, ReadCounter};
 
 /// How long a connection to a target may take to close after a whole answer.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
@@ -61,18 +61,18 @@ pub(crate) struct Upstream {
     /// None for a connection that the server dialled itself.
     session: Option<SessionId>,
     bytes: Arc<ByteCount>,
-    heard: Heard,
+    read_counter: ReadCounter,
 }
 
 /// Where requests of one kind go, and how.
 #[derive(Debug)]
-pub(crate) struct Way<'a> {
+pub(crate) struct UpstreamRequest<'a> {
     /// What all doors share.
-    pub(crate) doors: &'a Arc<Doors>,
+    pub(crate) ingress: &'a Arc<IngressContext>,
     /// Whether there is TLS in the stream.
     pub(crate) scheme: Scheme,
     /// TLS on behalf of the caller.
-    pub(crate) leg: Leg,
+    pub(crate) tls_profile: TlsProfile,
     /// The node and its port.
     pub(crate) destination: &'a Destination,
     /// Whose streams they count as.
@@ -80,70 +80,70 @@ pub(crate) struct Way<'a> {
     /// For the agent's record.
     pub(crate) trace_parent: String,
     /// The connection of an earlier request and what the request needs it for, where the request may use it.
-    pub(crate) kept: Option<(&'a Kept, &'a Purpose)>,
+    pub(crate) pool: Option<(&'a UpstreamPool, &'a PoolKey)>,
 }
 
 /// An exchange that failed, and the session that carried it, if one did.
-struct Attempt {
-    failure: Failure,
+struct AttemptError {
+    failure: ProxyError,
     session: Option<SessionId>,
 }
 
 /// A request that got no answer over a connection.
-struct Unanswered {
-    failure: Failure,
+struct SendError {
+    failure: ProxyError,
     /// The request, if not a byte of it was sent.
     unsent: Option<Request<SentBody>>,
 }
 
-impl Way<'_> {
+impl UpstreamRequest<'_> {
     /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
     /// started at the target: a request that is complete with its head then goes over another session of the node, once.
     /// The same holds for a kept connection that ended before it said anything about the request: servers close idle
     /// connections, and whoever reuses one has to ask again (RFC 9112, section 9.3.1).
     ///
     /// # Errors
-    /// A [`Failure`] with the answer for the caller.
+    /// A [`ProxyError`] with the answer for the caller.
     pub(crate) async fn exchange(
         &self,
         request: Request<RequestBody>,
-        record: &mut Record,
-    ) -> Result<(Response<Incoming>, Upstream), Failure> {
+        access_log: &mut AccessLog,
+    ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
-        let again = body.is_end_stream().then(|| head.clone());
+        let retry_head = body.is_end_stream().then(|| head.clone());
         let mut request = Request::from_parts(head, Either::Left(body));
         if let Some(mut upstream) = self
-            .kept
-            .and_then(|(kept, purpose)| kept.take(purpose, &self.doors.registry))
+            .pool
+            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.registry))
         {
-            record.carried(upstream.session, upstream.bytes.clone());
-            let before = upstream.heard.bytes();
-            let place = self.destination.to_string();
-            match send(&mut upstream, request, &place).await {
+            access_log.carried(upstream.session, upstream.bytes.clone());
+            let before = upstream.read_counter.bytes();
+            let target_label = self.destination.to_string();
+            match send(&mut upstream, request, &target_label).await {
                 Ok(response) => return Ok((response, upstream)),
-                Err(unanswered) => {
-                    let ended = unanswered.failure.outcome == Outcome::TargetBadResponse
-                        && upstream.heard.bytes() == before;
-                    request = match (unanswered.unsent, &again) {
+                Err(send_error) => {
+                    let ended = send_error.failure.outcome == Outcome::TargetBadResponse
+                        && upstream.read_counter.bytes() == before;
+                    request = match (send_error.unsent, &retry_head) {
                         (Some(unsent), _) => unsent,
                         (None, Some(head)) if ended => {
                             Request::from_parts(head.clone(), Either::Right(Empty::new()))
                         }
-                        (None, _) => return Err(unanswered.failure),
+                        (None, _) => return Err(send_error.failure),
                     };
                 }
             }
         }
-        let refused = match self.attempt(request, None, record).await {
-            Ok(answered) => return Ok(answered),
+        let refused = match self.attempt(request, None, access_log).await {
+            Ok(complete) => return Ok(complete),
             Err(attempt) => attempt,
         };
         let stopping = refused.failure.outcome == Outcome::Draining && refused.session.is_some();
-        let Some(head) = again.filter(|_| stopping) else {
+        let Some(head) = retry_head.filter(|_| stopping) else {
             return Err(refused.failure);
         };
         let request = Request::from_parts(head, Either::Right(Empty::new()));
-        let second = self.attempt(request, refused.session, record).await;
+        let second = self.attempt(request, refused.session, access_log).await;
         second.map_err(|attempt| match attempt.session {
             Some(_) => attempt.failure,
             // There was no other way, so the refusal is the answer.
@@ -155,38 +155,40 @@ impl Way<'_> {
         &self,
         request: Request<SentBody>,
         except: Option<SessionId>,
-        record: &mut Record,
-    ) -> Result<(Response<Incoming>, Upstream), Attempt> {
-        let place = self.destination.to_string();
+        access_log: &mut AccessLog,
+    ) -> Result<(Response<Incoming>, Upstream), AttemptError> {
+        let target_label = self.destination.to_string();
         let kind = StreamKind::Target(self.destination.target.clone());
         let header = StreamHeader {
             kind,
             trace_parent: self.trace_parent.clone(),
         };
-        let (node, limit) = (&self.destination.node, self.doors.limits.open);
+        let (node, limit) = (&self.destination.node, self.ingress.limits.open);
         let began = Instant::now();
-        let registry = &self.doors.registry;
+        let registry = &self.ingress.registry;
         let opened = registry.open(node, &header, self.caller, limit, except);
-        let opened = opened.await.map_err(|error| Attempt {
-            failure: Failure::from_open(&error, &place),
+        let opened = opened.await.map_err(|error| AttemptError {
+            failure: ProxyError::from_open(&error, &target_label),
             session: None,
         })?;
         let (session, bytes) = (opened.session, opened.stream.bytes());
-        record.opened(session, bytes.clone(), began.elapsed());
+        access_log.opened(session, bytes.clone(), began.elapsed());
         let exchanged = async {
-            let heard = Heard::default();
-            let (sender, driver) = self.connect(opened.stream, &heard, &place).await?;
+            let read_counter = ReadCounter::default();
+            let (sender, driver) = self
+                .connect(opened.stream, &read_counter, &target_label)
+                .await?;
             let mut upstream = Upstream {
                 sender,
                 driver,
                 session: Some(session),
                 bytes,
-                heard,
+                read_counter,
             };
-            let response = send(&mut upstream, request, &place).await;
-            Ok((response.map_err(|unanswered| unanswered.failure)?, upstream))
+            let response = send(&mut upstream, request, &target_label).await;
+            Ok((response.map_err(|send_error| send_error.failure)?, upstream))
         };
-        exchanged.await.map_err(|failure| Attempt {
+        exchanged.await.map_err(|failure| AttemptError {
             failure,
             session: Some(session),
         })
@@ -197,31 +199,33 @@ impl Way<'_> {
     async fn connect(
         &self,
         stream: Stream,
-        heard: &Heard,
-        place: &str,
-    ) -> Result<Connection, Failure> {
-        let doors = self.doors;
+        read_counter: &ReadCounter,
+        target_label: &str,
+    ) -> Result<Connection, ProxyError> {
+        let ingress = self.ingress;
         match self.scheme {
-            Scheme::Http => handshake(doors, stream, heard, place).await,
+            Scheme::Http => handshake(ingress, stream, read_counter, target_label).await,
             Scheme::Https => {
                 let name = server_name(&self.destination.node);
                 let name = name.map_err(|error| {
-                    Failure::new(Outcome::TargetTls, format!("{place}: {error}"))
+                    ProxyError::new(Outcome::TargetTls, format!("{target_label}: {error}"))
                 })?;
-                let connecting = TlsConnector::from(self.leg.tls.clone()).connect(name, stream);
+                let connecting =
+                    TlsConnector::from(self.tls_profile.tls.clone()).connect(name, stream);
                 // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
-                let limit = doors.limits.open + doors.limits.handshake;
+                let limit = ingress.limits.open + ingress.limits.handshake;
                 let stream = match timeout(limit, connecting).await {
                     Ok(Ok(stream)) => stream,
-                    Ok(Err(error)) => return Err(tls_failure(&error, place)),
+                    Ok(Err(error)) => return Err(tls_failure(&error, target_label)),
                     Err(_elapsed) => {
-                        let text =
-                            format!("{place}: the target did not finish the TLS handshake in time");
-                        let failure = Failure::new(Outcome::TargetTimeout, text);
-                        return Err(failure.at(Limit::HandshakeTimeout));
+                        let text = format!(
+                            "{target_label}: the target did not finish the TLS handshake in time"
+                        );
+                        let failure = ProxyError::new(Outcome::TargetTimeout, text);
+                        return Err(failure.with_limit(Limit::HandshakeTimeout));
                     }
                 };
-                handshake(doors, stream, heard, place).await
+                handshake(ingress, stream, read_counter, target_label).await
             }
         }
     }
@@ -231,75 +235,75 @@ impl Way<'_> {
 async fn send(
     upstream: &mut Upstream,
     mut request: Request<SentBody>,
-    place: &str,
-) -> Result<Response<Incoming>, Box<Unanswered>> {
+    target_label: &str,
+) -> Result<Response<Incoming>, Box<SendError>> {
     let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
-    let tell = too_many.clone();
+    let notify = too_many.clone();
     hyper::ext::on_informational(&mut request, move |_| {
         if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
-            tell.notify_one();
+            notify.notify_one();
         }
     });
     let sent = tokio::select! {
         biased;
         sent = upstream.sender.try_send_request(request) => sent,
         () = too_many.notified() => {
-            let text = format!("{place}: the target sent more than {INTERIM_MAX} interim answers");
-            let failure = Failure::new(Outcome::TargetBadResponse, text);
-            return Err(Box::new(Unanswered { failure, unsent: None }));
+            let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
+            let failure = ProxyError::new(Outcome::TargetBadResponse, text);
+            return Err(Box::new(SendError { failure, unsent: None }));
         }
     };
     sent.map_err(|mut error| {
         let unsent = error.take_message();
         let bad = Outcome::TargetBadResponse;
-        let failure = Failure::from_stream(&error.into_error(), place, bad);
-        Box::new(Unanswered { failure, unsent })
+        let failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
+        Box::new(SendError { failure, unsent })
     })
 }
 
 /// Sends a request over a plain connection that the server has dialled itself, and that serves this request alone.
 ///
 /// # Errors
-/// A [`Failure`] with the answer for the caller.
+/// A [`ProxyError`] with the answer for the caller.
 pub(crate) async fn exchange_direct<S>(
-    doors: &Arc<Doors>,
+    ingress: &Arc<IngressContext>,
     (connection, bytes): (S, Arc<ByteCount>),
     request: Request<RequestBody>,
-    place: &str,
-) -> Result<(Response<Incoming>, Upstream), Failure>
+    target_label: &str,
+) -> Result<(Response<Incoming>, Upstream), ProxyError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let heard = Heard::default();
-    let (sender, driver) = handshake(doors, connection, &heard, place).await?;
+    let read_counter = ReadCounter::default();
+    let (sender, driver) = handshake(ingress, connection, &read_counter, target_label).await?;
     let mut upstream = Upstream {
         sender,
         driver,
         session: None,
         bytes,
-        heard,
+        read_counter,
     };
-    let sent = send(&mut upstream, request.map(Either::Left), place).await;
-    Ok((sent.map_err(|unanswered| unanswered.failure)?, upstream))
+    let sent = send(&mut upstream, request.map(Either::Left), target_label).await;
+    Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }
 
 /// The connection of an answer that is under way. Dropped midway, it closes the target's side at once.
 #[derive(Debug)]
-pub(crate) struct Carrier {
+pub(crate) struct UpstreamBodyGuard {
     pub(crate) upstream: Upstream,
-    pub(crate) doors: Arc<Doors>,
+    pub(crate) ingress: Arc<IngressContext>,
     /// Where the connection is kept for a further request to the same destination.
-    pub(crate) keep: Option<(Arc<Kept>, Purpose)>,
+    pub(crate) reuse: Option<(Arc<UpstreamPool>, PoolKey)>,
 }
 
-impl Carrier {
+impl UpstreamBodyGuard {
     /// The answer has come to its end.
-    pub(crate) fn answered(self) {
-        match self.keep {
-            Some((kept, purpose)) => {
-                kept.put(self.upstream, purpose, &self.doors.registry);
+    pub(crate) fn complete(self) {
+        match self.reuse {
+            Some((pool, pool_key)) => {
+                pool.put(self.upstream, pool_key, &self.ingress.registry);
             }
-            None => self.upstream.close(&self.doors.drivers),
+            None => self.upstream.close(&self.ingress.drivers),
         }
     }
 }
@@ -314,40 +318,41 @@ impl Upstream {
     }
 }
 
-fn tls_failure(error: &std::io::Error, place: &str) -> Failure {
-    let failure = Failure::from_stream(error, place, Outcome::TargetTls);
+fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
+    let failure = ProxyError::from_stream(error, target_label, Outcome::TargetTls);
     match failure.outcome {
         // A target that cuts or ends the connection in the handshake does not speak TLS.
-        Outcome::TargetBadResponse | Outcome::TargetTls => Failure::new(
+        Outcome::TargetBadResponse | Outcome::TargetTls => ProxyError::new(
             Outcome::TargetTls,
-            format!("{place}: TLS with the target failed: {error}"),
+            format!("{target_label}: TLS with the target failed: {error}"),
         ),
         _ => failure,
     }
 }
 
 async fn handshake<S>(
-    doors: &Arc<Doors>,
+    ingress: &Arc<IngressContext>,
     stream: S,
-    heard: &Heard,
-    place: &str,
-) -> Result<Connection, Failure>
+    read_counter: &ReadCounter,
+    target_label: &str,
+) -> Result<Connection, ProxyError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let stream = Listened {
+    let stream = CountingStream {
         stream,
-        heard: heard.clone(),
+        read_counter: read_counter.clone(),
     };
     let built = client().handshake(TokioIo::new(stream)).await;
-    let (sender, connection) =
-        built.map_err(|error| Failure::from_stream(&error, place, Outcome::TargetBadResponse))?;
+    let (sender, connection) = built.map_err(|error| {
+        ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
+    })?;
     let drive = async move {
         if let Err(error) = connection.with_upgrades().await {
             debug!(%error, "connection to a target ended");
         }
     };
-    Ok((sender, AbortOnDropHandle::new(doors.drivers.spawn(drive))))
+    Ok((sender, AbortOnDropHandle::new(ingress.drivers.spawn(drive))))
 }
 
 /// How targets are spoken to.

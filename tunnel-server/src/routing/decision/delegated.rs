@@ -19,18 +19,18 @@ use http::header::{CONNECTION, HOST, UPGRADE};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{
-    Destination, Facts, Failure, Host, HostPort, Outcome, bad, check_form, choose_node,
-    refused_port, route_failure, single,
+    Destination, Host, HostPort, Outcome, ProxyError, RequestFacts, bad_request, check_form,
+    choose_node, refused_port, route_failure, single_value,
 };
 use crate::policy::PortPolicy;
-use crate::routing::pod_lookup::{KubeletPath, LookupError, Pod};
+use crate::routing::pod_lookup::{KubeletPath, Pod, PodLookupError};
 use crate::routing::routes::{RouteError, RouteTable};
 
 /// A request of a caller with delegation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DelegatedRequest<'a> {
     /// The request itself.
-    pub(crate) facts: Facts<'a>,
+    pub(crate) facts: RequestFacts<'a>,
     /// The name that the caller's TLS asked for.
     pub(crate) server_name: Option<&'a NodeName>,
 }
@@ -39,20 +39,20 @@ pub(crate) struct DelegatedRequest<'a> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// Its destination is known.
-    Forward(Addressed),
+    Forward(ResolvedDestination),
     /// It goes to the node that this pod runs on.
     LookUp(Pod),
 }
 
 /// A destination, and which Host the target sees.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Addressed {
+pub(crate) struct ResolvedDestination {
     pub(crate) destination: Destination,
     /// The target gets the Host of the caller as it is.
     pub(crate) keeps_host: bool,
 }
 
-impl From<Destination> for Addressed {
+impl From<Destination> for ResolvedDestination {
     fn from(destination: Destination) -> Self {
         Self {
             destination,
@@ -64,16 +64,16 @@ impl From<Destination> for Addressed {
 /// Decides where a request goes. Selectors are not read.
 ///
 /// # Errors
-/// A [`Failure`] with the answer for the caller.
+/// A [`ProxyError`] with the answer for the caller.
 pub(crate) fn decide(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
     policy: &PortPolicy,
-) -> Result<Decision, Failure> {
+) -> Result<Decision, ProxyError> {
     let facts = &request.facts;
     check_form(facts)?;
-    if single(facts.headers, &HOST)?.is_none() {
-        return Err(bad("the request has no Host"));
+    if single_value(facts.headers, &HOST)?.is_none() {
+        return Err(bad_request("the request has no Host"));
     }
     match request.server_name.map(|name| routes.by_name(name)) {
         Some(Ok(node)) => return addressed(request, node, routes, policy).map(Decision::Forward),
@@ -83,7 +83,7 @@ pub(crate) fn decide(
     }
     match KubeletPath::of(facts.uri.path()) {
         KubeletPath::Stream(pod) => Ok(Decision::LookUp(pod)),
-        KubeletPath::Malformed => Err(bad("the path of the kubelet names no pod of Kubernetes")),
+        KubeletPath::Malformed => Err(bad_request("the kubelet path does not name a valid pod")),
         KubeletPath::Other => decide_by_host(request, routes, policy).map(Decision::Forward),
     }
 }
@@ -91,18 +91,19 @@ pub(crate) fn decide(
 /// Where a request goes that has no node by SNI, and no pod in its path or nobody to ask for it.
 ///
 /// # Errors
-/// A [`Failure`] with the answer for the caller, for every upgrade request.
+/// A [`ProxyError`] with the answer for the caller, for every upgrade request.
 pub(crate) fn decide_by_host(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
     policy: &PortPolicy,
-) -> Result<Addressed, Failure> {
+) -> Result<ResolvedDestination, ProxyError> {
     let facts = &request.facts;
     if is_upgrade(facts.headers) {
         return Err(no_node_by_tls(request));
     }
-    let host = single(facts.headers, &HOST)?.and_then(HostPort::parse);
-    let host = host.ok_or_else(|| bad("Host is not a name or address with an optional port"))?;
+    let host = single_value(facts.headers, &HOST)?.and_then(HostPort::parse);
+    let host =
+        host.ok_or_else(|| bad_request("Host is not a name or address with an optional port"))?;
     let node = choose_node(&host.host, None, None, routes)?;
     addressed(request, node, routes, policy)
 }
@@ -110,22 +111,22 @@ pub(crate) fn decide_by_host(
 /// Where a request goes whose pod was looked up.
 ///
 /// # Errors
-/// A [`Failure`] with the answer for the caller. A look-up that failed never leads to the node of Host.
+/// A [`ProxyError`] with the answer for the caller. A look-up that failed never leads to the node of Host.
 pub(crate) fn decide_by_pod(
     request: &DelegatedRequest<'_>,
-    (pod, found): (&Pod, Result<NodeName, LookupError>),
+    (pod, found): (&Pod, Result<NodeName, PodLookupError>),
     routes: &RouteTable,
     policy: &PortPolicy,
-) -> Result<Addressed, Failure> {
+) -> Result<ResolvedDestination, ProxyError> {
     let unknown = |why: &dyn std::fmt::Display| {
         let text = format!("cannot find the node of pod {pod}: {why}");
-        Failure::new(Outcome::UnknownNode, text)
+        ProxyError::new(Outcome::UnknownNode, text)
     };
     let node = found.map_err(|error| unknown(&error))?;
     // The name of a Node object: no alias of another node stands for it.
     if !routes.is_node(&node) {
         let why = format!(
-            "it runs on {node}, which is no node of this server; 'tunnel-server nodes' lists them"
+            "it runs on {node}, which is not a known node; list known nodes with 'tunnel-server nodes'"
         );
         return Err(unknown(&why));
     }
@@ -139,10 +140,10 @@ fn addressed(
     node: NodeName,
     routes: &RouteTable,
     policy: &PortPolicy,
-) -> Result<Addressed, Failure> {
+) -> Result<ResolvedDestination, ProxyError> {
     let kubelet = routes
         .kubelet_port(&node)
-        .ok_or_else(|| bad("no port of the kubelet"))?;
+        .ok_or_else(|| bad_request("the kubelet port of the node is unknown"))?;
     let port = port_of_host(request, &node, routes, policy).unwrap_or(kubelet);
     let keeps_host = port == kubelet;
     let target = if keeps_host {
@@ -152,7 +153,7 @@ fn addressed(
             .target(port)
             .map_err(|refusal| refused_port(&node, port, &refusal))?
     };
-    Ok(Addressed {
+    Ok(ResolvedDestination {
         destination: Destination { node, target },
         keeps_host,
     })
@@ -166,7 +167,7 @@ fn port_of_host(
     policy: &PortPolicy,
 ) -> Option<Port> {
     let facts = &request.facts;
-    let host = HostPort::parse(single(facts.headers, &HOST).ok()??)?;
+    let host = HostPort::parse(single_value(facts.headers, &HOST).ok()??)?;
     let (named, is_address) = match &host.host {
         Host::Name(name) => (routes.by_name(name), false),
         Host::Address(address) => (routes.by_address(*address), true),
@@ -197,7 +198,7 @@ fn is_upgrade(headers: &HeaderMap) -> bool {
 }
 
 /// The answer to an upgrade request whose TLS says no node.
-fn no_node_by_tls(request: &DelegatedRequest<'_>) -> Failure {
+fn no_node_by_tls(request: &DelegatedRequest<'_>) -> ProxyError {
     let what = match request.server_name {
         Some(name) => format!("its TLS server name (SNI) {name} is no known node"),
         None => "its TLS has no server name (SNI)".to_owned(),
@@ -206,7 +207,7 @@ fn no_node_by_tls(request: &DelegatedRequest<'_>) -> Failure {
         KubeletPath::Stream(_) => ", or let this server look pods up (in a cluster, --pod-lookup)",
         KubeletPath::Malformed | KubeletPath::Other => "",
     };
-    bad(format!(
+    bad_request(format!(
         "the node of this upgrade request is not known: {what}, and Host may be a user's; start kube-apiserver with \
          --kubelet-certificate-authority, which makes it send the node's name{pods}"
     ))

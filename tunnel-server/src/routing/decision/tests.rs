@@ -38,7 +38,7 @@ fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Optio
     }
     let (method, uri) = (method.parse().unwrap(), uri.parse().unwrap());
     let implied_port = implied.and_then(Port::new);
-    let facts = Facts {
+    let facts = RequestFacts {
         method: &method,
         uri: &uri,
         headers: &headers,
@@ -275,7 +275,7 @@ fn own_port_is_explained() {
     let method = Method::GET;
     let uri = "/".parse().unwrap();
     let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("worker-1:10264"))]);
-    let facts = Facts {
+    let facts = RequestFacts {
         method: &method,
         uri: &uri,
         headers: &headers,

@@ -1,23 +1,23 @@
 use super::*;
 
-fn listed(texts: &[&str]) -> Allowed {
+fn listed(texts: &[&str]) -> DialPolicy {
     let targets = texts.iter().map(|text| text.parse().unwrap()).collect();
-    Allowed::Listed(targets, LiveRanges::default())
+    DialPolicy::Listed(targets, LiveClusterNetworks::default())
 }
 
-fn judge(allowed: &Allowed, address: &str) -> &'static str {
+fn check(dial_policy: &DialPolicy, address: &str) -> &'static str {
     let routes = RouteTable::default();
-    judge_with(allowed, address, &Claims::none(&routes))
+    check_with(dial_policy, address, &AddressClaims::none(&routes))
 }
 
-fn judge_with(allowed: &Allowed, address: &str, claims: &Claims<'_>) -> &'static str {
-    match allowed.judge(address.parse().unwrap(), claims) {
+fn check_with(dial_policy: &DialPolicy, address: &str, claims: &AddressClaims<'_>) -> &'static str {
+    match dial_policy.check(address.parse().unwrap(), claims) {
         Ok(_) => "dialled",
-        Err(Refused::Never(..)) => "never",
-        Err(Refused::NotListed(_)) => "not listed",
-        Err(Refused::Agent(..)) => "agent",
-        Err(Refused::Contested(_)) => "contested",
-        Err(Refused::Own(_)) => "own",
+        Err(DialRefusal::Never(..)) => "never",
+        Err(DialRefusal::NotListed(_)) => "not listed",
+        Err(DialRefusal::Agent(..)) => "agent",
+        Err(DialRefusal::Conflicting(_)) => "contested",
+        Err(DialRefusal::Own(_)) => "own",
     }
 }
 
@@ -62,16 +62,16 @@ fn t05_table_of_addresses_that_are_never_dialled_directly() {
         "[64:ff9b::10.0.0.5]",
     ] {
         for port in [80, 443, 2379, 10250] {
-            assert_eq!(judge(&all, &format!("{ip}:{port}")), "never", "{ip}:{port}");
+            assert_eq!(check(&all, &format!("{ip}:{port}")), "never", "{ip}:{port}");
         }
     }
     for ip in ["127.0.0.1", "127.8.8.8", "[::1]", "[::ffff:127.0.0.1]"] {
-        assert_eq!(judge(&all, &format!("{ip}:10265")), "not listed", "{ip}");
+        assert_eq!(check(&all, &format!("{ip}:10265")), "not listed", "{ip}");
     }
     for ip in ["10.0.0.5", "8.8.8.8", "[2001:db8::1]", "[::ffff:10.0.0.5]"] {
-        assert_eq!(judge(&all, &format!("{ip}:443")), "dialled", "{ip}");
+        assert_eq!(check(&all, &format!("{ip}:443")), "dialled", "{ip}");
     }
-    assert_eq!(judge(&all, "10.0.0.5:0"), "not listed");
+    assert_eq!(check(&all, "10.0.0.5:0"), "not listed");
     let narrow = listed(&["10.96.0.0/12:443", "[fd00::/8]:443-444", "127.0.0.0/8:8443"]);
     for (address, expected) in [
         ("10.96.0.10:443", "dialled"),
@@ -82,7 +82,7 @@ fn t05_table_of_addresses_that_are_never_dialled_directly() {
         ("127.0.0.1:8443", "dialled"),
         ("127.0.0.1:8444", "not listed"),
     ] {
-        assert_eq!(judge(&narrow, address), expected, "{address}");
+        assert_eq!(check(&narrow, address), expected, "{address}");
     }
 }
 
@@ -91,26 +91,26 @@ fn what_is_judged_is_what_is_dialled() {
     let all = listed(&["10.0.0.0/8"]);
     let routes = RouteTable::default();
     let address = "[::ffff:10.0.0.5]:443".parse().unwrap();
-    let judged = all.judge(address, &Claims::none(&routes));
+    let judged = all.check(address, &AddressClaims::none(&routes));
     assert_eq!(judged, Ok("10.0.0.5:443".parse().unwrap()));
 }
 
 #[test]
-fn nothing_is_allowed_before_the_cluster_has_told_of_itself() {
-    let ranges = LiveRanges::default();
-    let allowed = Allowed::Cluster(ranges.clone());
-    assert!(allowed.is_nothing());
-    assert_eq!(judge(&allowed, "10.96.0.1:443"), "not listed");
+fn nothing_is_allowed_before_the_cluster_networks_are_known() {
+    let ranges = LiveClusterNetworks::default();
+    let dial_policy = DialPolicy::Cluster(ranges.clone());
+    assert!(dial_policy.is_deny_all());
+    assert_eq!(check(&dial_policy, "10.96.0.1:443"), "not listed");
     let cloud: NodeName = "cloud-1".parse().unwrap();
     let own = ["10.0.0.9".parse().unwrap()];
-    ranges.set(ClusterRanges {
+    ranges.set(ClusterNetworks {
         services: vec!["10.96.0.0/12".parse().unwrap()],
         pods: vec![pods("cloud-1", "10.244.1.0/24")],
         cloud_nodes: [(cloud.clone(), own.to_vec())].into(),
         own: Vec::new(),
     });
     let routes = RouteTable::new([(&cloud, &own[..])]);
-    let claims = Claims::none(&routes);
+    let claims = AddressClaims::none(&routes);
     for (address, expected) in [
         ("10.96.0.1:443", "dialled"),
         ("10.244.1.7:8443", "dialled"),
@@ -120,20 +120,20 @@ fn nothing_is_allowed_before_the_cluster_has_told_of_itself() {
         ("10.0.0.10:10250", "not listed"),
     ] {
         assert_eq!(
-            judge_with(&allowed, address, &claims),
+            check_with(&dial_policy, address, &claims),
             expected,
             "{address}"
         );
     }
-    assert!(listed(&[]).is_nothing() && !listed(&["10.0.0.0/8"]).is_nothing());
+    assert!(listed(&[]).is_deny_all() && !listed(&["10.0.0.0/8"]).is_deny_all());
 }
 
 #[test]
 fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
-    let ranges = LiveRanges::default();
+    let ranges = LiveClusterNetworks::default();
     let cloud: NodeName = "cloud-1".parse().unwrap();
     let node = ["10.0.0.9".parse().unwrap()];
-    ranges.set(ClusterRanges {
+    ranges.set(ClusterNetworks {
         services: vec!["10.96.0.0/12".parse().unwrap()],
         pods: vec![pods("cloud-1", "10.244.1.0/24")],
         cloud_nodes: [(cloud.clone(), node.to_vec())].into(),
@@ -142,12 +142,12 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
     let routes = RouteTable::new([(&cloud, &node[..])]);
     let own_ports = [Port::new(10264).unwrap()];
     let own: [IpAddr; 2] = ["10.244.1.5", "10.0.0.9"].map(|ip| ip.parse().unwrap());
-    let claims = Claims {
+    let claims = AddressClaims {
         is_own: &|ip| own.contains(&ip),
         own_ports: &own_ports,
-        ..Claims::none(&routes)
+        ..AddressClaims::none(&routes)
     };
-    let allowed = Allowed::Cluster(ranges.clone());
+    let dial_policy = DialPolicy::Cluster(ranges.clone());
     for (address, expected) in [
         ("10.244.1.5:8443", "own"),
         ("[::ffff:10.244.1.5]:8443", "own"),
@@ -159,12 +159,12 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
         ("10.0.0.9:10264", "own"),
     ] {
         assert_eq!(
-            judge_with(&allowed, address, &claims),
+            check_with(&dial_policy, address, &claims),
             expected,
             "{address}"
         );
     }
     let listed = ["10.0.0.0/8".parse().unwrap()];
-    let listed = Allowed::Listed(listed.to_vec(), ranges);
-    assert_eq!(judge_with(&listed, "10.244.1.5:8443", &claims), "dialled");
+    let listed = DialPolicy::Listed(listed.to_vec(), ranges);
+    assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialled");
 }

@@ -14,7 +14,7 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
-    nodes.seen_at(&name("worker-2"), at(5_000), at(1_000));
+    nodes.record_connection_at(&name("worker-2"), at(5_000), at(1_000));
     nodes.save().unwrap();
 
     let again = KnownNodes::open(&scratch.0).unwrap();
@@ -61,14 +61,14 @@ fn reconnects_change_neither_routes_nor_the_file() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     let changed = nodes.changed();
-    nodes.seen_at(&name("worker-1"), at(90_000), at(1_000));
+    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_000));
     assert_eq!(*changed.borrow(), 1);
     nodes.save().unwrap();
     let stamp = nodes.file.stamp();
-    nodes.seen_at(&name("worker-1"), at(90_000), at(1_010));
+    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_010));
     nodes.save().unwrap();
     assert_eq!(nodes.file.stamp(), stamp);
-    nodes.seen_at(&name("worker-1"), at(99_000), at(1_020));
+    nodes.record_connection_at(&name("worker-1"), at(99_000), at(1_020));
     nodes.save().unwrap();
     assert_ne!(nodes.file.stamp(), stamp);
     assert_eq!(*changed.borrow(), 1);
@@ -129,15 +129,17 @@ async fn what_could_not_be_written_is_written_again_without_another_change() {
     std::fs::create_dir(&path).unwrap();
     nodes.start(&shutdown);
     nodes.record(&name("worker-1"), &[]);
-    tokio::time::sleep(SAVE_PAUSE + SAVE_AGAIN / 2).await;
+    tokio::time::sleep(SAVE_DEBOUNCE + SAVE_RETRY_DELAY / 2).await;
     assert!(nodes.lock().is_dirty);
     std::fs::remove_dir(&path).unwrap();
     let written = async {
         while nodes.lock().is_dirty {
-            tokio::time::sleep(SAVE_PAUSE).await;
+            tokio::time::sleep(SAVE_DEBOUNCE).await;
         }
     };
-    tokio::time::timeout(SAVE_AGAIN * 2, written).await.unwrap();
+    tokio::time::timeout(SAVE_RETRY_DELAY * 2, written)
+        .await
+        .unwrap();
     let again = KnownNodes::open(&scratch.0).unwrap();
     assert!(again.knows(&name("worker-1")));
     shutdown.finish().await;

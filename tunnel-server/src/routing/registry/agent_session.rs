@@ -29,7 +29,7 @@ pub struct AgentSession {
     /// The transport's session.
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
-    suspicion: Mutex<Option<Suspicion>>,
+    suspect_reason: Mutex<Option<SuspectReason>>,
     streams: Arc<AtomicUsize>,
     busy: Notify,
     closing: OnceLock<CloseReason>,
@@ -42,24 +42,26 @@ pub struct AgentSession {
 
 /// Why a session takes no new streams until it answers again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Suspicion {
+pub enum SuspectReason {
     /// No sign of life since then.
     Silent(Instant),
     /// The agent says that it hears nothing from this end.
-    Unheard,
+    PeerHearsNothing,
 }
 
-impl std::fmt::Display for Suspicion {
+impl std::fmt::Display for SuspectReason {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Silent(since) => {
                 write!(
                     formatter,
-                    "it has been silent for {} s",
+                    "nothing received for {} s",
                     since.elapsed().as_secs()
                 )
             }
-            Self::Unheard => formatter.write_str("it hears nothing from this server"),
+            Self::PeerHearsNothing => {
+                formatter.write_str("the agent reports that it receives nothing from this server")
+            }
         }
     }
 }
@@ -73,7 +75,7 @@ impl AgentSession {
         instance: InstanceId,
         session: Arc<dyn Session>,
     ) -> Self {
-        let valid_until = own_time(session.peer().not_after);
+        let valid_until = to_instant(session.peer().not_after);
         Self {
             id,
             node,
@@ -83,7 +85,7 @@ impl AgentSession {
             since: SystemTime::now(),
             session,
             withdrawn: AtomicBool::new(false),
-            suspicion: Mutex::default(),
+            suspect_reason: Mutex::default(),
             streams: Arc::default(),
             busy: Notify::new(),
             closing: OnceLock::new(),
@@ -99,7 +101,7 @@ impl AgentSession {
             .valid_until
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        *valid_until = own_time(not_after).max(*valid_until);
+        *valid_until = to_instant(not_after).max(*valid_until);
     }
 
     /// The certificates that the agent was issued last over this session; none where it was not.
@@ -139,29 +141,29 @@ impl AgentSession {
     }
 
     /// Takes the session out of routing, or with `None` back in; its open streams go on.
-    pub fn set_suspicion(&self, suspicion: Option<Suspicion>) {
-        *self.lock_suspicion() = suspicion;
+    pub fn set_suspect_reason(&self, suspect_reason: Option<SuspectReason>) {
+        *self.lock_suspect_reason() = suspect_reason;
     }
 
     /// Why the session takes no new streams for now.
     #[must_use]
-    pub fn suspicion(&self) -> Option<Suspicion> {
-        *self.lock_suspicion()
+    pub fn suspect_reason(&self) -> Option<SuspectReason> {
+        *self.lock_suspect_reason()
     }
 
     /// Whether new streams may go over the session.
     #[must_use]
     pub fn is_routable(&self) -> bool {
-        !self.is_withdrawn() && self.suspicion().is_none()
+        !self.is_withdrawn() && self.suspect_reason().is_none()
     }
 
     /// Counts a stream until the value goes, and wakes [`AgentSession::busy`] when it is the only one.
     #[must_use]
-    pub(super) fn count_stream(&self) -> CountedStream {
+    pub(super) fn count_stream(&self) -> StreamCountGuard {
         if self.streams.fetch_add(1, Ordering::Relaxed) == 0 {
             self.busy.notify_one();
         }
-        CountedStream(self.streams.clone())
+        StreamCountGuard(self.streams.clone())
     }
 
     /// Whether a stream of the session is open.
@@ -203,15 +205,15 @@ impl AgentSession {
 
     /// Why the session ended, given what its transport says.
     #[must_use]
-    pub fn end(&self, told: CloseReason) -> CloseReason {
-        match told.by {
-            ClosedBy::Local => self.closing.get().cloned().unwrap_or(told),
-            ClosedBy::Peer | ClosedBy::Network => told,
+    pub fn end(&self, reported: CloseReason) -> CloseReason {
+        match reported.by {
+            ClosedBy::Local => self.closing.get().cloned().unwrap_or(reported),
+            ClosedBy::Peer | ClosedBy::Network => reported,
         }
     }
 
-    fn lock_suspicion(&self) -> MutexGuard<'_, Option<Suspicion>> {
-        self.suspicion
+    fn lock_suspect_reason(&self) -> MutexGuard<'_, Option<SuspectReason>> {
+        self.suspect_reason
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
@@ -220,22 +222,22 @@ impl AgentSession {
 const SUPERSEDED: &str = "superseded";
 
 /// A moment of the wall clock by this process's own.
-fn own_time(time: SystemTime) -> Instant {
+fn to_instant(time: SystemTime) -> Instant {
     let left = time
         .duration_since(SystemTime::now())
         .unwrap_or_default()
-        .min(FAR_AWAY);
+        .min(VALIDITY_MAX);
     Instant::now() + left
 }
 
 /// Certificates of operators may say that they never end.
-const FAR_AWAY: Duration = Duration::from_secs(10 * 365 * 86400);
+const VALIDITY_MAX: Duration = Duration::from_secs(10 * 365 * 86400);
 
 /// Holds a session's count of streams one higher.
 #[derive(Debug)]
-pub(super) struct CountedStream(Arc<AtomicUsize>);
+pub(super) struct StreamCountGuard(Arc<AtomicUsize>);
 
-impl Drop for CountedStream {
+impl Drop for StreamCountGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

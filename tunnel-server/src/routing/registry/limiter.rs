@@ -29,7 +29,7 @@ impl CallerKey {
 
 /// Which part of `limits.streamsPerAgent` is used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Share {
+pub enum StreamQuota {
     /// All of it.
     Agent,
     /// That of all callers without a certificate.
@@ -42,32 +42,32 @@ pub enum Share {
 
 /// No permit is left in a share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Exhausted {
+pub struct QuotaExhausted {
     /// Which one.
-    pub share: Share,
+    pub quota: StreamQuota,
     /// How many streams it has.
     pub streams: usize,
 }
 
-impl std::fmt::Display for Exhausted {
+impl std::fmt::Display for QuotaExhausted {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { share, streams } = self;
-        match share {
-            Share::Agent => write!(
+        let Self { quota, streams } = self;
+        match quota {
+            StreamQuota::Agent => write!(
                 formatter,
                 "the agent has {streams} streams open, the most it may have (limits.streamsPerAgent); try again later"
             ),
-            Share::Unverified => write!(
+            StreamQuota::Unverified => write!(
                 formatter,
                 "callers without a client certificate have {streams} streams open to the agent, the most they may have together \
                  (three quarters of limits.streamsPerAgent); try again later, or with a client certificate"
             ),
-            Share::UnverifiedCaller => write!(
+            StreamQuota::UnverifiedCaller => write!(
                 formatter,
                 "this caller has {streams} streams open to the agent, the most that one caller without a client certificate may \
                  have (half of limits.streamsPerAgent); try again later, or with a client certificate"
             ),
-            Share::VerifiedCaller => write!(
+            StreamQuota::VerifiedCaller => write!(
                 formatter,
                 "this caller has {streams} streams open to the agent, the most that one caller may have (three quarters of \
                  limits.streamsPerAgent); try again later"
@@ -106,7 +106,10 @@ impl StreamLimiter {
     }
 
     /// A permit for one more stream of a caller.
-    pub(super) fn acquire(self: &Arc<Self>, caller: &CallerKey) -> Result<StreamPermit, Exhausted> {
+    pub(super) fn acquire(
+        self: &Arc<Self>,
+        caller: &CallerKey,
+    ) -> Result<StreamPermit, QuotaExhausted> {
         let mut open = self.lock();
         open.admit(caller, self.limit)?;
         open.add(caller);
@@ -129,21 +132,21 @@ impl StreamLimiter {
 }
 
 impl OpenStreams {
-    fn admit(&self, caller: &CallerKey, limit: usize) -> Result<(), Exhausted> {
+    fn admit(&self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
         let of_caller = self.callers.get(caller).copied().unwrap_or_default();
         // The quarter that is left is for callers with a certificate, and of them for others than the busiest.
         let three_quarters = limit - limit / 4;
-        let exhausted = |share, streams| Err(Exhausted { share, streams });
+        let exhausted = |quota, streams| Err(QuotaExhausted { quota, streams });
         if self.all >= limit {
-            exhausted(Share::Agent, self.all)
+            exhausted(StreamQuota::Agent, self.all)
         } else if caller.is_verified() && of_caller >= three_quarters {
-            exhausted(Share::VerifiedCaller, of_caller)
+            exhausted(StreamQuota::VerifiedCaller, of_caller)
         } else if caller.is_verified() {
             Ok(())
         } else if of_caller >= limit.div_ceil(2) {
-            exhausted(Share::UnverifiedCaller, of_caller)
+            exhausted(StreamQuota::UnverifiedCaller, of_caller)
         } else if self.unverified >= three_quarters {
-            exhausted(Share::Unverified, self.unverified)
+            exhausted(StreamQuota::Unverified, self.unverified)
         } else {
             Ok(())
         }
@@ -186,7 +189,10 @@ mod tests {
     }
 
     /// As many permits as a caller gets, and why it gets no more.
-    fn fill(limiter: &Arc<StreamLimiter>, caller: &CallerKey) -> (Vec<StreamPermit>, Exhausted) {
+    fn fill(
+        limiter: &Arc<StreamLimiter>,
+        caller: &CallerKey,
+    ) -> (Vec<StreamPermit>, QuotaExhausted) {
         let mut permits = Vec::new();
         loop {
             match limiter.acquire(caller) {
@@ -212,12 +218,12 @@ mod tests {
                 let (permits, exhausted) = fill(&limiter, &caller);
                 assert_eq!(permits.len(), half, "{limit}: {caller:?}");
                 // One stream is all that an agent with one has.
-                let share = if limit == 1 {
-                    Share::Agent
+                let quota = if limit == 1 {
+                    StreamQuota::Agent
                 } else {
-                    Share::UnverifiedCaller
+                    StreamQuota::UnverifiedCaller
                 };
-                assert_eq!(exhausted.share, share, "{limit}: {caller:?}");
+                assert_eq!(exhausted.quota, quota, "{limit}: {caller:?}");
             }
             for caller in [certificate("kube-apiserver"), CallerKey::Local(Some(0))] {
                 let limiter = StreamLimiter::new(limit);
@@ -233,14 +239,17 @@ mod tests {
         let (first, _) = fill(&limiter, &source(1));
         let (second, exhausted) = fill(&limiter, &source(2));
         assert_eq!((first.len(), second.len()), (128, 64));
-        assert_eq!(exhausted.share, Share::Unverified);
+        assert_eq!(exhausted.quota, StreamQuota::Unverified);
         assert!(exhausted.to_string().contains("three quarters"));
         let (third, exhausted) = fill(&limiter, &certificate("kube-apiserver"));
-        assert_eq!((third.len(), exhausted.share), (64, Share::Agent));
+        assert_eq!((third.len(), exhausted.quota), (64, StreamQuota::Agent));
 
         let limiter = StreamLimiter::new(256);
         let (busy, exhausted) = fill(&limiter, &certificate("kube-apiserver"));
-        assert_eq!((busy.len(), exhausted.share), (192, Share::VerifiedCaller));
+        assert_eq!(
+            (busy.len(), exhausted.quota),
+            (192, StreamQuota::VerifiedCaller)
+        );
         let (other, _) = fill(&limiter, &certificate("prometheus"));
         assert_eq!(other.len(), 64);
     }

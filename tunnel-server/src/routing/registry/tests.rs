@@ -5,7 +5,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
-use crate::testing::{Fake, PATIENCE, POOL, header, node, session};
+use crate::testing::{FakeSession, PATIENCE, POOL, header, node, session};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const OPERATOR: CallerKey = CallerKey::Local(None);
@@ -20,7 +20,7 @@ fn registry() -> Arc<Registry> {
 /// A registered session, the server's end of it and the agent's.
 struct Member {
     registration: Registration,
-    near: Arc<Fake>,
+    near: Arc<FakeSession>,
     far: Arc<dyn Session>,
 }
 
@@ -55,7 +55,7 @@ fn join(registry: &Arc<Registry>) -> Member {
     try_join(registry, node(), 1, &[]).unwrap()
 }
 
-async fn open(registry: &Registry) -> Result<Opened, OpenError> {
+async fn open(registry: &Registry) -> Result<OpenedStream, OpenError> {
     registry
         .open(&node(), &header(), &OPERATOR, LIMIT, None)
         .await
@@ -101,7 +101,9 @@ async fn node_at_its_limit_loses_a_session_that_takes_no_streams_first_one_witho
         "all are in use"
     );
     let _stream = members[1].session().count_stream();
-    members[2].session().set_suspicion(Some(Suspicion::Unheard));
+    members[2]
+        .session()
+        .set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
     members[1].session().withdraw();
     for expected in [2, 1] {
         let mut newcomer = join(&registry);
@@ -150,9 +152,11 @@ async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_i
 async fn suspect_session_is_left_out_until_it_is_trusted_again() {
     let registry = registry();
     let (spare, active) = (join(&registry), join(&registry));
-    active.session().set_suspicion(Some(Suspicion::Unheard));
+    active
+        .session()
+        .set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
     assert_eq!(open(&registry).await.unwrap().session, spare.id());
-    active.session().set_suspicion(None);
+    active.session().set_suspect_reason(None);
     assert_eq!(open(&registry).await.unwrap().session, active.id());
 }
 
@@ -162,8 +166,8 @@ async fn node_with_suspect_sessions_alone_is_refused_at_once() {
     let member = join(&registry);
     let since = Instant::now();
     tokio::time::advance(Duration::from_secs(7)).await;
-    let silent = Suspicion::Silent(since);
-    member.session().set_suspicion(Some(silent));
+    let silent = SuspectReason::Silent(since);
+    member.session().set_suspect_reason(Some(silent));
     let began = Instant::now();
     let error = open(&registry).await.unwrap_err();
     assert_eq!(began, Instant::now(), "it waited");
@@ -182,8 +186,8 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     let _second = open(&registry).await.unwrap();
     assert!(matches!(
         open(&registry).await,
-        Err(OpenError::TooManyStreams(Exhausted {
-            share: Share::Agent,
+        Err(OpenError::TooManyStreams(QuotaExhausted {
+            quota: StreamQuota::Agent,
             streams: 2
         }))
     ));
@@ -204,7 +208,7 @@ async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_se
     let (old, _new) = (join(&registry), join(&registry));
     old.near.set_full(true);
     let error = open(&registry).await.unwrap_err();
-    assert!(matches!(error, OpenError::NoRoom(POOL)), "{error}");
+    assert!(matches!(error, OpenError::BufferPoolFull(POOL)), "{error}");
     assert!(
         error.to_string().contains("limits.bufferPool, 64MiB"),
         "{error}"

@@ -1,4 +1,4 @@
-//! One TCP connection of 10262: a session over HTTP/2 or an enrolment, by the protocols that its ClientHello offers.
+//! One TCP connection of 10262: a session over HTTP/2 or an enrollment, by the protocols that its ClientHello offers.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
-use super::{GivenUp, Shaken, Stranger};
+use super::{HalfOpenConn, HandshakeResult, PreAuthError};
 use crate::ca::enrollment::Enrollment;
 
 /// A fatal alert, `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2), as a plaintext record: before
@@ -24,78 +24,81 @@ const NO_APPLICATION_PROTOCOL: [u8; 7] = [21, 3, 3, 0, 2, 2, 120];
 
 /// What TCP connections of agents need.
 #[derive(Debug)]
-pub struct TcpEntry {
+pub struct TcpHandler {
     /// TLS of sessions: requires the agent's certificate.
     pub session_tls: Arc<ServerConfig>,
     /// Windows and timers of sessions.
     pub settings: SessionSettings,
-    /// TLS of enrolments: no client certificate.
+    /// TLS of enrollments: no client certificate.
     pub enroll_tls: Arc<ServerConfig>,
-    /// What an enrolment needs.
+    /// What an enrollment needs.
     pub enrollment: Enrollment,
 }
 
-impl TcpEntry {
+impl TcpHandler {
     /// Serves one connection to its end.
-    pub(super) async fn serve(&self, socket: TcpStream, peer: SocketAddr, stranger: Stranger) {
-        // In boxes of their own: the futures of a handshake and of an enrolment are large, and sessions live long.
-        let met = Box::pin(self.meet(socket, peer, &stranger)).await;
-        if let Some(shaken) = met {
-            stranger.admit(shaken).await;
+    pub(super) async fn serve(&self, socket: TcpStream, peer: SocketAddr, half_open: HalfOpenConn) {
+        // In boxes of their own: the futures of a handshake and of an enrollment are large, and sessions live long.
+        let handshake = Box::pin(self.dispatch(socket, peer, &half_open)).await;
+        if let Some(outcome) = handshake {
+            half_open.admit(outcome).await;
         }
     }
 
     /// The end of a session's handshake, or `None` when the connection was for something else and is done.
-    async fn meet(
+    async fn dispatch(
         &self,
         socket: TcpStream,
         peer: SocketAddr,
-        stranger: &Stranger,
-    ) -> Option<Result<Shaken, GivenUp>> {
-        if let Err(error) = tcp::prepare_tunnel(&socket) {
-            debug!(%error, "socket option refused");
+        half_open: &HalfOpenConn,
+    ) -> Option<Result<HandshakeResult, PreAuthError>> {
+        if let Err(error) = tcp::configure_session(&socket) {
+            debug!(%error, "cannot set a socket option");
         }
-        let metrics = &stranger.sessions.metrics;
+        let metrics = &half_open.sessions.metrics;
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket);
-        let start = match stranger.in_time(hello).await {
+        let start = match half_open.with_deadline(hello).await {
             Ok(Ok(start)) => start,
             Ok(Err(error)) => {
-                debug!(%error, "connection began with no ClientHello");
+                debug!(%error, "connection did not begin with a ClientHello");
                 metrics.handshake("handshake_failed");
                 return None;
             }
-            Err(given_up) => {
-                metrics.handshake(given_up.label());
+            Err(error) => {
+                metrics.handshake(error.label());
                 return None;
             }
         };
         let offered = start.client_hello().alpn();
-        match Offer::of(offered.into_iter().flatten()) {
-            Offer::Session => {
-                let handshake = Box::pin(self.begin_session(start));
-                return Some(stranger.in_time(handshake).await);
+        match AlpnOffer::of(offered.into_iter().flatten()) {
+            AlpnOffer::Session => {
+                let handshake = Box::pin(self.accept_session(start));
+                return Some(half_open.with_deadline(handshake).await);
             }
-            Offer::Enrollment => {
-                let result = match stranger.in_time(Box::pin(self.enroll(start, peer))).await {
+            AlpnOffer::Enrollment => {
+                let result = match half_open
+                    .with_deadline(Box::pin(self.enroll(start, peer)))
+                    .await
+                {
                     Ok(Ok(result)) => result,
                     Ok(Err(error)) => {
-                        debug!(%error, "connection for enrolment failed");
+                        debug!(%error, "enrollment connection failed");
                         "handshake_failed"
                     }
-                    Err(given_up) => given_up.label(),
+                    Err(error) => error.label(),
                 };
                 metrics.enrollment(result);
             }
-            Offer::Unsuitable => {
+            AlpnOffer::Unsupported => {
                 metrics.handshake("unknown_protocol");
-                debug!("connection offers neither enrolment alone nor a session");
-                let _best_effort = stranger.in_time(refuse(start.io)).await;
+                debug!("ALPN of the connection is neither a session nor enrollment alone");
+                let _best_effort = half_open.with_deadline(refuse(start.io)).await;
             }
         }
         None
     }
 
-    async fn begin_session(&self, start: StartHandshake<TcpStream>) -> Shaken {
+    async fn accept_session(&self, start: StartHandshake<TcpStream>) -> HandshakeResult {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await
@@ -120,20 +123,20 @@ impl TcpEntry {
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Offer {
+enum AlpnOffer {
     Session,
     Enrollment,
-    Unsuitable,
+    Unsupported,
 }
 
-impl Offer {
-    /// Enrolment's id must be the only one on its connection: nobody may be talked out of showing a certificate.
+impl AlpnOffer {
+    /// Enrollment's id must be the only one on its connection: nobody may be talked out of showing a certificate.
     fn of<'a>(ids: impl Iterator<Item = &'a [u8]>) -> Self {
         let ids: Vec<_> = ids.collect();
         match ids.contains(&ALPN_ENROLL) {
             true if ids.len() == 1 => Self::Enrollment,
             false if ids.contains(&ALPN_SESSION_TCP) => Self::Session,
-            true | false => Self::Unsuitable,
+            true | false => Self::Unsupported,
         }
     }
 }

@@ -9,8 +9,8 @@ fn secs(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-fn suspicion(bench: &Bench) -> Option<Suspicion> {
-    bench.sessions.registry.of_node(&node())[0].suspicion()
+fn suspect_reason(bench: &Bench) -> Option<SuspectReason> {
+    bench.sessions.registry.of_node(&node())[0].suspect_reason()
 }
 
 #[tokio::test(start_paused = true)]
@@ -23,23 +23,26 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     accepted.accept("").await.unwrap();
     agent.near.set_silent(true);
     sleep(secs(4)).await;
-    assert_eq!(suspicion(&bench), None, "5 s have not passed");
+    assert_eq!(suspect_reason(&bench), None, "5 s have not passed");
     // The request's own 5 s, and up to one interval of probes since the last sign of life.
     sleep(secs(4)).await;
-    assert!(matches!(suspicion(&bench), Some(Suspicion::Silent(_))));
+    assert!(matches!(
+        suspect_reason(&bench),
+        Some(SuspectReason::Silent(_))
+    ));
     let asked = Instant::now();
     let refused = bench.open().await.unwrap_err();
     assert!(matches!(refused, OpenError::Suspect(_)), "{refused}");
     assert_eq!(asked, Instant::now(), "the answer waited");
-    assert_eq!(agent.hears().await, ControlMessage::Doubt(true));
+    assert_eq!(agent.recv().await, ControlMessage::Suspect(true));
     assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(1));
     // Its streams go on.
     accepted.write_all(b"late").await.unwrap();
     let mut late = [0; 4];
     opened.read_exact(&mut late).await.unwrap();
     agent.near.set_silent(false);
-    assert_eq!(agent.hears().await, ControlMessage::Doubt(false));
-    assert_eq!(suspicion(&bench), None);
+    assert_eq!(agent.recv().await, ControlMessage::Suspect(false));
+    assert_eq!(suspect_reason(&bench), None);
     assert!(bench.open().await.is_ok());
     assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(0));
 }
@@ -54,9 +57,9 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
     assert!((11..=13).contains(&probes), "{probes} probes in a minute");
     agent.near.set_silent(true);
     sleep(secs(9)).await;
-    assert_eq!(suspicion(&bench), None);
+    assert_eq!(suspect_reason(&bench), None);
     sleep(secs(7)).await;
-    assert!(suspicion(&bench).is_some());
+    assert!(suspect_reason(&bench).is_some());
 }
 
 #[tokio::test(start_paused = true)]
@@ -68,10 +71,10 @@ async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
     sleep(Duration::from_millis(5_100)).await;
     let _opened = bench.open().await.unwrap();
     sleep(Duration::from_millis(4_900)).await;
-    assert_eq!(suspicion(&bench), None);
+    assert_eq!(suspect_reason(&bench), None);
     sleep(Duration::from_millis(400)).await;
     assert!(
-        suspicion(&bench).is_some(),
+        suspect_reason(&bench).is_some(),
         "5 s since the stream have passed"
     );
 }
@@ -102,32 +105,32 @@ async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
 async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
     let bench = Bench::new();
     let mut agent = bench.agent(1).await;
-    agent.says(ControlMessage::Doubt(true)).await;
-    let doubted = || suspicion(&bench) == Some(Suspicion::Unheard);
+    agent.send(ControlMessage::Suspect(true)).await;
+    let doubted = || suspect_reason(&bench) == Some(SuspectReason::PeerHearsNothing);
     let began = Instant::now();
     eventually("doubt", doubted).await;
     assert!(began.elapsed() < Duration::from_millis(10));
-    agent.says(ControlMessage::Doubt(false)).await;
-    eventually("trust", || suspicion(&bench).is_none()).await;
+    agent.send(ControlMessage::Suspect(false)).await;
+    eventually("trust", || suspect_reason(&bench).is_none()).await;
     // The next message is about something else: the server never doubted.
     bench.sessions.shutdown.drain().cancel();
-    assert_eq!(agent.hears().await, ControlMessage::Drain(secs(30)));
+    assert_eq!(agent.recv().await, ControlMessage::Drain(secs(30)));
 }
 
 #[tokio::test(start_paused = true)]
 async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     let bench = Bench::new();
     // Too narrow for a single message that is not read.
-    let (agent, answer) = bench.greet(1, 2).await;
+    let (agent, answer) = bench.connect_agent(1, 2).await;
     assert!(matches!(answer, ControlMessage::Welcome(_)));
     let _opened = bench.open().await.unwrap();
     agent.near.set_silent(true);
     sleep(secs(10)).await;
-    assert!(suspicion(&bench).is_some());
+    assert!(suspect_reason(&bench).is_some());
     agent.near.set_silent(false);
     sleep(secs(3)).await;
     assert_eq!(
-        suspicion(&bench),
+        suspect_reason(&bench),
         None,
         "nobody waits for the message to leave"
     );
@@ -165,7 +168,7 @@ async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol(
     for message in [
         ControlMessage::Withdraw,
         ControlMessage::Unknown,
-        ControlMessage::Doubt(true),
+        ControlMessage::Suspect(true),
     ] {
         let bench = Bench::new();
         let mut agent = bench.agent(1).await;

@@ -7,7 +7,7 @@ use super::*;
 use crate::wire::close::SessionClose;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn goaway_cuts_open_streams_and_tells_why() {
+async fn goaway_cuts_open_streams_and_gives_the_reason() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let (mut reader, _) = opened(&session, &mut raw).await;
     let (mut writer, _) = opened(&session, &mut raw).await;
@@ -21,14 +21,17 @@ async fn goaway_cuts_open_streams_and_tells_why() {
         }
     })
     .await;
-    assert_eq!(cause_in::<StreamCut>(&error), Some(&StreamCut::SessionLost));
+    assert_eq!(
+        find_cause::<StreamCut>(&error),
+        Some(&StreamCut::SessionLost)
+    );
     let reason = within(session.closed()).await;
     assert_eq!(
         (reason.by, reason.code),
         (ClosedBy::Network, CloseCode::Protocol)
     );
     assert!(reason.reason.contains("excessive load"), "{reason}");
-    assert!(within(session.open(&header(), PATIENCE)).await.is_err());
+    assert!(within(session.open(&header(), TEST_TIMEOUT)).await.is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -39,7 +42,7 @@ async fn goaway_that_keeps_streams_still_ends_the_session() {
     let reason = within(session.closed()).await;
     assert_eq!(reason.by, ClosedBy::Network, "{reason}");
     assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
-    assert!(within(session.open(&header(), PATIENCE)).await.is_err());
+    assert!(within(session.open(&header(), TEST_TIMEOUT)).await.is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -55,7 +58,7 @@ async fn goaway_of_the_server_ends_the_session_when_it_leaves() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connection_that_ends_without_a_word_cuts_both_halves() {
+async fn connection_that_ends_without_a_close_message_cuts_both_halves() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let (mut stream, _) = opened(&session, &mut raw).await;
     drop(raw);
@@ -68,12 +71,12 @@ async fn connection_that_ends_without_a_word_cuts_both_halves() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn farewell_that_is_rubbish_or_endless_is_a_close() {
+async fn malformed_or_endless_close_message_closes_the_session() {
     for rubbish in [vec![0xff; 64], vec![0x80; 64 << 10], vec![0x80, 0x10, 1]] {
         let (session, mut raw) = with_raw_agent(WIDE).await;
         let (mut stream, _) = opened(&session, &mut raw).await;
         let complete = rubbish.len() != 3;
-        for piece in rubbish.chunks(raw::FRAME_MOST) {
+        for piece in rubbish.chunks(raw::FRAME_PAYLOAD_MAX) {
             raw.send(&raw::frame(DATA, 0, 1, piece)).await;
         }
         if !complete {
@@ -96,7 +99,7 @@ async fn farewell_that_is_rubbish_or_endless_is_a_close() {
 async fn second_session_stream_holds_no_memory() {
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     let before = resident();
-    let count = 2 * GROWTH_MOST / u64::from(WINDOW);
+    let count = 2 * GROWTH_MAX / u64::from(WINDOW);
     let filled = async {
         for index in 0..u32::try_from(count).unwrap() {
             let stream = 3 + 2 * index;
@@ -114,14 +117,14 @@ async fn second_session_stream_holds_no_memory() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dial_to_a_server_that_opens_nothing_is_given_up_without_a_trace() {
-    let (mut dialled, mut raw) = joined_by_server(STREAMS).await;
+    let (mut dialed, mut raw) = joined_by_server(STREAMS).await;
     raw.send(PREFACE).await;
-    greet(&mut raw, WIDE).await;
+    exchange_settings(&mut raw, WIDE).await;
     raw.send(&raw::request(1, "/stream")).await;
-    assert_eq!(within(raw.reader.next_of(HEADERS)).await.stream, 1);
-    assert!(dialled.try_join_next().is_none());
+    assert_eq!(within(raw.reader.next_of_kind(HEADERS)).await.stream, 1);
+    assert!(dialed.try_join_next().is_none());
     // As a timeout of the caller does.
-    dialled.abort_all();
+    dialed.abort_all();
     assert!(within(raw.reader.watch()).await.closed);
 }
 
@@ -134,23 +137,23 @@ async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
     for _ in 0..HALVES {
         streams.push(opened(&session, &mut raw).await);
     }
-    let mut farewell = BytesMut::new();
+    let mut close_message = BytesMut::new();
     let close = SessionClose {
         code: CloseCode::Normal,
         reason: "bye".into(),
     };
-    close.encode(&mut farewell);
-    let mut last_words = Vec::new();
+    close.encode(&mut close_message);
+    let mut final_frames = Vec::new();
     for (_, id) in &streams {
-        last_words.extend(raw::frame(DATA, END_STREAM, *id, b"to the end"));
+        final_frames.extend(raw::frame(DATA, END_STREAM, *id, b"to the end"));
     }
-    last_words.extend(raw::frame(DATA, END_STREAM, 1, &farewell));
-    last_words.extend(raw::go_away((1 << 31) - 1, NO_ERROR));
+    final_frames.extend(raw::frame(DATA, END_STREAM, 1, &close_message));
+    final_frames.extend(raw::go_away((1 << 31) - 1, NO_ERROR));
     // Busy streams, which end the set's round early.
     for (stream, _) in &mut streams {
         stream.write_all(&[0; 16 << 10]).await.unwrap();
     }
-    raw.send(&last_words).await;
+    raw.send(&final_frames).await;
     // FIN right behind it; reads on, as an agent does: closing with unread data would be a reset.
     raw.writer.end().await;
     let _reads_on = JoinSet::from_iter([async move { raw.reader.watch().await }]);

@@ -24,16 +24,16 @@ async fn s33_empty_data_frames_end_the_session() {
         let (session, mut raw) = with_raw_agent(WIDE).await;
         let (mut stream, id) = opened(&session, &mut raw).await;
         let before = resident();
-        let seen = within(raw.flood(&empty(id).repeat(1000), 10_000)).await;
-        assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+        let outcome = within(raw.flood(&empty(id).repeat(1000), 10_000)).await;
+        assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
         assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
         assert_bounded(before);
 
         let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
         open_raw(&mut raw, 3).await;
         let _stream = accepted(&session).await;
-        let seen = within(raw.flood(&empty(3).repeat(1000), 10_000)).await;
-        assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+        let outcome = within(raw.flood(&empty(3).repeat(1000), 10_000)).await;
+        assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
         assert_bounded(before);
     }
 }
@@ -49,8 +49,8 @@ async fn s33_hundred_thousand_unread_frames_of_one_byte_wait_for_their_reader() 
         .iter()
         .flat_map(|byte| raw::frame(DATA, 0, id, &[*byte]))
         .collect();
-    let seen = within(raw.flood(&frames, 1)).await;
-    assert!(!seen.closed, "{seen:?}");
+    let outcome = within(raw.flood(&frames, 1)).await;
+    assert!(!outcome.closed, "{outcome:?}");
     // Nobody has read, and others go on.
     assert_serves_raw_agent(&session, &mut raw).await;
     assert_bounded(before);
@@ -65,15 +65,15 @@ async fn s33_frames_of_one_byte_beyond_the_window_cut_their_stream() {
     let before = resident();
     let frames = raw::frame(DATA, 0, id, b"x").repeat(10_000);
     // What is beyond goes nowhere.
-    let seen = within(raw.flood(&frames, WINDOW as usize / 10_000 + 3)).await;
-    assert!(!seen.closed, "{seen:?}");
-    assert_eq!(seen.counts[usize::from(RST_STREAM)], 1);
+    let outcome = within(raw.flood(&frames, WINDOW as usize / 10_000 + 3)).await;
+    assert!(!outcome.closed, "{outcome:?}");
+    assert_eq!(outcome.counts[usize::from(RST_STREAM)], 1);
     assert!(cut(&mut unread).await != StreamCut::SessionLost);
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
     // h2 has a limit for that, too.
-    let seen = within(raw.flood(&frames, 1000)).await;
-    assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+    let outcome = within(raw.flood(&frames, 1000)).await;
+    assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,14 +85,14 @@ async fn flood_of_streams_beyond_the_limit_is_refused_stream_by_stream() {
         .flat_map(|index| raw::request(3 + 2 * index, "/stream"))
         .collect();
     let before = resident();
-    let seen = within(raw.flood(&flood, 1)).await;
-    assert!(!seen.closed, "{seen:?}");
+    let outcome = within(raw.flood(&flood, 1)).await;
+    assert!(!outcome.closed, "{outcome:?}");
     assert_bounded(before);
     let refused = 4 * STREAMS as usize - allowed;
-    assert_eq!(seen.counts[usize::from(RST_STREAM)], refused);
+    assert_eq!(outcome.counts[usize::from(RST_STREAM)], refused);
     for _ in 0..allowed {
         drop(within(session.accept()).await);
-        within(raw.reader.next_of(RST_STREAM)).await;
+        within(raw.reader.next_of_kind(RST_STREAM)).await;
     }
     assert_serves_raw_server(&session, &mut raw, 100_001).await;
 }
@@ -110,14 +110,14 @@ async fn settings_flood_is_answered_frame_by_frame() {
     ]
     .concat();
     let before = resident();
-    let seen = within(raw.flood(&change, COUNT / 2)).await;
-    assert!(!seen.closed, "{seen:?}");
-    assert_eq!(seen.counts[usize::from(SETTINGS)], COUNT);
+    let outcome = within(raw.flood(&change, COUNT / 2)).await;
+    assert!(!outcome.closed, "{outcome:?}");
+    assert_eq!(outcome.counts[usize::from(SETTINGS)], COUNT);
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
     // An answer to what was never said.
-    let seen = within(raw.flood(&raw::frame(SETTINGS, ACK, 0, &[]), 1)).await;
-    assert_thrown_out(&session, raw, &seen, PROTOCOL_ERROR).await;
+    let outcome = within(raw.flood(&raw::frame(SETTINGS, ACK, 0, &[]), 1)).await;
+    assert_protocol_close(&session, raw, &outcome, PROTOCOL_ERROR).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -125,9 +125,9 @@ async fn ping_flood_is_answered_frame_by_frame() {
     const COUNT: usize = 5_000;
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let before = resident();
-    let seen = within(raw.flood(&raw::frame(PING, 0, 0, b"question"), COUNT)).await;
-    assert!(!seen.closed, "{seen:?}");
-    assert_eq!(seen.counts[usize::from(PING)], COUNT + 1);
+    let outcome = within(raw.flood(&raw::frame(PING, 0, 0, b"question"), COUNT)).await;
+    assert!(!outcome.closed, "{outcome:?}");
+    assert_eq!(outcome.counts[usize::from(PING)], COUNT + 1);
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
 }
@@ -136,12 +136,12 @@ async fn ping_flood_is_answered_frame_by_frame() {
 async fn answers_to_pings_never_asked_say_nothing() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     for payload in KNOWN_PINGS {
-        let seen = within(raw.flood(&raw::frame(PING, ACK, 0, &payload), 1000)).await;
-        assert!(!seen.closed, "{seen:?}");
+        let outcome = within(raw.flood(&raw::frame(PING, ACK, 0, &payload), 1000)).await;
+        assert!(!outcome.closed, "{outcome:?}");
     }
     assert_eq!(session.health().acknowledged, 0);
     session.probe();
-    let question = within(raw.reader.next_of(PING)).await;
+    let question = within(raw.reader.next_of_kind(PING)).await;
     within(raw.flood(&[], 1)).await;
     assert_eq!(session.health().acknowledged, 0);
     raw.send(&raw::frame(PING, ACK, 0, &question.payload)).await;
@@ -172,8 +172,8 @@ async fn control_frames_that_serve_nothing_close_the_session_at_either_end() {
             with_raw_server(STREAMS, WIDE).await,
         ] {
             let before = resident();
-            let seen = within(raw.flood(&attack, COUNT)).await;
-            assert!(seen.closed, "{kind}: {seen:?}");
+            let outcome = within(raw.flood(&attack, COUNT)).await;
+            assert!(outcome.closed, "{kind}: {outcome:?}");
             drop(raw);
             let reason = within(session.closed()).await;
             assert_eq!(reason.code, CloseCode::Protocol, "{kind}: {reason}");

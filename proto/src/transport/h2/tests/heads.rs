@@ -1,17 +1,17 @@
 //! Heads without end (S32), heads that are too large (S34), and bytes that are no HTTP/2.
 
-use super::raw::{CONTINUATION, ENHANCE_YOUR_CALM, FRAME_MOST, HEADERS, RST_STREAM};
+use super::raw::{CONTINUATION, ENHANCE_YOUR_CALM, FRAME_PAYLOAD_MAX, HEADERS, RST_STREAM};
 use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn s32_head_without_end_ends_the_session_at_once() {
-    for payload in [0, 1, 1000, FRAME_MOST] {
+    for payload in [0, 1, 1000, FRAME_PAYLOAD_MAX] {
         // A field whose value never ends.
         let endless = [&[0, 1, b'x', 127, 0xff, 0xff, 0xff, 0x07][..], &[b'v'; 64]].concat();
         for block in [raw::OK.to_vec(), endless] {
             let (session, mut raw) = with_raw_agent(WIDE).await;
-            within(session.open(&header(), PATIENCE)).await.unwrap();
-            let id = within(raw.reader.next_of(HEADERS)).await.stream;
+            within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+            let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
             raw.send(&raw::frame(HEADERS, 0, id, &block)).await;
             attack(&session, raw, id, payload).await;
 
@@ -23,13 +23,16 @@ async fn s32_head_without_end_ends_the_session_at_once() {
     }
 }
 
-async fn attack(session: &Arc<dyn Session>, mut raw: Raw, id: u32, payload: usize) {
+async fn attack(session: &Arc<dyn Session>, mut raw: RawPeer, id: u32, payload: usize) {
     let (before, begun) = (resident(), Instant::now());
     let piece = raw::frame(CONTINUATION, 0, id, &vec![b'v'; payload]);
-    let seen = within(raw.flood(&piece.repeat(100), 1_000_000)).await;
+    let outcome = within(raw.flood(&piece.repeat(100), 1_000_000)).await;
     assert!(begun.elapsed() < Duration::from_secs(1));
-    assert!(seen.closed && seen.go_away.is_some(), "{payload}: {seen:?}");
-    assert_thrown_out(session, raw, &seen, seen.go_away.unwrap()).await;
+    assert!(
+        outcome.closed && outcome.go_away.is_some(),
+        "{payload}: {outcome:?}"
+    );
+    assert_protocol_close(session, raw, &outcome, outcome.go_away.unwrap()).await;
     assert_bounded(before);
 }
 
@@ -39,9 +42,9 @@ async fn s34_head_above_64_kib_costs_its_stream_alone() {
     let large = |count| [raw::request_block("/stream"), raw::fields(count)].concat();
     raw.send(&raw::head(3, &large(65))).await;
     // 431 and the end of the stream.
-    let answer = within(raw.reader.next_of(HEADERS)).await;
+    let answer = within(raw.reader.next_of_kind(HEADERS)).await;
     assert!(answer.stream == 3 && answer.ends());
-    assert_eq!(within(raw.reader.next_of(RST_STREAM)).await.stream, 3);
+    assert_eq!(within(raw.reader.next_of_kind(RST_STREAM)).await.stream, 3);
     assert_serves_raw_server(&session, &mut raw, 5).await;
     // Right below the limit it is a stream as any other.
     raw.send(&raw::head(7, &large(63))).await;
@@ -50,14 +53,14 @@ async fn s34_head_above_64_kib_costs_its_stream_alone() {
 
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let large = |count| [raw::OK.to_vec(), raw::fields(count)].concat();
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
     raw.send(&raw::head(id, &large(65))).await;
-    assert_eq!(within(raw.reader.next_of(RST_STREAM)).await.stream, id);
+    assert_eq!(within(raw.reader.next_of_kind(RST_STREAM)).await.stream, id);
     assert!(cut(&mut stream).await != StreamCut::SessionLost);
     assert_serves_raw_agent(&session, &mut raw).await;
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
     let reply = accepted_reply("x");
     raw.send(&raw::head(id, &large(63))).await;
     raw.send(&raw::frame(DATA, 0, id, &reply_bytes(&reply)))
@@ -69,28 +72,28 @@ async fn s34_head_above_64_kib_costs_its_stream_alone() {
 async fn s34_head_of_a_mebibyte_ends_the_session() {
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     let block = [raw::request_block("/stream"), raw::fields(1024)].concat();
-    let seen = within(raw.flood(&raw::head(3, &block), 1)).await;
-    assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+    let outcome = within(raw.flood(&raw::head(3, &block), 1)).await;
+    assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
 
     let (session, mut raw) = with_raw_agent(WIDE).await;
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
     let block = [raw::OK.to_vec(), raw::fields(1024)].concat();
-    let seen = within(raw.flood(&raw::head(id, &block), 1)).await;
-    assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+    let outcome = within(raw.flood(&raw::head(id, &block), 1)).await;
+    assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
     assert_eq!(cut(&mut stream).await, StreamCut::SessionLost);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_before_the_answer_are_skipped_and_never_pile_up() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
     let before = resident();
     // 103 Early Hints with a field of 1 KiB.
     let hint = [&[0x08, 3][..], b"103", &raw::fields(1)].concat();
-    let seen = within(raw.flood(&raw::head(id, &hint).repeat(10), 10_000)).await;
-    assert!(!seen.closed, "{seen:?}");
+    let outcome = within(raw.flood(&raw::head(id, &hint).repeat(10), 10_000)).await;
+    assert!(!outcome.closed, "{outcome:?}");
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
     let answer = raw::frame(DATA, END_STREAM, id, &reply_bytes(&accepted_reply("x")));
@@ -99,7 +102,7 @@ async fn answers_before_the_answer_are_skipped_and_never_pile_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn peer_that_speaks_something_else_is_told_apart_from_a_lost_one() {
+async fn peer_that_speaks_another_protocol_differs_from_a_lost_one() {
     let http = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n".to_vec();
     for noise in [
         http,
@@ -109,8 +112,8 @@ async fn peer_that_speaks_something_else_is_told_apart_from_a_lost_one() {
     ] {
         let (session, mut raw) = joined_by_agent().await;
         raw.reader.preface().await;
-        let seen = within(raw.flood(&noise, 1)).await;
-        assert!(seen.closed, "{seen:?}");
+        let outcome = within(raw.flood(&noise, 1)).await;
+        assert!(outcome.closed, "{outcome:?}");
         drop(raw);
         let reason = within(session.closed()).await;
         assert_eq!(
@@ -119,11 +122,11 @@ async fn peer_that_speaks_something_else_is_told_apart_from_a_lost_one() {
             "{reason}"
         );
 
-        let (mut dialled, mut raw) = joined_by_server(STREAMS).await;
-        let seen = within(raw.flood(&noise, 1)).await;
-        assert!(seen.closed, "{seen:?}");
+        let (mut dialed, mut raw) = joined_by_server(STREAMS).await;
+        let outcome = within(raw.flood(&noise, 1)).await;
+        assert!(outcome.closed, "{outcome:?}");
         drop(raw);
-        let refused = within(dialled.join_next()).await.unwrap().unwrap();
+        let refused = within(dialed.join_next()).await.unwrap().unwrap();
         assert!(
             matches!(refused, Err(HandshakeError::Transport(_))),
             "{refused:?}"

@@ -33,7 +33,7 @@ pub(super) const ENHANCE_YOUR_CALM: u32 = 11;
 
 pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// The largest payload that a peer takes unless it says otherwise.
-pub(super) const FRAME_MOST: usize = 16 << 10;
+pub(super) const FRAME_PAYLOAD_MAX: usize = 16 << 10;
 /// The payload of the PING that marks the end of a flood.
 const MARK: [u8; 8] = *b"the mark";
 
@@ -106,8 +106,8 @@ pub(super) fn fields(count: usize) -> Vec<u8> {
 /// A header block in as many frames as it takes.
 pub(super) fn head(stream: u32, block: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let last = block.chunks(FRAME_MOST).count() - 1;
-    for (index, piece) in block.chunks(FRAME_MOST).enumerate() {
+    let last = block.chunks(FRAME_PAYLOAD_MAX).count() - 1;
+    for (index, piece) in block.chunks(FRAME_PAYLOAD_MAX).enumerate() {
         let kind = if index == 0 { HEADERS } else { CONTINUATION };
         let flags = if index == last { END_HEADERS } else { 0 };
         bytes.extend(frame(kind, flags, stream, piece));
@@ -156,7 +156,7 @@ impl Frame {
 }
 
 /// The raw end of a connection.
-pub(super) struct Raw {
+pub(super) struct RawPeer {
     pub(super) reader: RawReader,
     pub(super) writer: RawWriter,
 }
@@ -176,14 +176,14 @@ pub(super) struct RawReader {
 
 /// What came back until the end, or until the mark was answered.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct FloodOutcome {
     pub(super) closed: bool,
     pub(super) counts: [usize; 10],
     /// The code of GOAWAY.
     pub(super) go_away: Option<u32>,
 }
 
-impl Raw {
+impl RawPeer {
     pub(super) fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
         let (reader, writer) = tokio::io::split(stream.into());
         Self {
@@ -215,7 +215,7 @@ impl Raw {
     pub(super) async fn fill(&mut self, stream: u32, mut bytes: u64, flags: u8) {
         while bytes > 0 {
             let room = self.reader.window.min(*self.reader.room(stream));
-            let count = room.min(bytes).min(FRAME_MOST as u64);
+            let count = room.min(bytes).min(FRAME_PAYLOAD_MAX as u64);
             if count == 0 {
                 self.reader.next().await.expect("connection has gone");
                 continue;
@@ -229,7 +229,7 @@ impl Raw {
 
     /// Sends `chunk` so many times while reading what comes back, until a mark behind it is answered or the other end
     /// closes.
-    pub(super) async fn flood(&mut self, chunk: &[u8], times: usize) -> Seen {
+    pub(super) async fn flood(&mut self, chunk: &[u8], times: usize) -> FloodOutcome {
         let Self { reader, writer } = self;
         let write = async {
             for _ in 0..times {
@@ -241,7 +241,7 @@ impl Raw {
             pending::<()>().await;
         };
         tokio::select! {
-            seen = reader.watch() => seen,
+            outcome = reader.watch() => outcome,
             () = write => unreachable!("waits"),
         }
     }
@@ -282,7 +282,7 @@ impl RawReader {
     }
 
     /// The next frame of that kind.
-    pub(super) async fn next_of(&mut self, kind: u8) -> Frame {
+    pub(super) async fn next_of_kind(&mut self, kind: u8) -> Frame {
         loop {
             let frame = self.next().await.expect("connection has gone");
             assert_ne!(frame.kind, GOAWAY, "code {}", frame.code());
@@ -293,19 +293,19 @@ impl RawReader {
     }
 
     /// Counts what comes until the end or the answer to the mark.
-    pub(super) async fn watch(&mut self) -> Seen {
-        let mut seen = Seen::default();
+    pub(super) async fn watch(&mut self) -> FloodOutcome {
+        let mut outcome = FloodOutcome::default();
         while let Some(frame) = self.next().await {
-            seen.counts[usize::from(frame.kind)] += 1;
+            outcome.counts[usize::from(frame.kind)] += 1;
             if frame.kind == GOAWAY {
-                seen.go_away.get_or_insert_with(|| frame.code());
+                outcome.go_away.get_or_insert_with(|| frame.code());
             }
             if frame.kind == PING && frame.payload[..] == MARK {
-                return seen;
+                return outcome;
             }
         }
-        seen.closed = true;
-        seen
+        outcome.closed = true;
+        outcome
     }
 
     fn room(&mut self, stream: u32) -> &mut u64 {

@@ -19,8 +19,8 @@ async fn s30_burst_of_a_thousand_streams_opened_and_reset_is_survived() {
         let burst: Vec<u8> = (0..1000)
             .flat_map(|index| [opening(3 + 2 * index), raw::reset(3 + 2 * index, CANCEL)].concat())
             .collect();
-        let seen = within(raw.flood(&burst, 1)).await;
-        assert!(!seen.closed, "{streams}: {seen:?}");
+        let outcome = within(raw.flood(&burst, 1)).await;
+        assert!(!outcome.closed, "{streams}: {outcome:?}");
         assert_serves_raw_server(&session, &mut raw, 3001).await;
     }
 }
@@ -37,10 +37,10 @@ async fn s30_flood_of_resets_ends_the_session_or_costs_it_nothing() {
             [raw::request(stream, "/stream"), raw::reset(stream, CANCEL)].concat()
         })
         .collect();
-    let seen = within(raw.flood(&flood, 1)).await;
+    let outcome = within(raw.flood(&flood, 1)).await;
     assert_bounded(before);
-    if seen.closed {
-        assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+    if outcome.closed {
+        assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
     } else {
         assert_serves_raw_server(&session, &mut raw, 3 + 2 * COUNT).await;
     }
@@ -57,7 +57,7 @@ async fn s30_streams_that_are_reset_before_anyone_accepts_them_queue_up_to_a_bou
             raw.send(&raw::request(id, "/stream")).await;
         }
         // Each has been let in, or dropped when the queue is full, before it is reset.
-        let full = (round * IN_ONE) as usize >= most_resets(STREAMS);
+        let full = (round * IN_ONE) as usize >= max_pending_resets(STREAMS);
         let mut waiting: HashSet<u32> = ids.clone().collect();
         while !waiting.is_empty() {
             let frame = within(raw.reader.next()).await.unwrap();
@@ -81,7 +81,7 @@ async fn s30_streams_that_are_reset_before_anyone_accepts_them_queue_up_to_a_bou
         drop(incoming.unwrap());
         queued += 1;
     }
-    assert!(queued == most_resets(STREAMS), "{queued}");
+    assert!(queued == max_pending_resets(STREAMS), "{queued}");
     assert_serves_raw_server(&session, &mut raw, 100_001).await;
 }
 
@@ -93,8 +93,8 @@ async fn s30_agent_that_opens_streams_is_thrown_out() {
     let promise = raw::frame(PUSH_PROMISE, END_HEADERS, 1, &promised);
     for forbidden in [odd, even, promise] {
         let (session, mut raw) = with_raw_agent(WIDE).await;
-        let seen = within(raw.flood(&forbidden, 1)).await;
-        assert_thrown_out(&session, raw, &seen, PROTOCOL_ERROR).await;
+        let outcome = within(raw.flood(&forbidden, 1)).await;
+        assert_protocol_close(&session, raw, &outcome, PROTOCOL_ERROR).await;
     }
 }
 
@@ -105,8 +105,8 @@ async fn s31_answers_that_break_a_rule_of_the_connection_end_it() {
         let (_attacked, id) = opened(&session, &mut raw).await;
         let (mut other, _) = opened(&session, &mut raw).await;
         let (attack, code) = &rules_broken_on(id)[index];
-        let seen = within(raw.flood(attack, 1)).await;
-        assert_thrown_out(&session, raw, &seen, *code).await;
+        let outcome = within(raw.flood(attack, 1)).await;
+        assert_protocol_close(&session, raw, &outcome, *code).await;
         assert_eq!(cut(&mut other).await, StreamCut::SessionLost, "{index}");
     }
 }
@@ -128,7 +128,7 @@ async fn s31_window_that_overflows_cuts_its_stream_alone() {
     let (mut attacked, id) = opened(&session, &mut raw).await;
     let (mut other, _) = opened(&session, &mut raw).await;
     raw.send(&raw::window_update(id, (1 << 31) - 1)).await;
-    let reset = within(raw.reader.next_of(RST_STREAM)).await;
+    let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
     assert_eq!((reset.stream, reset.code()), (id, FLOW_CONTROL_ERROR));
     assert_eq!(
         cut(&mut attacked).await,
@@ -136,7 +136,7 @@ async fn s31_window_that_overflows_cuts_its_stream_alone() {
     );
     other.write_all(b"goes on").await.unwrap();
     assert_eq!(
-        &within(raw.reader.next_of(DATA)).await.payload[..],
+        &within(raw.reader.next_of_kind(DATA)).await.payload[..],
         b"goes on"
     );
     assert_serves_raw_agent(&session, &mut raw).await;
@@ -146,7 +146,7 @@ async fn s31_window_that_overflows_cuts_its_stream_alone() {
 async fn s31_peer_that_makes_us_reset_its_streams_is_thrown_out_in_the_end() {
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     let before = resident();
-    let count = u32::try_from(STRAY_FRAMES).unwrap() * 2;
+    let count = u32::try_from(LOCAL_ERROR_RESETS_MAX).unwrap() * 2;
     let flood: Vec<u8> = (0..count)
         .flat_map(|index| {
             let stream = 3 + 2 * index;
@@ -154,12 +154,12 @@ async fn s31_peer_that_makes_us_reset_its_streams_is_thrown_out_in_the_end() {
             [raw::request(stream, "/stream"), overflow].concat()
         })
         .collect();
-    let seen = within(raw.flood(&flood, 1)).await;
+    let outcome = within(raw.flood(&flood, 1)).await;
     assert_bounded(before);
-    assert_thrown_out(&session, raw, &seen, ENHANCE_YOUR_CALM).await;
+    assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
     assert!(
-        seen.counts[usize::from(RST_STREAM)] <= STRAY_FRAMES,
-        "{seen:?}"
+        outcome.counts[usize::from(RST_STREAM)] <= LOCAL_ERROR_RESETS_MAX,
+        "{outcome:?}"
     );
 }
 
@@ -205,14 +205,14 @@ async fn s31_storm_of_resets_cuts_streams_and_nothing_else() {
         storm.extend(raw::reset(id, 0x1001).repeat(500));
         storm.extend(raw::window_update(id, 1).repeat(10));
     }
-    let seen = within(raw.flood(&storm, 1)).await;
-    assert!(!seen.closed, "{seen:?}");
+    let outcome = within(raw.flood(&storm, 1)).await;
+    assert!(!outcome.closed, "{outcome:?}");
     for mut stream in streams {
         assert_eq!(cut(&mut stream).await, StreamCut::Reset(ResetCode::PeerCut));
     }
     assert_serves_raw_agent(&session, &mut raw).await;
-    let seen = within(raw.flood(&raw::reset(4001, CANCEL), 1)).await;
-    assert_thrown_out(&session, raw, &seen, PROTOCOL_ERROR).await;
+    let outcome = within(raw.flood(&raw::reset(4001, CANCEL), 1)).await;
+    assert_protocol_close(&session, raw, &outcome, PROTOCOL_ERROR).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -220,14 +220,14 @@ async fn s31_frames_on_streams_that_were_reset_here_are_dropped() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let (stream, id) = opened(&session, &mut raw).await;
     drop(stream);
-    assert_eq!(within(raw.reader.next_of(RST_STREAM)).await.stream, id);
+    assert_eq!(within(raw.reader.next_of_kind(RST_STREAM)).await.stream, id);
     // They were on their way, for all that the peer knows; their window is given back.
-    raw.fill(id, NEARLY_A_WINDOW, 0).await;
+    raw.fill(id, ALMOST_WINDOW, 0).await;
     for _ in 0..20 {
         let (stream, id) = opened(&session, &mut raw).await;
         drop(stream);
-        within(raw.reader.next_of(RST_STREAM)).await;
-        within(raw.fill(id, NEARLY_A_WINDOW, 0)).await;
+        within(raw.reader.next_of_kind(RST_STREAM)).await;
+        within(raw.fill(id, ALMOST_WINDOW, 0)).await;
     }
     assert_serves_raw_agent(&session, &mut raw).await;
 }

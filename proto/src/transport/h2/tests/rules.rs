@@ -75,7 +75,7 @@ async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
     within(raw.fill(3, u64::from(WINDOW) * 40, 0)).await;
     assert!(refusal.try_join_next().is_none());
     raw.send(&raw::window_update(3, 1000)).await;
-    let reply = within(raw.reader.next_of(DATA)).await;
+    let reply = within(raw.reader.next_of_kind(DATA)).await;
     assert!(reply.ends());
     let reply = reply.payload;
     assert_eq!(
@@ -83,7 +83,7 @@ async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
         reply_bytes(&StreamReply::refused(RefusalCode::Policy, "no"))
     );
     // Its own half being whole, it can say that it reads no more.
-    let reset = within(raw.reader.next_of(RST_STREAM)).await;
+    let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
     assert_eq!((reset.stream, reset.code()), (3, NO_ERROR));
     within(refusal.join_all()).await;
 }
@@ -95,16 +95,16 @@ async fn unread_bytes_of_ended_streams_hold_no_window_of_the_connection() {
     // The connection's window is that of eight streams. These are not counted as stalled, which would widen it: nobody
     // has begun to read.
     for _ in 0..32 {
-        unread.push(within(session.open(&header(), PATIENCE)).await.unwrap());
-        let id = within(raw.reader.next_of(HEADERS)).await.stream;
+        unread.push(within(session.open(&header(), TEST_TIMEOUT)).await.unwrap());
+        let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
         raw.send(&raw::response(id)).await;
         raw.send_data(id, 0, &reply_bytes(&accepted_reply("")))
             .await;
-        within(raw.fill(id, NEARLY_A_WINDOW, END_STREAM)).await;
+        within(raw.fill(id, ALMOST_WINDOW, END_STREAM)).await;
     }
     for mut stream in unread {
         let got = read_all(&mut stream).await.unwrap();
-        assert_eq!(got.len() as u64, NEARLY_A_WINDOW);
+        assert_eq!(got.len() as u64, ALMOST_WINDOW);
     }
 }
 
@@ -128,7 +128,7 @@ async fn reset_behind_a_whole_answer_stops_the_writer_only() {
             }
         })
         .await;
-        let cut = cause_in::<StreamCut>(&error);
+        let cut = find_cause::<StreamCut>(&error);
         assert_eq!(cut, Some(&StreamCut::Stopped(meaning)));
     }
 }
@@ -136,8 +136,8 @@ async fn reset_behind_a_whole_answer_stops_the_writer_only() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refusal_is_read_although_a_reset_follows_it() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
-    let mut stream = within(session.open(&header(), PATIENCE)).await.unwrap();
-    let id = within(raw.reader.next_of(HEADERS)).await.stream;
+    let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
+    let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
     let reply = reply_bytes(&StreamReply::refused(RefusalCode::Policy, "no"));
     let reply = [
         raw::response(id),
@@ -154,7 +154,7 @@ async fn refusal_is_read_although_a_reset_follows_it() {
     })
     .await;
     assert_eq!(
-        cause_in::<Refusal>(&error).unwrap().code,
+        find_cause::<Refusal>(&error).unwrap().code,
         RefusalCode::Policy
     );
 }
@@ -193,12 +193,12 @@ async fn codes_of_resets_are_ours_and_4096() {
     ] {
         let (mut stream, id) = opened(&session, &mut raw).await;
         stream.reset(code);
-        let reset = within(raw.reader.next_of(RST_STREAM)).await;
+        let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
         assert_eq!((reset.stream, reset.code()), (id, number));
     }
     let (stream, id) = opened(&session, &mut raw).await;
     drop(stream);
-    let reset = within(raw.reader.next_of(RST_STREAM)).await;
+    let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
     assert_eq!((reset.stream, reset.code()), (id, 0x1000));
 }
 
@@ -213,7 +213,7 @@ async fn small_writes_leave_together() {
     }
     let (mut frames, mut bytes) = (0, 0);
     while bytes < WRITES {
-        let frame = within(raw.reader.next_of(DATA)).await;
+        let frame = within(raw.reader.next_of_kind(DATA)).await;
         assert_eq!(frame.stream, id);
         (frames, bytes) = (frames + 1, bytes + frame.payload.len());
     }
@@ -237,7 +237,7 @@ async fn small_answer_does_not_wait_behind_bulk() {
         small.write_all(&[1; 1024]).await.unwrap();
         let mut before = 0;
         loop {
-            let frame = within(raw.reader.next_of(DATA)).await;
+            let frame = within(raw.reader.next_of_kind(DATA)).await;
             if frame.stream == id {
                 break;
             }

@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use super::*;
-use crate::ingress::connect::table::Setting;
-use crate::routing::dial_policy::LiveRanges;
+use crate::ingress::connect::table::ClusterFixture;
+use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::routes::RouteTable;
 
 /// Networks of the cluster's Services, and addresses of the server.
@@ -80,18 +80,18 @@ const BEFORE: [(&str, &str); 12] = [
 ];
 
 /// The server of the cluster with these Nodes as well, and what an operator is shown.
-fn setting(more: &[Object<'_>]) -> (Setting, Vec<String>) {
+fn setting(more: &[Object<'_>]) -> (ClusterFixture, Vec<String>) {
     let objects: Vec<_> = BASE.iter().chain(more).map(Object::parsed).collect();
     let set = set(&store(&objects));
     let services = [SERVICES.parse().unwrap()];
-    let ranges = LiveRanges::default();
-    ranges.set(ClusterRanges {
+    let ranges = LiveClusterNetworks::default();
+    ranges.set(ClusterNetworks {
         services: services.to_vec(),
         own: vec![OWN_SERVICE.parse().unwrap()],
         ..set.ranges()
     });
     let agents = ["edge-1", "edge-2", "agent-1"];
-    let setting = Setting {
+    let setting = ClusterFixture {
         routes: RouteTable::merge(&set.routes()),
         ranges,
         agents: agents.map(|name| name.parse().unwrap()).into(),
@@ -422,7 +422,7 @@ fn addresses_of_hostile_nodes_redirect_no_dial() {
 }
 
 /// Compares where targets lead, and that all others lead where they did before, unless they are what is claimed.
-fn check(setting: &Setting, probes: Probes, is_claimed: impl Fn(&str) -> bool, case: &str) {
+fn check(setting: &ClusterFixture, probes: Probes, is_claimed: impl Fn(&str) -> bool, case: &str) {
     for (target, expected) in probes {
         assert_eq!(setting.leads(target), *expected, "{target} with {case}");
     }

@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::net::TcpListener;
 
-use crate::routing::dial_policy::LiveRanges;
+use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::routes::RouteTable;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -22,8 +22,8 @@ impl Resolve for Flipping {
         &'a self,
         name: &'a str,
         _port: u16,
-        _place: OwnedSemaphorePermit,
-    ) -> Resolved<'a> {
+        _permit: OwnedSemaphorePermit,
+    ) -> ResolveFuture<'a> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
         self.names.lock().unwrap().push(name.to_owned());
         let answer = self.answers[number % self.answers.len()].clone();
@@ -33,13 +33,13 @@ impl Resolve for Flipping {
 
 const LIMIT: Duration = Duration::from_secs(5);
 
-fn allowed(texts: &[&str]) -> Allowed {
+fn dial_policy(texts: &[&str]) -> DialPolicy {
     let targets = texts.iter().map(|text| text.parse().unwrap()).collect();
-    Allowed::Listed(targets, LiveRanges::default())
+    DialPolicy::Listed(targets, LiveClusterNetworks::default())
 }
 
-fn named(name: &str) -> Place {
-    Place::Name(name.parse().unwrap())
+fn named(name: &str) -> DialTarget {
+    DialTarget::Name(name.parse().unwrap())
 }
 
 async fn accepted(listener: &TcpListener) -> bool {
@@ -51,7 +51,7 @@ async fn accepted(listener: &TcpListener) -> bool {
 #[tokio::test]
 async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialled() {
     let routes = RouteTable::default();
-    let claims = Claims::none(&routes);
+    let claims = AddressClaims::none(&routes);
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = good.local_addr().unwrap().port();
     // The next call would meet the canary, and the one after it the metadata service.
@@ -68,14 +68,16 @@ async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialle
         asked: asked.clone(),
         ..Flipping::default()
     };
-    let direct = Direct::resolving(allowed(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
+    let direct = Direct::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
     let port = Port::new(port).unwrap();
-    let place = named("flip.example");
+    let dial_target = named("flip.example");
     for round in 0..3 {
         let expected = [Ok(()), Err(()), Err(()), Ok(())];
         for (number, expected) in expected.into_iter().enumerate() {
-            let dialled = direct.dial(&place, port, "flip.example", &claims).await;
-            let outcome = dialled.as_ref().map(drop).map_err(|failure| {
+            let dialed = direct
+                .dial(&dial_target, port, "flip.example", &claims)
+                .await;
+            let outcome = dialed.as_ref().map(drop).map_err(|failure| {
                 assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{failure}");
             });
             assert_eq!(outcome, expected, "call {number} of round {round}");
@@ -94,10 +96,10 @@ async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialle
 #[tokio::test]
 async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     let routes = RouteTable::default();
-    let claims = Claims::none(&routes);
+    let claims = AddressClaims::none(&routes);
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
-    let direct = Direct::new(allowed(&["0.0.0.0/0", "::/0"]), LIMIT);
+    let direct = Direct::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
     for spelling in [
         "2130706433",
         "0x7f000001",
@@ -114,10 +116,10 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
             // Refused as no name before anything is resolved.
             continue;
         };
-        let dialled = direct
-            .dial(&Place::Name(name), port, spelling, &claims)
+        let dialed = direct
+            .dial(&DialTarget::Name(name), port, spelling, &claims)
             .await;
-        let failure = dialled
+        let failure = dialed
             .err()
             .unwrap_or_else(|| panic!("{spelling} was dialled"));
         assert!(
@@ -135,9 +137,9 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
         "0.0.0.0",
         "169.254.169.254",
     ] {
-        let place = Place::Addresses(vec![address.parse().unwrap()]);
+        let dial_target = DialTarget::Addresses(vec![address.parse().unwrap()]);
         let failure = direct
-            .dial(&place, port, address, &claims)
+            .dial(&dial_target, port, address, &claims)
             .await
             .unwrap_err();
         assert_eq!(
@@ -152,7 +154,7 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
 #[tokio::test]
 async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
     let routes = RouteTable::default();
-    let claims = Claims::none(&routes);
+    let claims = AddressClaims::none(&routes);
     let asked = Arc::new(AtomicUsize::new(0));
     let resolver = Flipping {
         answers: vec![Vec::new()],
@@ -160,7 +162,7 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
         ..Flipping::default()
     };
     let port = Port::new(1).unwrap();
-    let nothing = Direct::resolving(allowed(&[]), LIMIT, Box::new(resolver));
+    let nothing = Direct::with_resolver(dial_policy(&[]), LIMIT, Box::new(resolver));
     let failure = nothing
         .dial(&named("a.example"), port, "a.example:1", &claims)
         .await;
@@ -168,8 +170,8 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
     assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
     assert!(failure.text.contains("--connect-direct"), "{failure}");
     assert_eq!(asked.load(Ordering::Relaxed), 0);
-    let direct = Direct::new(allowed(&["127.0.0.0/8"]), LIMIT);
-    let closed = Place::Addresses(vec!["127.0.0.1".parse().unwrap()]);
+    let direct = Direct::new(dial_policy(&["127.0.0.0/8"]), LIMIT);
+    let closed = DialTarget::Addresses(vec!["127.0.0.1".parse().unwrap()]);
     let failure = direct
         .dial(&closed, port, "127.0.0.1:1", &claims)
         .await
@@ -195,11 +197,12 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
             answers: vec![vec![at("127.0.0.1")]],
             ..Flipping::default()
         };
-        let direct = Direct::resolving(allowed(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
-        let claims = Claims::none(&routes);
-        let place = named("a.example");
-        let dialled = direct.dial(&place, port, "a.example", &claims).await;
-        let failure = dialled.unwrap_err();
+        let direct =
+            Direct::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
+        let claims = AddressClaims::none(&routes);
+        let dial_target = named("a.example");
+        let dialed = direct.dial(&dial_target, port, "a.example", &claims).await;
+        let failure = dialed.unwrap_err();
         assert_eq!(failure.outcome, outcome, "{failure}");
         assert!(failure.text.contains(reason), "{failure}");
     }

@@ -6,13 +6,18 @@ fn name(text: &str) -> NodeName {
     text.parse().unwrap()
 }
 
-fn goal(method: &str, uri: &str, fields: &[(&'static str, &'static str)]) -> Result<Goal, Outcome> {
+fn parse(
+    method: &str,
+    uri: &str,
+    fields: &[(&'static str, &'static str)],
+) -> Result<ProxyRequest, Outcome> {
     let mut request = Request::builder().method(method).uri(uri).body(()).unwrap();
     for (name, value) in fields {
         let value = HeaderValue::from_static(value);
         request.headers_mut().append(*name, value);
     }
-    Goal::of(request.method(), request.uri(), request.headers()).map_err(|failure| failure.outcome)
+    ProxyRequest::of(request.method(), request.uri(), request.headers())
+        .map_err(|failure| failure.outcome)
 }
 
 #[test]
@@ -28,14 +33,14 @@ fn connect_takes_its_target_from_the_request_line_alone() {
         ("http://worker-1:10250/", Err(Outcome::BadRequest)),
         ("/worker-1:10250", Err(Outcome::BadRequest)),
     ] {
-        let told = goal("CONNECT", uri, &[("host", "whatever:1")]);
-        let told = told.map(|goal| {
-            assert_eq!(goal.form, Form::Connect);
-            goal.to_string()
+        let told = parse("CONNECT", uri, &[("host", "whatever:1")]);
+        let told = told.map(|parse| {
+            assert_eq!(parse.kind, RequestKind::Connect);
+            parse.to_string()
         });
         assert_eq!(told.as_deref(), expected.as_ref().copied(), "{uri}");
     }
-    let with_body = |field| goal("CONNECT", "worker-1:1", &[field]);
+    let with_body = |field| parse("CONNECT", "worker-1:1", &[field]);
     assert_eq!(with_body(("content-length", "5")), Err(Outcome::BadRequest));
     assert_eq!(
         with_body(("transfer-encoding", "chunked")),
@@ -47,19 +52,19 @@ fn connect_takes_its_target_from_the_request_line_alone() {
 fn s44_plain_requests_only_read_and_never_switch_protocols() {
     let url = "http://worker-1:9100/metrics?a=b";
     for method in ["GET", "HEAD"] {
-        let told = goal(method, url, &[]).unwrap();
+        let told = parse(method, url, &[]).unwrap();
         assert_eq!(
-            (told.form, told.to_string().as_str()),
-            (Form::Read, "worker-1:9100")
+            (told.kind, told.to_string().as_str()),
+            (RequestKind::Read, "worker-1:9100")
         );
     }
     assert_eq!(
-        goal("GET", "http://worker-1/", &[]).unwrap().to_string(),
+        parse("GET", "http://worker-1/", &[]).unwrap().to_string(),
         "worker-1:80"
     );
     for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"] {
         assert_eq!(
-            goal(method, url, &[]),
+            parse(method, url, &[]),
             Err(Outcome::RefusedByPolicy),
             "{method}"
         );
@@ -70,7 +75,7 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
         &[("connection", "keep-alive, upgrade")],
     ] {
         assert_eq!(
-            goal("GET", url, fields),
+            parse("GET", url, fields),
             Err(Outcome::RefusedByPolicy),
             "{fields:?}"
         );
@@ -80,7 +85,7 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
         ("http://user:pass@worker-1:9100/", Outcome::BadRequest),
         ("/metrics", Outcome::BadRequest),
     ] {
-        assert_eq!(goal("GET", uri, &[]), Err(expected), "{uri}");
+        assert_eq!(parse("GET", uri, &[]), Err(expected), "{uri}");
     }
 }
 
@@ -102,52 +107,54 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         http: "9100".parse().unwrap(),
         ..PortPolicy::default()
     };
-    let mut cluster = ClusterRanges::default();
+    let mut cluster = ClusterNetworks::default();
     cluster
         .cloud_nodes
         .insert(cloud.clone(), vec![far, contested]);
     cluster.services = vec!["10.96.0.0/12".parse().unwrap()];
-    let way = |target: &str, agents: &[&NodeName]| {
-        let goal = goal("CONNECT", target, &[]).unwrap();
-        goal.way(&routes, &policy, &cluster, |node| agents.contains(&node))
+    let route = |target: &str, agents: &[&NodeName]| {
+        let parse = parse("CONNECT", target, &[]).unwrap();
+        parse
+            .route(&routes, &policy, &cluster, |node| agents.contains(&node))
             .map_err(|failure| failure.outcome)
     };
     let agent = |node: &NodeName, port| {
         let target = policy.target(Port::new(port).unwrap()).unwrap();
-        Ok(Way::Agent(Destination {
+        Ok(Route::Agent(Destination {
             node: node.clone(),
             target,
         }))
     };
-    let direct = |addresses: &[IpAddr]| Ok(Way::Direct(Place::Addresses(addresses.to_vec())));
-    assert_eq!(way("edge-1:10250", &[]), agent(&edge, 10250));
-    assert_eq!(way("10.0.0.1:9100", &[]), agent(&edge, 9100));
-    assert_eq!(way("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
-    assert_eq!(way("edge-1:22", &[]), Err(Outcome::RefusedByPolicy));
+    let direct =
+        |addresses: &[IpAddr]| Ok(Route::Direct(DialTarget::Addresses(addresses.to_vec())));
+    assert_eq!(route("edge-1:10250", &[]), agent(&edge, 10250));
+    assert_eq!(route("10.0.0.1:9100", &[]), agent(&edge, 9100));
+    assert_eq!(route("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
+    assert_eq!(route("edge-1:22", &[]), Err(Outcome::RefusedByPolicy));
     assert_eq!(
-        way("192.168.33.221:10250", &[]),
+        route("192.168.33.221:10250", &[]),
         Err(Outcome::AmbiguousAddress)
     );
-    assert_eq!(way("cloud-1:10250", &[]), direct(&[far, contested]));
-    assert_eq!(way("10.0.0.9:10250", &[]), direct(&[far]));
+    assert_eq!(route("cloud-1:10250", &[]), direct(&[far, contested]));
+    assert_eq!(route("10.0.0.9:10250", &[]), direct(&[far]));
     assert_eq!(
-        way("cloud-1:10250", &[&cloud]),
+        route("cloud-1:10250", &[&cloud]),
         agent(&cloud, 10250),
         "it has an agent"
     );
-    assert_eq!(way("10.96.0.10:443", &[]), direct(&[ip("10.96.0.10")]));
+    assert_eq!(route("10.96.0.10:443", &[]), direct(&[ip("10.96.0.10")]));
     assert_eq!(
-        way("10.0.0.8:10250", &[]),
+        route("10.0.0.8:10250", &[]),
         Err(Outcome::AmbiguousAddress),
         "an edge node claims the address of a node in the cloud"
     );
     assert_eq!(
-        way("10.96.0.11:10250", &[&edge]),
+        route("10.96.0.11:10250", &[&edge]),
         Err(Outcome::AmbiguousAddress),
         "an edge node claims a Service's address"
     );
     assert_eq!(
-        way("hook.default.svc:443", &[]),
-        Ok(Way::Direct(Place::Name(name("hook.default.svc"))))
+        route("hook.default.svc:443", &[]),
+        Ok(Route::Direct(DialTarget::Name(name("hook.default.svc"))))
     );
 }

@@ -10,13 +10,13 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 
-use crate::ingress::connect::request::{Form, Goal, Way};
-use crate::ingress::error::Failure;
-use crate::ingress::http::body::DoorBody;
+use crate::ingress::connect::request::{ProxyRequest, RequestKind, Route};
+use crate::ingress::error::ProxyError;
+use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::builder;
 use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
-use crate::routing::dial_policy::ClusterRanges;
+use crate::routing::dial_policy::ClusterNetworks;
 
 /// Heads as callers send them, and as attackers do.
 const HEADS: &[&str] = &[
@@ -37,14 +37,15 @@ const HEADS: &[&str] = &[
 /// What was made of one request.
 struct Seen {
     method: String,
-    told: Result<(Goal, bool), Failure>,
+    told: Result<(ProxyRequest, bool), ProxyError>,
 }
 
 fn judge(request: &Request<Incoming>) -> Seen {
-    let goal = Goal::of(request.method(), request.uri(), request.headers());
-    let told = goal.and_then(|goal| {
-        let way = goal.way(&ROUTES, &POLICY, &ClusterRanges::default(), |_| false)?;
-        Ok((goal, matches!(way, Way::Agent(_))))
+    let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers());
+    let told = proxy_request.and_then(|proxy_request| {
+        let route =
+            proxy_request.route(&ROUTES, &POLICY, &ClusterNetworks::default(), |_| false)?;
+        Ok((proxy_request, matches!(route, Route::Agent(_))))
     });
     Seen {
         method: request.method().to_string(),
@@ -64,7 +65,7 @@ fn check(input: &[u8]) -> bool {
     let service = service_fn(|request: Request<Incoming>| {
         let judged = judge(&request);
         let response = match &judged.told {
-            Ok(_) => Response::new(DoorBody::empty()),
+            Ok(_) => Response::new(ResponseBody::empty()),
             Err(failure) => failure.response(),
         };
         seen.borrow_mut().push(judged);
@@ -88,11 +89,11 @@ fn check(input: &[u8]) -> bool {
     let Some(Seen { method, told }) = seen.first() else {
         return false;
     };
-    let Ok((goal, by_agent)) = told else {
+    let Ok((proxy_request, by_agent)) = told else {
         return false;
     };
-    match goal.form {
-        Form::Connect => {
+    match proxy_request.kind {
+        RequestKind::Connect => {
             assert_eq!(method, "CONNECT");
             assert_eq!(
                 seen.len(),
@@ -110,9 +111,9 @@ fn check(input: &[u8]) -> bool {
             );
             let tail = [&read_ahead[..], &wire.unread()].concat();
             check_split(input, &tail);
-            check_goal(input, goal);
+            check_goal(input, proxy_request);
         }
-        Form::Read => {
+        RequestKind::Read => {
             assert!(method == "GET" || method == "HEAD", "{method}");
             let text = String::from_utf8_lossy(input).to_lowercase();
             let lines = text.lines().skip_while(|line| line.is_empty());
@@ -121,7 +122,7 @@ fn check(input: &[u8]) -> bool {
             assert!(!upgrades, "an upgrade was passed");
         }
     }
-    *by_agent || goal.form == Form::Connect
+    *by_agent || proxy_request.kind == RequestKind::Connect
 }
 
 /// The head is everything up to its empty line, and the rest is there to the byte.
@@ -145,7 +146,7 @@ fn check_split(input: &[u8], tail: &[u8]) {
 }
 
 /// The target is that of the request line, whatever the fields say.
-fn check_goal(input: &[u8], goal: &Goal) {
+fn check_goal(input: &[u8], proxy_request: &ProxyRequest) {
     let text = String::from_utf8_lossy(input);
     let line = text
         .lines()
@@ -153,8 +154,8 @@ fn check_goal(input: &[u8], goal: &Goal) {
         .unwrap_or_default();
     let target = line.split(' ').nth(1).unwrap_or_default();
     let (host, port) = target.rsplit_once(':').expect("a port");
-    assert_eq!(port.parse(), Ok(goal.port.get()), "{target}");
-    let told = goal.host.to_string();
+    assert_eq!(port.parse(), Ok(proxy_request.port.get()), "{target}");
+    let told = proxy_request.host.to_string();
     let bare = host.trim_matches(['[', ']']);
     match bare.parse::<Ipv6Addr>() {
         Ok(address) => {

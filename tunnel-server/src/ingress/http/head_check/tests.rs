@@ -3,12 +3,12 @@ use super::*;
 const PLAIN: &str = "GET / HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n";
 
 /// What a check says to a head that comes in pieces of this size.
-fn fault(head: &str, piece: usize) -> Option<Fault> {
+fn head_error(head: &str, piece: usize) -> Option<HeadError> {
     let mut check = HeadCheck::default();
     for piece in head.as_bytes().chunks(piece) {
         check.read(piece);
     }
-    check.request(Following::Length(0))
+    check.request(BodyFraming::Length(0))
 }
 
 #[test]
@@ -17,14 +17,14 @@ fn heads_with_two_readings_are_found_however_they_are_split() {
     for (head, expected) in [
         (PLAIN.to_owned(), None),
         (format!("\r\n\r\n{PLAIN}"), None),
-        (format!("\n{PLAIN}"), Some(Fault::BareLf)),
-        (PLAIN.replace("\r\n", "\n"), Some(Fault::BareLf)),
-        (PLAIN.replacen("\r\n", "\n", 1), Some(Fault::BareLf)),
-        (PLAIN.replace("9100\r\n", "9100\n"), Some(Fault::BareLf)),
-        (PLAIN.replace("\r\n\r\n", "\r\n\n"), Some(Fault::BareLf)),
+        (format!("\n{PLAIN}"), Some(HeadError::BareLf)),
+        (PLAIN.replace("\r\n", "\n"), Some(HeadError::BareLf)),
+        (PLAIN.replacen("\r\n", "\n", 1), Some(HeadError::BareLf)),
+        (PLAIN.replace("9100\r\n", "9100\n"), Some(HeadError::BareLf)),
+        (PLAIN.replace("\r\n\r\n", "\r\n\n"), Some(HeadError::BareLf)),
     ] {
         for piece in 1..=head.len() {
-            assert_eq!(fault(&head, piece), expected, "{head:?} by {piece}");
+            assert_eq!(head_error(&head, piece), expected, "{head:?} by {piece}");
         }
     }
     for (fields, expected) in [
@@ -38,28 +38,28 @@ fn heads_with_two_readings_are_found_however_they_are_split() {
         ("Content-Length-X: 3\r\nContent-Length: 3\r\n", None),
         ("X: Content-Length: 3\r\nContent-Length: 3\r\n", None),
         ("Content-Lengths: 3\r\nTransfer-Encoding: chunked\r\n", None),
-        (both, Some(Fault::TwoFramings)),
+        (both, Some(HeadError::TwoFramings)),
         (
             "TRANSFER-ENCODING:chunked\r\nX: y\r\ncontent-length:3\r\n",
-            Some(Fault::TwoFramings),
+            Some(HeadError::TwoFramings),
         ),
         (
             "Content-Length: 3\r\nContent-Length: 3\r\n",
-            Some(Fault::TwoLengths),
+            Some(HeadError::TwoLengths),
         ),
         (
             "Content-Length: 3\r\nX: y\r\ncontent-length: 4\r\n",
-            Some(Fault::TwoLengths),
+            Some(HeadError::TwoLengths),
         ),
     ] {
         let head = PLAIN.replace("\r\n\r\n", &format!("\r\n{fields}\r\n"));
         for piece in 1..=head.len() {
-            assert_eq!(fault(&head, piece), expected, "{fields:?} by {piece}");
+            assert_eq!(head_error(&head, piece), expected, "{fields:?} by {piece}");
         }
     }
     // A request line is no field.
     let line = "Content-Length: /a HTTP/1.1\r\nContent-Length: 3\r\n\r\n";
-    assert_eq!(fault(line, line.len()), None);
+    assert_eq!(head_error(line, line.len()), None);
 }
 
 #[test]
@@ -78,14 +78,18 @@ fn next_heads_are_found_behind_bodies_of_known_length() {
                     check.read(piece);
                 }
                 rest = later.to_owned();
-                faults.push(check.request(Following::Length(length as u64)));
+                faults.push(check.request(BodyFraming::Length(length as u64)));
                 if split && length > 0 {
                     let (now, later) = rest.split_at(length);
                     check.read(now.as_bytes());
                     rest = later.to_owned();
                 }
             }
-            assert_eq!(faults, [None, None, Some(Fault::BareLf)], "{piece} {split}");
+            assert_eq!(
+                faults,
+                [None, None, Some(HeadError::BareLf)],
+                "{piece} {split}"
+            );
         }
     }
 }
@@ -102,42 +106,48 @@ fn nothing_is_taken_for_a_head_where_its_beginning_is_unknown() {
             check.idle(last.as_bytes());
         }
         check.read(bad.as_bytes());
-        check.request(Following::Length(0))
+        check.request(BodyFraming::Length(0))
     };
     let chunks = "5\r\nhello\r\n0\r\n\r\n";
     // Pipelined behind chunks, or behind what another protocol says.
-    assert_eq!(asked(Following::Chunked, chunks, None), None);
-    assert_eq!(asked(Following::Opaque, "", None), None);
-    assert_eq!(asked(Following::Opaque, "", Some("0\r\n\r\n")), None);
+    assert_eq!(asked(BodyFraming::Chunked, chunks, None), None);
+    assert_eq!(asked(BodyFraming::Opaque, "", None), None);
+    assert_eq!(asked(BodyFraming::Opaque, "", Some("0\r\n\r\n")), None);
     // A line of text in the middle of an upload that was answered early.
     assert_eq!(
-        asked(Following::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n")),
+        asked(BodyFraming::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n")),
         None
     );
     // The request before was answered, and its last bytes are those of an end.
     let last = Some("0\r\n\r\n");
-    assert_eq!(asked(Following::Chunked, chunks, last), Some(Fault::BareLf));
+    assert_eq!(
+        asked(BodyFraming::Chunked, chunks, last),
+        Some(HeadError::BareLf)
+    );
 }
 
 #[test]
 fn a_request_without_a_body_makes_the_beginning_known_again() {
     let mut check = HeadCheck::default();
     check.read(PLAIN.as_bytes());
-    assert_eq!(check.request(Following::Chunked), None);
+    assert_eq!(check.request(BodyFraming::Chunked), None);
     check.read(b"0\r\nX: y\r\n\r\n");
     check.idle(b"y\r\n\r\n");
     check.read(PLAIN.as_bytes());
-    assert_eq!(check.request(Following::Length(0)), None);
+    assert_eq!(check.request(BodyFraming::Length(0)), None);
     check.idle(b"0\r\n\r\n");
     check.read(PLAIN.replace("\r\n", "\n").as_bytes());
-    assert_eq!(check.request(Following::Length(0)), Some(Fault::BareLf));
+    assert_eq!(
+        check.request(BodyFraming::Length(0)),
+        Some(HeadError::BareLf)
+    );
 }
 
 #[test]
 fn bytes_behind_a_head_are_stored_up_to_a_bound() {
     let mut check = HeadCheck::default();
     check.read(PLAIN.as_bytes());
-    check.read(&vec![b'x'; BEHIND_MAX_BYTES + 1]);
+    check.read(&vec![b'x'; PIPELINED_MAX_BYTES + 1]);
     assert!(matches!(check.state, State::Unknown(None)));
-    assert_eq!(check.request(Following::Length(1)), None);
+    assert_eq!(check.request(BodyFraming::Length(1)), None);
 }

@@ -2,22 +2,22 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::bench::{Bench, HI, get, head};
+use super::fixture::{Fixture, HI, get, head};
 
 /// The target's view of a request, and the caller's of the answer.
 async fn passes(fields: &str, answer: &str) -> (String, String) {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let asked = format!("{}Connection: close\r\n{fields}\r\n", get("/"));
-    let (told, seen) = tokio::join!(bench.ask(&asked), agent.answers_with(answer));
+    let (told, seen) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
     (seen, told)
 }
 
 /// The answer of the door to bytes that no target is to see, up to the connection's end.
 async fn refused(request: &[u8]) -> String {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let (mut reader, mut writer) = tokio::io::split(bench.connect());
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let (mut reader, mut writer) = tokio::io::split(fixture.connect());
     let mut told = String::new();
     let asks = async {
         // The door may have closed before all was sent.
@@ -65,10 +65,10 @@ async fn other_transfer_codings_are_refused() {
 #[tokio::test(start_paused = true)]
 async fn length_is_said_once_in_plain_digits() {
     let upload = |length: &str| format!("{}Connection: close\r\n{length}\r\nab", get("/"));
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let asked = upload("Content-Length: 0002\r\n");
-    let (_, seen) = tokio::join!(bench.ask(&asked), agent.answers());
+    let (_, seen) = tokio::join!(fixture.ask(&asked), agent.answers());
     let seen = seen.to_lowercase();
     assert_eq!(seen.matches("content-length").count(), 1, "{seen}");
     assert!(seen.contains("content-length: 2\r\n"), "{seen}");
@@ -143,9 +143,9 @@ async fn heads_of_later_requests_are_checked_too() {
     };
     let bad = format!("{}\n", get("/smuggled"));
     for at_once in [true, false] {
-        let bench = Bench::new();
-        let agent = bench.agent();
-        let (mut reader, mut writer) = tokio::io::split(bench.connect());
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
+        let (mut reader, mut writer) = tokio::io::split(fixture.connect());
         let mut answer = String::new();
         let (first, second) = (upload("/1"), format!("{}\r\n", get("/2")));
         let asks = async {
@@ -229,9 +229,9 @@ async fn heads_fields_and_targets_have_their_bounds() {
         let path = format!("/{}", "p".repeat(length - 1));
         let asked = format!("{}Connection: close\r\n\r\n", get(&path));
         let told = if status == 200 {
-            let bench = Bench::new();
-            let agent = bench.agent();
-            tokio::join!(bench.ask(&asked), agent.answers()).0
+            let fixture = Fixture::new();
+            let agent = fixture.agent();
+            tokio::join!(fixture.ask(&asked), agent.answers()).0
         } else {
             refused(asked.as_bytes()).await
         };
@@ -250,8 +250,8 @@ async fn interim_answers_are_consumed_up_to_a_bound() {
         told.starts_with("HTTP/1.1 200 ") && told.ends_with("hi"),
         "{told}"
     );
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let endless = async {
         let (mut reader, mut writer) = tokio::io::split(agent.accepts().await);
         let write = async {
@@ -267,7 +267,7 @@ async fn interim_answers_are_consumed_up_to_a_bound() {
         }
     };
     let asked = format!("{}Connection: close\r\n\r\n", get("/"));
-    let (told, ()) = tokio::join!(bench.ask(&asked), endless);
+    let (told, ()) = tokio::join!(fixture.ask(&asked), endless);
     assert!(
         told.contains("X-Tunnel-Error: target_bad_response"),
         "{told}"
@@ -312,13 +312,13 @@ async fn answers_without_a_body_keep_what_they_say_of_it() {
             "X-Own: 1\r\n",
         ),
     ] {
-        let bench = Bench::new();
-        let agent = bench.agent();
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
         let asked = format!(
             "{}Connection: close\r\n\r\n",
             get("/").replace("GET", method)
         );
-        let (told, _) = tokio::join!(bench.ask(&asked), agent.answers_with(answer));
+        let (told, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
         assert!(told.contains(kept), "{told}");
         assert!(told.ends_with("\r\n\r\n"), "{told}");
         assert!(!told.to_lowercase().contains("transfer-encoding"), "{told}");

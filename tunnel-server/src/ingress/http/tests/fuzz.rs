@@ -14,7 +14,7 @@ use exchange::{Exchange, exchange};
 use mutate::Mutator;
 use strict::Parsed;
 
-const HI: &[u8] = super::bench::HI.as_bytes();
+const HI: &[u8] = super::fixture::HI.as_bytes();
 
 /// Runs `check` on pairs of mutated inputs, on all processors.
 #[expect(clippy::print_stderr, reason = "figures of a longer run")]
@@ -42,15 +42,16 @@ pub(in crate::ingress) fn run(
                     [] => HI.to_vec(),
                     answers => mutator.mutate(answers),
                 };
-                let told = std::panic::catch_unwind(AssertUnwindSafe(|| check(&request, &answer)));
-                let told = told.unwrap_or_else(|_| {
+                let is_routed =
+                    std::panic::catch_unwind(AssertUnwindSafe(|| check(&request, &answer)));
+                let is_routed = is_routed.unwrap_or_else(|_| {
                     panic!(
                         "request {:?}\nanswer {:?}",
                         String::from_utf8_lossy(&request),
                         String::from_utf8_lossy(&answer)
                     )
                 });
-                routed += u64::from(told);
+                routed += u64::from(is_routed);
             }
             routed
         };
@@ -130,12 +131,12 @@ fn has_two_readings(request: &[u8]) -> bool {
 #[test]
 fn protocols_are_switched_only_as_asked_and_granted() {
     run(mutate::UPGRADES, mutate::ANSWERS, |request, answer| {
-        let told = exchange(request, answer);
-        let Some(first) = told.routed.first() else {
+        let is_routed = exchange(request, answer);
+        let Some(first) = is_routed.routed.first() else {
             return false;
         };
         first.check();
-        let head = match strict::head_of(&told.output) {
+        let head = match strict::head_of(&is_routed.output) {
             // What the caller was told first is about the first request.
             Some(head) if first.number == 1 => head,
             Some(_) | None => return true,
@@ -152,11 +153,11 @@ fn protocols_are_switched_only_as_asked_and_granted() {
         } else if asked.is_some() {
             assert!(head.status >= 400, "{}", head.status);
             assert!(head.all("connection").any(|value| value == "close"));
-            assert_eq!(told.seen, 1, "a request behind it was read");
+            assert_eq!(is_routed.seen, 1, "a request behind it was read");
         }
         let ours = head.all("x-tunnel-error").count();
         assert!(ours == 0 || head.status >= 400);
-        assert!(ours == 0 || told.failed, "a forged code");
+        assert!(ours == 0 || is_routed.failed, "a forged code");
         assert_eq!(head.all("keep-alive").count(), 0);
         true
     });

@@ -9,30 +9,30 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::transport::Stream;
 
 use super::super::RELEASE_BUFFERS_AFTER;
-use super::bench::{Agent, Bench, HI, door, get, head, hears_hi};
+use super::fixture::{Agent, Fixture, HI, expect_hi, get, head, http_listener};
 use crate::config::Limit;
-use crate::ingress::peer::CallerName;
+use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
 use crate::testing::{PATIENCE, STREAMS, header, node, within};
 
-fn reached(bench: &Bench, limit: Limit) -> u64 {
+fn reached(fixture: &Fixture, limit: Limit) -> u64 {
     let name = limit.name();
-    bench.metric(&format!(
+    fixture.metric(&format!(
         "tunnel_server_limits_reached_total{{limit=\"{name}\"}}"
     ))
 }
 
 #[tokio::test(start_paused = true)]
 async fn streams_per_agent_hold_for_one_below_at_and_above() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let request = format!("{}\r\n", get("/"));
     let mut open = Vec::new();
     // One caller cannot take all of them.
     let other = CallerKey::Certificate("other".into());
     let mut others = Vec::new();
     for _ in 0..STREAMS / 2 {
-        let registry = &bench.doors.registry;
+        let registry = &fixture.ingress.registry;
         let opened = registry
             .open(&node(), &header(), &other, PATIENCE, None)
             .await;
@@ -40,13 +40,13 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     }
     // One below, and at it.
     for _ in 0..STREAMS / 2 {
-        let mut caller = bench.connect();
+        let mut caller = fixture.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
         open.push((caller, agent.accepts().await));
     }
-    assert_eq!(reached(&bench, Limit::StreamsPerAgent), 0);
+    assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 0);
     let closing = format!("{}Connection: close\r\n\r\n", get("/"));
-    let refused = bench.ask(&closing).await;
+    let refused = fixture.ask(&closing).await;
     assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
     for part in [
         "X-Tunnel-Error: too_many_streams\r\n",
@@ -56,29 +56,29 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     ] {
         assert!(refused.contains(part), "{refused}");
     }
-    assert_eq!(reached(&bench, Limit::StreamsPerAgent), 1);
+    assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
     // A place that comes back is taken at once.
     open.pop();
     let asked = async {
         // The place is given back by the task of the connection that ended.
         sleep(Duration::from_millis(1)).await;
-        bench.ask(&closing).await
+        fixture.ask(&closing).await
     };
     let (answer, _) = tokio::join!(asked, agent.answers());
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert_eq!(reached(&bench, Limit::StreamsPerAgent), 1);
+    assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
 }
 
 /// Requests of one caller that are never answered, as many as it gets, and the answer to the one beyond.
 async fn fill(
-    bench: &Bench,
+    fixture: &Fixture,
     agent: &Agent,
     from: &str,
-    name: CallerName,
+    name: CallerIdentity,
 ) -> (Vec<(DuplexStream, Stream)>, String) {
     let mut open = Vec::new();
     loop {
-        let mut caller = bench.connect_as(door(), from, name.clone());
+        let mut caller = fixture.connect_as(http_listener(), from, name.clone());
         let asks = async {
             let request = format!("{}\r\n", get("/"));
             caller.write_all(request.as_bytes()).await.unwrap();
@@ -93,9 +93,9 @@ async fn fill(
 
 #[tokio::test(start_paused = true)]
 async fn one_caller_cannot_take_all_streams_of_a_node() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let (half, refused) = fill(&bench, &agent, "192.0.2.1:5", CallerName::Unnamed).await;
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let (half, refused) = fill(&fixture, &agent, "192.0.2.1:5", CallerIdentity::Anonymous).await;
     assert_eq!(half.len(), STREAMS / 2);
     assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
     assert!(
@@ -104,25 +104,31 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
     );
     assert!(refused.contains("Retry-After: 1\r\n"), "{refused}");
     // Another port of the same address is the same caller; others without a certificate get the next quarter together.
-    let (none, _) = fill(&bench, &agent, "192.0.2.1:6", CallerName::Unnamed).await;
+    let (none, _) = fill(&fixture, &agent, "192.0.2.1:6", CallerIdentity::Anonymous).await;
     assert!(none.is_empty());
-    let (quarter, _) = fill(&bench, &agent, "[2001:db8::1]:5", CallerName::Unnamed).await;
+    let (quarter, _) = fill(
+        &fixture,
+        &agent,
+        "[2001:db8::1]:5",
+        CallerIdentity::Anonymous,
+    )
+    .await;
     assert_eq!(quarter.len(), STREAMS / 4);
     for from in ["[2001:db8::2]:5", "192.0.2.9:5"] {
-        let (none, _) = fill(&bench, &agent, from, CallerName::User("u".into())).await;
+        let (none, _) = fill(&fixture, &agent, from, CallerIdentity::User("u".into())).await;
         assert!(none.is_empty(), "{from}");
     }
-    let verified = CallerName::Certificate("kube-apiserver".into());
-    let (reserved, _) = fill(&bench, &agent, "192.0.2.1:7", verified).await;
+    let verified = CallerIdentity::Certificate("kube-apiserver".into());
+    let (reserved, _) = fill(&fixture, &agent, "192.0.2.1:7", verified).await;
     assert_eq!(reserved.len(), STREAMS / 4);
-    assert_eq!(reached(&bench, Limit::StreamsPerAgent), 6);
+    assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 6);
 }
 
 #[tokio::test(start_paused = true)]
 async fn open_timeout_holds_shortly_before_and_after() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let limit = bench.doors.limits.open;
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let limit = fixture.ingress.limits.open;
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
     for (reply_after, status) in [
         (limit - Duration::from_millis(50), "200"),
@@ -141,7 +147,7 @@ async fn open_timeout_holds_shortly_before_and_after() {
             .await;
         };
         let asked = async {
-            let answer = bench.ask(&request).await;
+            let answer = fixture.ask(&request).await;
             (answer, began.elapsed())
         };
         let ((answer, took), ()) = tokio::join!(asked, late);
@@ -156,46 +162,46 @@ async fn open_timeout_holds_shortly_before_and_after() {
             timed_out,
             "{answer}"
         );
-        assert_eq!(reached(&bench, Limit::OpenTimeout), u64::from(timed_out));
+        assert_eq!(reached(&fixture, Limit::OpenTimeout), u64::from(timed_out));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn silences_of_callers_are_counted_by_their_limit() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+async fn caller_timeouts_are_counted_by_their_limit() {
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let (head_time, idle) = (
-        bench.doors.limits.request_head_time,
-        bench.doors.limits.idle,
+        fixture.ingress.limits.request_head_time,
+        fixture.ingress.limits.idle,
     );
     let just = Duration::from_millis(20);
-    let mut silent = bench.connect();
+    let mut silent = fixture.connect();
     silent.write_all(b"GET /").await.unwrap();
-    let mut idler = bench.connect();
+    let mut idler = fixture.connect();
     let request = format!("{}\r\n", get("/"));
-    tokio::join!(hears_hi(&mut idler, &request), agent.answers());
+    tokio::join!(expect_hi(&mut idler, &request), agent.answers());
     sleep(head_time - just).await;
-    assert_eq!(reached(&bench, Limit::RequestHeadTimeout), 0);
+    assert_eq!(reached(&fixture, Limit::RequestHeadTimeout), 0);
     sleep(2 * just).await;
-    assert_eq!(reached(&bench, Limit::RequestHeadTimeout), 1);
+    assert_eq!(reached(&fixture, Limit::RequestHeadTimeout), 1);
     sleep(idle - head_time - 2 * just).await;
-    assert_eq!(reached(&bench, Limit::CallerIdleTimeout), 0);
+    assert_eq!(reached(&fixture, Limit::CallerIdleTimeout), 0);
     sleep(3 * just).await;
-    assert_eq!(reached(&bench, Limit::CallerIdleTimeout), 1);
-    assert_eq!(reached(&bench, Limit::RequestHeadTimeout), 1);
+    assert_eq!(reached(&fixture, Limit::CallerIdleTimeout), 1);
+    assert_eq!(reached(&fixture, Limit::RequestHeadTimeout), 1);
 }
 
 /// The wait of a connection without buffers, and that it is ended by a byte, by the drain, and by a newer connection.
 #[tokio::test]
 async fn idle_caller_without_buffers_is_served_evicted_and_drained() {
-    let bench = Bench::with_callers(2);
-    let agent = bench.agent();
+    let fixture = Fixture::with_callers(2);
+    let agent = fixture.agent();
     let request = format!("{}\r\n", get("/"));
-    let address = bench.listen(door()).await;
+    let address = fixture.listen(http_listener()).await;
     let mut callers = Vec::new();
     for _ in 0..2 {
         let mut caller = TcpStream::connect(address).await.unwrap();
-        tokio::join!(hears_hi(&mut caller, &request), agent.answers());
+        tokio::join!(expect_hi(&mut caller, &request), agent.answers());
         callers.push(caller);
     }
     sleep(RELEASE_BUFFERS_AFTER + Duration::from_millis(100)).await;
@@ -203,25 +209,25 @@ async fn idle_caller_without_buffers_is_served_evicted_and_drained() {
     let (begin, end) = request.split_at(10);
     callers[0].write_all(begin.as_bytes()).await.unwrap();
     sleep(Duration::from_millis(20)).await;
-    tokio::join!(hears_hi(&mut callers[0], end), agent.answers());
+    tokio::join!(expect_hi(&mut callers[0], end), agent.answers());
     // A newer caller takes the place of the one that has been idle for longer, which is closed in order.
     let mut newer = TcpStream::connect(address).await.unwrap();
-    tokio::join!(hears_hi(&mut newer, &request), agent.answers());
+    tokio::join!(expect_hi(&mut newer, &request), agent.answers());
     let mut rest = Vec::new();
     within(callers[1].read_to_end(&mut rest)).await.unwrap();
     assert!(rest.is_empty());
-    assert_eq!(reached(&bench, Limit::CallersTotal), 1);
+    assert_eq!(reached(&fixture, Limit::CallersTotal), 1);
     sleep(RELEASE_BUFFERS_AFTER + Duration::from_millis(100)).await;
-    bench.doors.shutdown.drain().cancel();
+    fixture.ingress.shutdown.drain().cancel();
     within(callers[0].read_to_end(&mut rest)).await.unwrap();
     assert!(rest.is_empty());
 }
 
 #[tokio::test]
 async fn caller_with_a_request_under_way_is_never_evicted() {
-    let bench = Bench::with_callers(2);
-    let agent = bench.agent();
-    let address = bench.listen(door()).await;
+    let fixture = Fixture::with_callers(2);
+    let agent = fixture.agent();
+    let address = fixture.listen(http_listener()).await;
     let request = format!("{}\r\n", get("/"));
     let mut slow = TcpStream::connect(address).await.unwrap();
     slow.write_all(request.as_bytes()).await.unwrap();
@@ -241,7 +247,7 @@ async fn caller_with_a_request_under_way_is_never_evicted() {
     let mut rest = Vec::new();
     within(refused.read_to_end(&mut rest)).await.ok();
     assert!(rest.is_empty(), "no place is left");
-    assert_eq!(reached(&bench, Limit::CallersTotal), 1);
+    assert_eq!(reached(&fixture, Limit::CallersTotal), 1);
     for (caller, target) in [(&mut slow, &mut slow_target), (&mut upgraded, &mut target)] {
         target.write_all(HI.as_bytes()).await.unwrap();
         let mut answer = vec![0; HI.len() - 2];
@@ -253,9 +259,9 @@ async fn caller_with_a_request_under_way_is_never_evicted() {
 #[tokio::test]
 async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
     const BYTES: usize = 3 << 20;
-    let bench = Bench::with_callers(1);
-    let agent = bench.agent();
-    let address = bench.listen(door()).await;
+    let fixture = Fixture::with_callers(1);
+    let agent = fixture.agent();
+    let address = fixture.listen(http_listener()).await;
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
     let mut caller = socket.connect(address).await.unwrap();
@@ -284,10 +290,10 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
 /// The last answer waits in hyper for a caller that takes nothing: it neither holds its place for ever nor ends cleanly.
 #[tokio::test]
 async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
-    let mut bench = Bench::with_callers(4);
-    let doors = Arc::get_mut(&mut bench.doors).unwrap();
-    doors.limits.idle = Duration::from_millis(500);
-    let address = bench.listen(door()).await;
+    let mut fixture = Fixture::with_callers(4);
+    let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
+    ingress.limits.idle = Duration::from_millis(500);
+    let address = fixture.listen(http_listener()).await;
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
     let mut caller = socket.connect(address).await.unwrap();
@@ -298,14 +304,17 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
         timeout(Duration::from_secs(20), flood).await.is_ok(),
         "never cut"
     );
-    crate::testing::eventually("its place is free", || bench.doors.callers.taken() == 0).await;
+    crate::testing::eventually("its place is free", || {
+        fixture.ingress.callers.admitted() == 0
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn oversize_heads_are_counted_by_their_limit() {
-    let bench = Bench::new();
-    let limit = bench.doors.limits.request_head_bytes;
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let limit = fixture.ingress.limits.request_head_bytes;
+    let mut caller = fixture.connect();
     let begun = get("/");
     let write = async {
         caller.write_all(begun.as_bytes()).await?;
@@ -315,5 +324,8 @@ async fn oversize_heads_are_counted_by_their_limit() {
     };
     // The door may have answered and closed before all was taken.
     let _cut = write.await;
-    crate::testing::eventually("counted", || reached(&bench, Limit::RequestHeadBytes) == 1).await;
+    crate::testing::eventually("counted", || {
+        reached(&fixture, Limit::RequestHeadBytes) == 1
+    })
+    .await;
 }

@@ -5,16 +5,16 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tunnel_proto::wire::code::RefusalCode;
 
-use super::bench::Bench;
+use super::fixture::Fixture;
 
 const GET: &str = "GET /a HTTP/1.1\r\nHost: worker-1:9100\r\nX-Own: 1\r\nConnection: close\r\n\r\n";
 
 #[tokio::test(start_paused = true)]
 async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_session() {
-    let bench = Bench::new();
-    let (staying, stopping) = (bench.agent(), bench.agent());
+    let fixture = Fixture::new();
+    let (staying, stopping) = (fixture.agent(), fixture.agent());
     let (answer, (), head) = tokio::join!(
-        bench.ask(GET),
+        fixture.ask(GET),
         stopping.refuses(RefusalCode::Draining),
         staying.answers()
     );
@@ -25,9 +25,9 @@ async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_
 
 #[tokio::test(start_paused = true)]
 async fn refusal_of_the_only_session_is_the_answer() {
-    let bench = Bench::new();
-    let stopping = bench.agent();
-    let (answer, ()) = tokio::join!(bench.ask(GET), stopping.refuses(RefusalCode::Draining));
+    let fixture = Fixture::new();
+    let stopping = fixture.agent();
+    let (answer, ()) = tokio::join!(fixture.ask(GET), stopping.refuses(RefusalCode::Draining));
     assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
     assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
     assert!(answer.contains("as the agent says"), "{answer}");
@@ -35,10 +35,10 @@ async fn refusal_of_the_only_session_is_the_answer() {
 
 #[tokio::test(start_paused = true)]
 async fn request_is_moved_once_only() {
-    let bench = Bench::new();
-    let (first, second, third) = (bench.agent(), bench.agent(), bench.agent());
+    let fixture = Fixture::new();
+    let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
     let (answer, (), ()) = tokio::join!(
-        bench.ask(GET),
+        fixture.ask(GET),
         third.refuses(RefusalCode::Draining),
         second.refuses(RefusalCode::Draining)
     );
@@ -54,11 +54,11 @@ async fn request_with_a_body_and_other_refusals_are_not_moved() {
         (GET, RefusalCode::TargetRefused, "target_refused"),
         (GET, RefusalCode::TooManyStreams, "too_many_streams"),
     ] {
-        let bench = Bench::new();
-        let (other, refusing) = (bench.agent(), bench.agent());
-        let (answer, ()) = tokio::join!(bench.ask(request), refusing.refuses(code));
-        let told = format!("X-Tunnel-Error: {label}\r\n");
-        assert!(answer.contains(&told), "{label}: {answer}");
+        let fixture = Fixture::new();
+        let (other, refusing) = (fixture.agent(), fixture.agent());
+        let (answer, ()) = tokio::join!(fixture.ask(request), refusing.refuses(code));
+        let expected = format!("X-Tunnel-Error: {label}\r\n");
+        assert!(answer.contains(&expected), "{label}: {answer}");
         let untouched = tokio::time::timeout(Duration::from_millis(20), other.far.accept());
         assert!(untouched.await.is_err(), "{label}");
     }
@@ -66,14 +66,14 @@ async fn request_with_a_body_and_other_refusals_are_not_moved() {
 
 #[tokio::test(start_paused = true)]
 async fn stream_that_is_cut_after_the_request_was_sent_is_not_moved() {
-    let bench = Bench::new();
-    let (other, dying) = (bench.agent(), bench.agent());
+    let fixture = Fixture::new();
+    let (other, dying) = (fixture.agent(), fixture.agent());
     let cut = async {
         let mut stream = dying.stream().await;
         stream.accept("").await.unwrap();
         stream.read_u8().await.unwrap();
     };
-    let (answer, ()) = tokio::join!(bench.ask(GET), cut);
+    let (answer, ()) = tokio::join!(fixture.ask(GET), cut);
     assert!(answer.starts_with("HTTP/1.1 502"), "{answer}");
     let untouched = tokio::time::timeout(Duration::from_millis(20), other.far.accept());
     assert!(untouched.await.is_err());

@@ -4,26 +4,26 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::process::panics;
 use tunnel_proto::wire::name::InstanceId;
 
-use super::bench::{Bench, get};
+use super::fixture::{Fixture, get};
 use crate::routing::registry::AgentSession;
 use crate::testing::{STREAMS, eventually, node, session};
 
 #[tokio::test]
 async fn f36_panic_in_a_request_costs_its_connection_alone() {
-    panics::tell();
-    let bench = Bench::new();
+    panics::install_hook();
+    let fixture = Fixture::new();
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
-    let mut waiting = bench.connect();
+    let mut waiting = fixture.connect();
     waiting.write_all(b"GET").await.unwrap();
     let (near, _far) = session();
     near.set_panicking();
-    let registry = bench.doors.registry.clone();
+    let registry = fixture.ingress.registry.clone();
     let entry = AgentSession::new(registry.next_id(), node(), InstanceId::new([9; 16]), near);
     let broken = registry.register(entry, &[]).unwrap();
     let before = panics::count();
     // More than there are places, so that places which were lost would be missed.
     for _ in 0..2 * STREAMS {
-        let mut caller = bench.connect();
+        let mut caller = fixture.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
         let mut answer = Vec::new();
         caller.read_to_end(&mut answer).await.unwrap();
@@ -32,10 +32,11 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     assert_eq!(panics::count() - before, 2 * STREAMS as u64);
     drop(broken);
     eventually("nothing is left of them", || {
-        bench.metric("tunnel_server_streams_open") == 0 && bench.doors.shutdown.work_left() == 1
+        fixture.metric("tunnel_server_streams_open") == 0
+            && fixture.ingress.shutdown.work_left() == 1
     })
     .await;
-    let agent = bench.agent();
+    let agent = fixture.agent();
     let rest = request.strip_prefix("GET").unwrap();
     let others = async {
         waiting.write_all(rest.as_bytes()).await.unwrap();
@@ -45,5 +46,5 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     };
     let (answer, _) = tokio::join!(others, agent.answers());
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert!(!bench.doors.shutdown.drain().is_cancelled());
+    assert!(!fixture.ingress.shutdown.drain().is_cancelled());
 }

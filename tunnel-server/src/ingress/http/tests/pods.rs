@@ -7,28 +7,31 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
 
-use super::bench::{Agent, Bench};
-use crate::routing::pod_lookup::{LookupError, PodFinder, Question};
-use crate::routing::routes::{RouteNode, Source};
+use super::fixture::{Agent, Fixture};
+use crate::routing::pod_lookup::{PodLookupError, PodResolver, Question};
+use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::node;
 
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
                     Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
 
 /// A listener whose callers' questions the test answers.
-fn bench() -> (Bench, Agent, Receiver<Question>) {
-    let mut bench = Bench::new();
-    let (pods, questions) = PodFinder::new();
-    Arc::get_mut(&mut bench.doors).unwrap().pods = Some(pods);
+fn fixture() -> (Fixture, Agent, Receiver<Question>) {
+    let mut fixture = Fixture::new();
+    let (pods, questions) = PodResolver::new();
+    Arc::get_mut(&mut fixture.ingress).unwrap().pods = Some(pods);
     let of_cluster = RouteNode {
         name: node(),
         hostname: None,
         addresses: vec!["10.0.0.1".parse().unwrap()],
         kubelet_port: Port::new(10350),
     };
-    bench.doors.routes.set(Source::Cluster, vec![of_cluster]);
-    let agent = bench.agent();
-    (bench, agent, questions)
+    fixture
+        .ingress
+        .routes
+        .set(RouteSource::Cluster, vec![of_cluster]);
+    let agent = fixture.agent();
+    (fixture, agent, questions)
 }
 
 /// The next stream goes to the kubelet; refused, which the caller sees.
@@ -41,14 +44,14 @@ async fn refuses_at_the_kubelet(agent: &Agent) {
 
 #[tokio::test(start_paused = true)]
 async fn exec_without_a_node_in_tls_goes_to_the_node_of_its_pod() {
-    let (bench, agent, mut questions) = bench();
+    let (fixture, agent, mut questions) = fixture();
     let answering = async {
         let question = questions.recv().await.unwrap();
         assert_eq!(question.pod.to_string(), "default/web-0");
         question.answer.send(Ok(node())).unwrap();
         refuses_at_the_kubelet(&agent).await;
     };
-    let (answer, ()) = tokio::join!(bench.ask_delegated(None, EXEC), answering);
+    let (answer, ()) = tokio::join!(fixture.ask_delegated(None, EXEC), answering);
     assert!(
         answer.contains("X-Tunnel-Error: target_refused\r\n"),
         "{answer}"
@@ -57,8 +60,8 @@ async fn exec_without_a_node_in_tls_goes_to_the_node_of_its_pod() {
 
 #[tokio::test(start_paused = true)]
 async fn exec_with_its_node_in_tls_asks_nobody() {
-    let (bench, agent, mut questions) = bench();
-    let asking = bench.ask_delegated(Some("worker-1"), EXEC);
+    let (fixture, agent, mut questions) = fixture();
+    let asking = fixture.ask_delegated(Some("worker-1"), EXEC);
     let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
     assert!(
         answer.contains("X-Tunnel-Error: target_refused\r\n"),
@@ -69,14 +72,14 @@ async fn exec_with_its_node_in_tls_asks_nobody() {
 
 #[tokio::test(start_paused = true)]
 async fn failed_lookup_opens_no_stream() {
-    let (bench, agent, mut questions) = bench();
+    let (fixture, agent, mut questions) = fixture();
     let exec = EXEC.replace("10.77.100.3:6443", "worker-1:10350");
     let answering = async {
         let question = questions.recv().await.unwrap();
-        let forbidden = Err(LookupError::Forbidden);
+        let forbidden = Err(PodLookupError::Forbidden);
         question.answer.send(forbidden).unwrap();
     };
-    let (answer, ()) = tokio::join!(bench.ask_delegated(None, &exec), answering);
+    let (answer, ()) = tokio::join!(fixture.ask_delegated(None, &exec), answering);
     assert!(
         answer.contains("X-Tunnel-Error: unknown_node\r\n") && answer.contains("pods get"),
         "{answer}"
@@ -87,10 +90,10 @@ async fn failed_lookup_opens_no_stream() {
 /// Nobody else is to make the cluster work: neither callers without delegation, nor those of the plain listener.
 #[tokio::test(start_paused = true)]
 async fn other_callers_never_cause_a_question() {
-    let (bench, agent, mut questions) = bench();
+    let (fixture, agent, mut questions) = fixture();
     for host in ["10.9.9.9:10250", "unknown-1:10250"] {
         let exec = EXEC.replace("10.77.100.3:6443", host);
-        for answer in [bench.ask_secure(&exec).await, bench.ask(&exec).await] {
+        for answer in [fixture.ask_secure(&exec).await, fixture.ask(&exec).await] {
             assert!(
                 answer.contains("X-Tunnel-Error: unknown_node\r\n"),
                 "{answer}"
@@ -102,10 +105,10 @@ async fn other_callers_never_cause_a_question() {
 
 #[tokio::test(start_paused = true)]
 async fn selectors_of_a_caller_with_delegation_are_not_judged() {
-    let (bench, agent, _questions) = bench();
+    let (fixture, agent, _questions) = fixture();
     let request = "GET /pods HTTP/1.1\r\nHost: 10.77.100.3:6443\r\nX-Tunnel-Proxy-Host: a b\r\n\
                    X-Tunnel-Proxy-Dest: worker-9:22\r\nConnection: close\r\n\r\n";
-    let asking = bench.ask_delegated(Some("worker-1"), request);
+    let asking = fixture.ask_delegated(Some("worker-1"), request);
     let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
     assert!(
         answer.contains("X-Tunnel-Error: target_refused\r\n"),

@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tunnel_proto::transport::Stream;
 
-use super::bench::{Bench, HI, get, head, hears_hi};
+use super::fixture::{Fixture, HI, expect_hi, get, head};
 use crate::testing::{STREAMS, eventually, within};
 
 async fn serves(stream: &mut Stream, answer: &str) -> String {
@@ -18,9 +18,9 @@ async fn serves(stream: &mut Stream, answer: &str) -> String {
 
 #[tokio::test(start_paused = true)]
 async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let target = async {
         let mut stream = agent.accepts().await;
         let mut bytes = 0;
@@ -34,13 +34,13 @@ async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() 
     };
     let calls = async {
         for number in 0..3 {
-            hears_hi(&mut caller, &format!("{}\r\n", get(&format!("/{number}")))).await;
+            expect_hi(&mut caller, &format!("{}\r\n", get(&format!("/{number}")))).await;
         }
     };
     let ((mut stream, bytes), ()) = tokio::join!(target, calls);
-    let count = |series: &str| bench.metric(series);
-    let told = "tunnel_server_streams_total{result=\"ok\"}";
-    eventually("records", || count(told) == 3).await;
+    let count = |series: &str| fixture.metric(series);
+    let ok_series = "tunnel_server_streams_total{result=\"ok\"}";
+    eventually("records", || count(ok_series) == 3).await;
     let direction = |way| {
         count(&format!(
             "tunnel_server_stream_bytes_total{{direction=\"{way}\"}}"
@@ -83,9 +83,9 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
         // Framed in two ways.
         (&plain, &*both, &plain),
     ] {
-        let bench = Bench::new();
-        let agent = bench.agent();
-        let mut caller = bench.connect();
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
+        let mut caller = fixture.connect();
         let case = format!("{first:?} {answer:?} {second:?}");
         let target = async {
             let mut one = agent.accepts().await;
@@ -100,7 +100,7 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
             let chunked = answer.contains("chunked");
             let mut body = vec![0; if chunked { 12 } else { 2 }];
             within(caller.read_exact(&mut body)).await.unwrap();
-            hears_hi(&mut caller, second).await;
+            expect_hi(&mut caller, second).await;
         };
         let ((mut one, _two, _), ()) = within(async { tokio::join!(target, calls) }).await;
         // The first has been closed, in order.
@@ -112,9 +112,9 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
 
 #[tokio::test(start_paused = true)]
 async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     for _ in 0..5 {
         let target = async {
@@ -123,7 +123,7 @@ async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection()
             stream.shutdown().await.unwrap();
             stream
         };
-        let (mut stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
+        let (mut stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
         // Not a byte of another request came over it.
         let mut rest = Vec::new();
         let _closed_or_cut = within(stream.read_to_end(&mut rest)).await;
@@ -132,10 +132,10 @@ async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection()
 }
 
 #[tokio::test(start_paused = true)]
-async fn request_that_a_kept_connection_swallowed_is_asked_again_once() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+async fn request_lost_on_a_pooled_connection_is_retried_once() {
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     let target = async {
         let mut stream = agent.accepts().await;
@@ -146,7 +146,7 @@ async fn request_that_a_kept_connection_swallowed_is_asked_again_once() {
         head(&mut fresh).await;
     };
     let calls = async {
-        hears_hi(&mut caller, &request).await;
+        expect_hi(&mut caller, &request).await;
         caller.write_all(request.as_bytes()).await.unwrap();
         head(&mut caller).await
     };
@@ -157,38 +157,38 @@ async fn request_that_a_kept_connection_swallowed_is_asked_again_once() {
 
 #[tokio::test(start_paused = true)]
 async fn newer_session_of_the_node_takes_the_next_request() {
-    let bench = Bench::new();
-    let old = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let old = fixture.agent();
+    let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     let target = async {
         let mut stream = old.accepts().await;
         serves(&mut stream, HI).await;
         stream
     };
-    let (_stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
-    let new = bench.agent();
-    tokio::join!(hears_hi(&mut caller, &request), new.answers());
+    let (_stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
+    let new = fixture.agent();
+    tokio::join!(expect_hi(&mut caller, &request), new.answers());
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_kept_when_the_agent_has_few_places_left() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+async fn no_idle_connection_is_pooled_when_the_agent_has_few_streams_left() {
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let request = format!("{}\r\n", get("/"));
     let mut waiting = Vec::new();
     for _ in 0..STREAMS / 4 {
-        let mut caller = bench.connect();
+        let mut caller = fixture.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
         waiting.push((caller, agent.accepts().await));
     }
-    let mut caller = bench.connect();
+    let mut caller = fixture.connect();
     let target = async {
         let mut stream = agent.accepts().await;
         serves(&mut stream, HI).await;
         stream
     };
-    let (mut stream, ()) = tokio::join!(target, hears_hi(&mut caller, &request));
+    let (mut stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
     let began = Instant::now();
     assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
     assert!(began.elapsed() < Duration::from_millis(100));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::time::{Instant, timeout};
 
-use super::bench::{Bench, get, hears_hi};
+use super::fixture::{Fixture, expect_hi, get};
 
 /// Limits of the bench.
 const HEAD: Duration = Duration::from_secs(10);
@@ -26,23 +26,23 @@ fn about(took: Duration, limit: Duration) {
 }
 
 /// A caller whose request was answered.
-async fn answered(bench: &Bench, request: &str) -> DuplexStream {
-    let agent = bench.agent();
-    let mut caller = bench.connect();
-    tokio::join!(hears_hi(&mut caller, request), agent.answers());
+async fn answered(fixture: &Fixture, request: &str) -> DuplexStream {
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
+    tokio::join!(expect_hi(&mut caller, request), agent.answers());
     caller
 }
 
 #[tokio::test(start_paused = true)]
 async fn first_head_that_does_not_end_is_cut() {
-    let bench = Bench::new();
+    let fixture = Fixture::new();
     for begun in ["", "GET / HT"] {
-        let mut caller = bench.connect();
+        let mut caller = fixture.connect();
         caller.write_all(begun.as_bytes()).await.unwrap();
         about(lasts(&mut caller).await, HEAD);
     }
     // One byte a second does not make it longer.
-    let mut caller = bench.connect();
+    let mut caller = fixture.connect();
     let began = Instant::now();
     while caller.write_all(b"G").await.is_ok() {
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -53,12 +53,12 @@ async fn first_head_that_does_not_end_is_cut() {
 
 #[tokio::test(start_paused = true)]
 async fn idle_caller_stays_between_requests() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/metrics"));
     for _ in 0..4 {
-        tokio::join!(hears_hi(&mut caller, &request), agent.answers());
+        tokio::join!(expect_hi(&mut caller, &request), agent.answers());
         tokio::time::sleep(Duration::from_secs(60)).await;
     }
     about(lasts(&mut caller).await, IDLE - Duration::from_secs(60));
@@ -66,8 +66,8 @@ async fn idle_caller_stays_between_requests() {
 
 #[tokio::test(start_paused = true)]
 async fn next_head_that_does_not_end_is_cut() {
-    let bench = Bench::new();
-    let mut caller = answered(&bench, &format!("{}\r\n", get("/"))).await;
+    let fixture = Fixture::new();
+    let mut caller = answered(&fixture, &format!("{}\r\n", get("/"))).await;
     tokio::time::sleep(Duration::from_secs(60)).await;
     caller.write_all(b"GET / HT").await.unwrap();
     about(lasts(&mut caller).await, HEAD);
@@ -75,28 +75,31 @@ async fn next_head_that_does_not_end_is_cut() {
 
 #[tokio::test(start_paused = true)]
 async fn next_head_that_began_in_the_packet_of_the_request_is_cut() {
-    let bench = Bench::new();
-    let mut caller = answered(&bench, &format!("{}\r\nGET / HT", get("/"))).await;
+    let fixture = Fixture::new();
+    let mut caller = answered(&fixture, &format!("{}\r\nGET / HT", get("/"))).await;
     about(lasts(&mut caller).await, HEAD);
 }
 
 #[tokio::test(start_paused = true)]
 async fn idle_caller_stays_after_a_body() {
-    let bench = Bench::new();
+    let fixture = Fixture::new();
     let post = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\r\nab";
-    let mut caller = answered(&bench, post).await;
+    let mut caller = answered(&fixture, post).await;
     about(lasts(&mut caller).await, IDLE);
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_that_waits_is_never_too_long() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let slow = async {
         let mut stream = agent.accepts().await;
         tokio::time::sleep(Duration::from_secs(86_400)).await;
-        stream.write_all(super::bench::HI.as_bytes()).await.unwrap();
+        stream
+            .write_all(super::fixture::HI.as_bytes())
+            .await
+            .unwrap();
         stream
     };
     let request = format!("{}\r\n", get("/"));

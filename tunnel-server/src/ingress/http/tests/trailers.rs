@@ -2,7 +2,7 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::bench::{Bench, HI, get, head};
+use super::fixture::{Fixture, HI, get, head};
 use crate::testing::within;
 
 const CHUNKED: &str = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\
@@ -17,9 +17,9 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
         ("TE: trailers\r\nConnection: TE\r\n", true),
         ("TE: gzip;q=0.5, Trailers\r\n", true),
     ] {
-        let bench = Bench::new();
-        let agent = bench.agent();
-        let mut caller = bench.connect();
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
+        let mut caller = fixture.connect();
         caller
             .write_all(format!("{}{te}\r\n", get("/")).as_bytes())
             .await
@@ -47,9 +47,9 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
 
 #[tokio::test(start_paused = true)]
 async fn trailers_of_a_request_arrive_without_selectors() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let upload = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nTransfer-Encoding: chunked\r\n\
         Trailer: X-Sum, X-Tunnel-Proxy-Host, Host\r\n\r\n2;ext=1\r\nhi\r\n0\r\n\
         X-Sum: 7\r\nX-Tunnel-Proxy-Host: worker-2\r\nHost: b\r\n\r\n";

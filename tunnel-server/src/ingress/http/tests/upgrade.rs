@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::bench::{Bench, get, head};
+use super::fixture::{Fixture, get, head};
 use crate::testing::within;
 
 const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
@@ -34,9 +34,9 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
     cases.push(("\0\u{1}garbage\r\n\r\n".into(), 502));
     cases.push((String::new(), 502));
     for (answer, status) in cases {
-        let bench = Bench::new();
-        let agent = bench.agent();
-        let mut caller = bench.dial().await;
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
+        let mut caller = fixture.dial().await;
         let asked = format!("{}{UPGRADE}{}\r\n", get("/exec"), get("/secret"));
         caller.write_all(asked.as_bytes()).await.unwrap();
         let mut stream = agent.accepts().await;
@@ -47,15 +47,16 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
             stream.shutdown().await.unwrap();
         }
         // The answer, then an end and no reset.
-        let mut told = String::new();
-        let closed = tokio::time::timeout(Duration::from_secs(5), caller.read_to_string(&mut told));
+        let mut response = String::new();
+        let closed =
+            tokio::time::timeout(Duration::from_secs(5), caller.read_to_string(&mut response));
         closed.await.expect("open").unwrap();
         assert!(
-            told.starts_with(&format!("HTTP/1.1 {status} ")),
-            "{answer:?}: {told}"
+            response.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{answer:?}: {response}"
         );
-        assert!(told.contains("Connection: close\r\n"), "{told}");
-        assert_eq!(told.matches("HTTP/1.1 ").count(), 1, "{told}");
+        assert!(response.contains("Connection: close\r\n"), "{response}");
+        assert_eq!(response.matches("HTTP/1.1 ").count(), 1, "{response}");
         let mut rest = Vec::new();
         let _ended_or_cut = within(stream.read_to_end(&mut rest)).await;
         let rest = String::from_utf8_lossy(&rest);
@@ -67,39 +68,39 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
 #[tokio::test(start_paused = true)]
 async fn redirect_is_passed_on_and_never_followed() {
     for status in [301, 302, 303, 307, 308] {
-        let bench = Bench::new();
-        let agent = bench.agent();
+        let fixture = Fixture::new();
+        let agent = fixture.agent();
         let location = "Location: http://169.254.169.254/\r\n";
         let answer = format!("HTTP/1.1 {status} Go\r\n{location}Content-Length: 0\r\n\r\n");
         let asked = format!(
             "{}Authorization: Bearer x\r\nConnection: close\r\n\r\n",
             get("/")
         );
-        let (told, _) = tokio::join!(bench.ask(&asked), agent.answers_with(&answer));
+        let (response, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(&answer));
         assert!(
-            told.starts_with(&format!("HTTP/1.1 {status} Go\r\n")),
-            "{told}"
+            response.starts_with(&format!("HTTP/1.1 {status} Go\r\n")),
+            "{response}"
         );
-        assert!(told.contains(location), "{told}");
+        assert!(response.contains(location), "{response}");
         assert!(agent.is_left_alone().await);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn upgrade_field_without_the_option_is_no_upgrade_and_ends_in_order() {
-    let bench = Bench::new();
-    let agent = bench.agent();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
     let asked = format!("{}Upgrade: h2c\r\nConnection: close\r\n\r\n", get("/"));
-    let (told, asked) = tokio::join!(bench.ask(&asked), agent.answers());
-    assert!(told.ends_with("\r\n\r\nhi"), "{told}");
+    let (response, asked) = tokio::join!(fixture.ask(&asked), agent.answers());
+    assert!(response.ends_with("\r\n\r\nhi"), "{response}");
     assert!(!asked.to_lowercase().contains("upgrade"), "{asked}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn all_protocols_of_the_list_are_offered_and_bytes_pass_both_ways() {
-    let bench = Bench::new();
-    let agent = bench.agent();
-    let mut caller = bench.connect();
+    let fixture = Fixture::new();
+    let agent = fixture.agent();
+    let mut caller = fixture.connect();
     let asked = format!(
         "{}Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nUpgrade: SPDY/3.1\r\n\r\nearly",
         get("/exec")
@@ -113,8 +114,8 @@ async fn all_protocols_of_the_list_are_offered_and_bytes_pass_both_ways() {
     );
     let answer = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: spdy/3.1\r\n\r\nhello";
     stream.write_all(answer).await.unwrap();
-    let told = head(&mut caller).await;
-    assert!(told.starts_with("HTTP/1.1 101 "), "{told}");
+    let response = head(&mut caller).await;
+    assert!(response.starts_with("HTTP/1.1 101 "), "{response}");
     let mut bytes = [0; 5];
     within(caller.read_exact(&mut bytes)).await.unwrap();
     assert_eq!(&bytes, b"hello");

@@ -10,19 +10,19 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
 
 use super::Upstream;
-use crate::ingress::target_tls::LegId;
+use crate::ingress::target_tls::TlsProfileId;
 use crate::routing::decision::Destination;
 use crate::routing::registry::Registry;
 
 /// A connection is kept for this long after an answer: enough for callers that ask again and again, and less than any
 /// common server keeps an idle connection (gunicorn 2 s, Node.js and Apache 5 s), so that a request seldom meets the
 /// target's close on its way. An idle stream also counts as one of the agent's, and holds up its drain.
-const KEEP: Duration = Duration::from_secs(1);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// At most one connection, of the last request: callers that reuse connections do so for one target.
 #[derive(Debug)]
-pub(crate) struct Kept {
-    place: Mutex<Option<Idle>>,
+pub(crate) struct UpstreamPool {
+    slot: Mutex<Option<IdleConnection>>,
     /// The place has been filled.
     filled: Notify,
     drivers: TaskTracker,
@@ -30,44 +30,44 @@ pub(crate) struct Kept {
 
 /// What a connection is for: requests that differ in it never share one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Purpose {
+pub(crate) struct PoolKey {
     pub(crate) destination: Destination,
     /// Whether the server lends its certificate, and which; a target takes a connection for that identity's.
-    pub(crate) leg: LegId,
+    pub(crate) tls_profile: TlsProfileId,
     /// The caller's credential, if it sent one: a target may take a connection for that caller's.
     pub(crate) authorization: Option<HeaderValue>,
 }
 
 #[derive(Debug)]
-struct Idle {
+struct IdleConnection {
     upstream: Upstream,
-    purpose: Purpose,
+    pool_key: PoolKey,
     until: Instant,
 }
 
-impl Kept {
+impl UpstreamPool {
     /// Nothing kept yet; `drivers` owns connections while they close.
     pub(crate) fn new(drivers: TaskTracker) -> Self {
         Self {
-            place: Mutex::new(None),
+            slot: Mutex::new(None),
             filled: Notify::new(),
             drivers,
         }
     }
 
     /// Keeps a connection after a whole answer, if the agent has places to spare.
-    pub(crate) fn put(&self, upstream: Upstream, purpose: Purpose, registry: &Registry) {
-        let node = &purpose.destination.node;
+    pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, registry: &Registry) {
+        let node = &pool_key.destination.node;
         let may_stay = upstream
             .session
-            .is_some_and(|session| registry.may_keep(node, session));
+            .is_some_and(|session| registry.can_reuse(node, session));
         if upstream.sender.is_closed() || !may_stay {
             return upstream.close(&self.drivers);
         }
-        let idle = Idle {
+        let idle = IdleConnection {
             upstream,
-            purpose,
-            until: Instant::now() + KEEP,
+            pool_key,
+            until: Instant::now() + IDLE_TIMEOUT,
         };
         let before = self.lock().replace(idle);
         self.filled.notify_one();
@@ -76,19 +76,19 @@ impl Kept {
         }
     }
 
-    /// The kept connection, if it is for `purpose` over the session that a new one would use and the target has not
+    /// The kept connection, if it is for `pool_key` over the session that a new one would use and the target has not
     /// ended it. One that leads elsewhere is closed.
-    pub(crate) fn take(&self, purpose: &Purpose, registry: &Registry) -> Option<Upstream> {
-        let Idle {
+    pub(crate) fn take(&self, pool_key: &PoolKey, registry: &Registry) -> Option<Upstream> {
+        let IdleConnection {
             upstream,
-            purpose: serves,
+            pool_key: current_key,
             until,
         } = self.lock().take()?;
-        let fits = serves == *purpose
+        let fits = current_key == *pool_key
             && until > Instant::now()
             && upstream.sender.is_ready()
             && upstream.session.is_some()
-            && registry.active(&purpose.destination.node) == upstream.session;
+            && registry.active(&pool_key.destination.node) == upstream.session;
         if fits {
             return Some(upstream);
         }
@@ -116,7 +116,7 @@ impl Kept {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Idle>> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<IdleConnection>> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

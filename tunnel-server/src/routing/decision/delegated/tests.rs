@@ -59,7 +59,7 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
     let (method, uri): (Method, Uri) = (method.parse().unwrap(), path.parse().unwrap());
     let server_name = (server_name != "-").then(|| node(server_name));
     let request = DelegatedRequest {
-        facts: Facts {
+        facts: RequestFacts {
             method: &method,
             uri: &uri,
             headers: &headers,
@@ -256,7 +256,7 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
     let host = HeaderValue::from_static("edge-2:10250");
     let headers = HeaderMap::from_iter([(HOST, host)]);
     let request = DelegatedRequest {
-        facts: Facts {
+        facts: RequestFacts {
             method: &method,
             uri: &uri,
             headers: &headers,
@@ -270,11 +270,11 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         panic!("no question");
     };
     for (found, says) in [
-        (Err(LookupError::NotFound), "no such pod"),
-        (Err(LookupError::Unbound), "no node"),
-        (Err(LookupError::Forbidden), "the right 'pods get'"),
-        (Err(LookupError::Timeout), "within 10 s"),
-        (Err(LookupError::Unavailable("away".into())), "away"),
+        (Err(PodLookupError::NotFound), "no such pod"),
+        (Err(PodLookupError::Unbound), "no node"),
+        (Err(PodLookupError::Forbidden), "the right 'pods get'"),
+        (Err(PodLookupError::Timeout), "within 10 s"),
+        (Err(PodLookupError::Unavailable("away".into())), "away"),
         (Ok(node("edge-9")), "it runs on edge-9, which is no node"),
         // The alias of another node.
         (Ok(node("host-1")), "it runs on host-1, which is no node"),
@@ -296,7 +296,7 @@ fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
     let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("edge-2:10250"))]);
     let (routes, policy) = (routes(), policy());
     let ask = |headers: &HeaderMap| {
-        let facts = Facts {
+        let facts = RequestFacts {
             method: &method,
             uri: &uri,
             headers,

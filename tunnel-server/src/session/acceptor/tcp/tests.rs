@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::tcp::{Direct, Remote};
+use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, TransportKind, control};
@@ -21,9 +21,9 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::CallerKey;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{Bench, eventually, header, node};
-use tunnel_proto::process::places::{PlaceLimits, Places};
+use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
 
-const PLACES: usize = 8;
+const CONNS_PER_SOURCE: usize = 8;
 /// For loopback, on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -32,7 +32,7 @@ struct Door {
     bench: Bench,
     ca: Arc<LocalCa>,
     address: SocketAddr,
-    places: Arc<Places>,
+    limiter: Arc<ConnLimiter>,
     _scratch: Scratch,
 }
 
@@ -53,7 +53,7 @@ impl Door {
         let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
         let own = ca.server_resolver(Box::new(|_| {}));
         let roots = tls::roots([ca.root().clone()]).unwrap();
-        let entry = Arc::new(TcpEntry {
+        let entry = Arc::new(TcpHandler {
             session_tls: tls::session_server(own.clone(), roots, ALPN_SESSION_TCP).unwrap(),
             settings: settings(),
             enroll_tls: tls::enroll_server(own).unwrap(),
@@ -66,24 +66,24 @@ impl Door {
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let places = Places::new(PlaceLimits {
-            per_source: PLACES,
-            total: 2 * PLACES,
+        let limiter = ConnLimiter::new(ConnLimits {
+            per_source: CONNS_PER_SOURCE,
+            total: 2 * CONNS_PER_SOURCE,
         });
-        let (sessions, free) = (Arc::new(bench.sessions.clone()), places.clone());
+        let (sessions, admission) = (Arc::new(bench.sessions.clone()), limiter.clone());
         let accept = async move {
             loop {
                 let (socket, peer) = listener.accept().await.unwrap();
-                let Ok(place) = free.enter(peer.ip()) else {
+                let Ok(permit) = admission.acquire(peer.ip()) else {
                     continue;
                 };
-                let stranger = Stranger {
+                let half_open = HalfOpenConn {
                     sessions: sessions.clone(),
                     deadline: Instant::now() + handshake_limit,
-                    place,
+                    permit,
                 };
                 let entry = entry.clone();
-                let serve = async move { entry.serve(socket, peer, stranger).await };
+                let serve = async move { entry.serve(socket, peer, half_open).await };
                 sessions.shutdown.spawn_service(serve);
             }
         };
@@ -92,7 +92,7 @@ impl Door {
             bench,
             ca,
             address,
-            places,
+            limiter,
             _scratch: scratch,
         }
     }
@@ -126,7 +126,7 @@ impl Door {
         let connect = TlsConnector::from(Arc::new(config)).connect(name, socket);
         let mut stream = within(connect).await.map_err(|error| error.to_string())?;
         let agreed = stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec);
-        // In TLS 1.3 the server judges after the client's handshake has returned: its first bytes tell. Enrolment waits
+        // In TLS 1.3 the server judges after the client's handshake has returned: its first bytes tell. Enrollment waits
         // for the client's.
         if offer != [ALPN_ENROLL] {
             within(stream.read_u8())
@@ -142,16 +142,16 @@ impl Door {
     }
 
     async fn all_places_are_free(&self) {
-        eventually("every place is free", || self.places.taken() == 0).await;
+        eventually("every place is free", || self.limiter.admitted() == 0).await;
     }
 }
 
 #[test]
-fn enrolment_must_be_offered_alone() {
-    let of = |ids: &[&'static [u8]]| Offer::of(ids.iter().copied());
-    assert_eq!(of(&[ALPN_ENROLL]), Offer::Enrollment);
-    assert_eq!(of(&[ALPN_SESSION_TCP]), Offer::Session);
-    assert_eq!(of(&[b"http/1.1", ALPN_SESSION_TCP]), Offer::Session);
+fn enrollment_must_be_offered_alone() {
+    let of = |ids: &[&'static [u8]]| AlpnOffer::of(ids.iter().copied());
+    assert_eq!(of(&[ALPN_ENROLL]), AlpnOffer::Enrollment);
+    assert_eq!(of(&[ALPN_SESSION_TCP]), AlpnOffer::Session);
+    assert_eq!(of(&[b"http/1.1", ALPN_SESSION_TCP]), AlpnOffer::Session);
     let unsuitable: BTreeSet<Vec<&'static [u8]>> = [
         vec![],
         vec![&b"http/1.1"[..]],
@@ -163,7 +163,7 @@ fn enrolment_must_be_offered_alone() {
     ]
     .into();
     for ids in unsuitable {
-        assert_eq!(of(&ids), Offer::Unsuitable, "{ids:?}");
+        assert_eq!(of(&ids), AlpnOffer::Unsupported, "{ids:?}");
     }
 }
 
@@ -188,7 +188,7 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
 }
 
 #[tokio::test]
-async fn enrolment_needs_no_certificate_and_a_session_does() {
+async fn enrollment_needs_no_certificate_and_a_session_does() {
     let door = Door::open(Duration::from_secs(5)).await;
     let agreed = door.knock(&[ALPN_ENROLL], None).await;
     assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
@@ -227,7 +227,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
     let trust = Trust::Pin(door.ca.spki_sha256());
     let tls = tls::session_client(door.agent_key(), trust, ALPN_SESSION_TCP).unwrap();
     let dialer = H2Dialer::new(tls, settings(), Arc::new(Direct));
-    let remote = Remote {
+    let remote = ServerAddr {
         name: door.address.to_string(),
         address: Some(door.address),
     };
@@ -268,7 +268,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
     accepted.write_all(b"!").await.unwrap();
     assert_eq!(within(opened.read_u8()).await.unwrap(), b'!');
     assert_eq!(door.handshakes("ok"), Some(1));
-    assert_eq!(door.places.taken(), 0);
+    assert_eq!(door.limiter.admitted(), 0);
 }
 
 #[tokio::test]
@@ -288,9 +288,9 @@ async fn stranger_that_stays_silent_gives_its_place_back() {
 async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     let door = Door::open(PATIENCE).await;
     let mut crowd = Vec::new();
-    for taken in 1..=PLACES {
+    for admitted in 1..=CONNS_PER_SOURCE {
         crowd.push(TcpStream::connect(door.address).await.unwrap());
-        eventually("it has its place", || door.places.taken() == taken).await;
+        eventually("it has its place", || door.limiter.admitted() == admitted).await;
     }
     assert_eq!(door.handshakes("evicted"), None, "at the limit");
     let pushes = async {
@@ -315,21 +315,23 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
 async fn within<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
-        .expect("out of patience")
+        .expect("timed out")
 }
 
 /// A connection has its task for as long as its session lives, and a crowd of newcomers has one handshake each.
 #[test]
 fn task_of_a_connection_is_small() {
-    fn serving<'a, F>(_: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, Stranger) -> F) -> usize {
-        size_of::<F>()
-    }
-    fn meeting<'a, F>(
-        _: impl FnOnce(&'a TcpEntry, TcpStream, SocketAddr, &'a Stranger) -> F,
+    fn serving<'a, F>(
+        _: impl FnOnce(&'a TcpHandler, TcpStream, SocketAddr, HalfOpenConn) -> F,
     ) -> usize {
         size_of::<F>()
     }
-    let (serving, meeting) = (serving(TcpEntry::serve), meeting(TcpEntry::meet));
+    fn meeting<'a, F>(
+        _: impl FnOnce(&'a TcpHandler, TcpStream, SocketAddr, &'a HalfOpenConn) -> F,
+    ) -> usize {
+        size_of::<F>()
+    }
+    let (serving, meeting) = (serving(TcpHandler::serve), meeting(TcpHandler::dispatch));
     assert!(
         serving <= 1024 && meeting <= 5120,
         "{serving}, {meeting} bytes"

@@ -17,17 +17,18 @@ use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
-use crate::ingress::DoorLimits;
-use crate::ingress::error::{Failure, Outcome};
-use crate::ingress::http::body::{DoorBody, RequestBody};
+use crate::ingress::ListenerLimits;
+use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::http::body::{RequestBody, ResponseBody};
 use crate::ingress::http::builder;
-use crate::ingress::http::head_check::{Fault, Following, HeadCheck};
+use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
 use crate::ingress::http::headers::{
-    clean_response, end_unless_switched, judge, may_share_connection, prepare, requested_upgrade,
+    can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
+    rewrite_response, validate_response,
 };
 use crate::ingress::http::upstream::client;
 use crate::policy::PortPolicy;
-use crate::routing::decision::{Destination, Facts, Scheme, decide};
+use crate::routing::decision::{Destination, RequestFacts, Scheme, decide};
 use crate::routing::routes::RouteTable;
 
 /// What became of the bytes.
@@ -116,7 +117,7 @@ pub(in crate::ingress) static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| Po
     http: "9100".parse().unwrap(),
     ..PortPolicy::default()
 });
-pub(in crate::ingress) const LIMITS: DoorLimits = DoorLimits {
+pub(in crate::ingress) const LIMITS: ListenerLimits = ListenerLimits {
     handshake: Duration::from_secs(1),
     request_head_time: Duration::from_secs(1),
     request_head_bytes: 64 << 10,
@@ -126,14 +127,14 @@ pub(in crate::ingress) const LIMITS: DoorLimits = DoorLimits {
 
 /// Sends `input` to a door whose targets all answer with `answer`.
 pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
-    let told = Rc::new(RefCell::new(Exchange::default()));
+    let exchanged = Rc::new(RefCell::new(Exchange::default()));
     let check = Rc::new(RefCell::new(HeadCheck::default()));
     let wire = Wire::new(input);
     wire.0.borrow_mut().check = Some(check.clone());
     let service = service_fn(|request| {
-        let told = told.clone();
-        let fault = check.borrow_mut().request(Following::of(&request));
-        async move { Ok::<_, Infallible>(serve(request, fault, answer, &told).await) }
+        let exchanged = exchanged.clone();
+        let head_error = check.borrow_mut().request(BodyFraming::of(&request));
+        async move { Ok::<_, Infallible>(serve(request, head_error, answer, &exchanged).await) }
     });
     let mut connection = pin!(builder(&LIMITS).serve_connection(wire.clone(), service));
     let mut cx = Context::from_waker(Waker::noop());
@@ -146,28 +147,28 @@ pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
         let now = (
             wire.0.borrow().at,
             wire.0.borrow().output.len(),
-            told.borrow().seen,
+            exchanged.borrow().seen,
         );
         if std::mem::replace(&mut before, now) == now {
             break;
         }
     }
-    let mut told = told.take();
-    told.output = std::mem::take(&mut wire.0.borrow_mut().output);
-    told
+    let mut exchanged = exchanged.take();
+    exchanged.output = std::mem::take(&mut wire.0.borrow_mut().output);
+    exchanged
 }
 
-type Sent = Either<TargetBody, DoorBody>;
+type Sent = Either<TargetBody, ResponseBody>;
 
 async fn serve(
     mut request: Request<Incoming>,
-    fault: Option<Fault>,
+    head_error: Option<HeadError>,
     answer: &[u8],
-    told: &RefCell<Exchange>,
+    exchanged: &RefCell<Exchange>,
 ) -> Response<Sent> {
-    told.borrow_mut().seen += 1;
-    told.borrow_mut().faults += usize::from(fault.is_some());
-    let facts = Facts {
+    exchanged.borrow_mut().seen += 1;
+    exchanged.borrow_mut().faults += usize::from(head_error.is_some());
+    let facts = RequestFacts {
         method: request.method(),
         uri: request.uri(),
         headers: request.headers(),
@@ -175,12 +176,12 @@ async fn serve(
         implied_port: None,
     };
     let wanted = requested_upgrade(request.version(), request.headers());
-    let fail = |failure: Failure| {
-        told.borrow_mut().failed = true;
+    let fail = |failure: ProxyError| {
+        exchanged.borrow_mut().failed = true;
         failure.response().map(Either::Right)
     };
-    let decided = match fault {
-        Some(fault) => Err(Failure::new(Outcome::BadRequest, fault.to_string())),
+    let decided = match head_error {
+        Some(head_error) => Err(ProxyError::new(Outcome::BadRequest, head_error.to_string())),
         None => decide(&facts, &ROUTES, &POLICY),
     };
     let mut response = match decided {
@@ -191,7 +192,7 @@ async fn serve(
                 value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
             };
             let mut routed = Routed {
-                number: told.borrow().seen,
+                number: exchanged.borrow().seen,
                 host: text("host").unwrap_or_default(),
                 selected: text("x-tunnel-proxy-host").is_some()
                     || text("x-tunnel-proxy-dest").is_some(),
@@ -203,28 +204,29 @@ async fn serve(
                 destination,
                 bytes: Vec::new(),
             };
-            let shares = may_share_connection(&request);
+            let shares = can_reuse_connection(&request);
             let host = routed.destination.host_field();
-            prepare(&mut request, &host, wanted.as_ref(), !shares);
+            rewrite_request(&mut request, &host, wanted.as_ref(), !shares);
             let wire = Wire::new(&[]);
             let answered = ask(request, &wire, answer).await;
             routed.bytes.clone_from(&wire.0.borrow().output);
-            told.borrow_mut().routed.push(routed);
+            exchanged.borrow_mut().routed.push(routed);
             let judged = answered
                 .map_err(|error| error.to_string())
                 .and_then(|response| {
-                    judge(wanted.as_ref(), &response).map(|switched| (response, switched))
+                    validate_response(wanted.as_ref(), &response)
+                        .map(|switched| (response, switched))
                 });
             match judged {
                 Ok((mut response, switched)) => {
-                    clean_response(&mut response, switched);
+                    rewrite_response(&mut response, switched);
                     response.map(Either::Left)
                 }
-                Err(text) => fail(Failure::new(Outcome::TargetBadResponse, text)),
+                Err(text) => fail(ProxyError::new(Outcome::TargetBadResponse, text)),
             }
         }
     };
-    end_unless_switched(wanted.as_ref(), &mut response);
+    close_unless_upgraded(wanted.as_ref(), &mut response);
     response
 }
 

@@ -1,0 +1,521 @@
+//! Bounds the connections of a listener, in all and for each source. At a limit the connection that has been idle for the longest
+//! time is evicted, never one that is in use.
+//!
+//! A connection is idle from its start, and again after each use. A source that has all of its own places, or most of all
+//! places when none is left, gives up its longest idle one for a newer one; so a flood from one address evicts its own
+//! connections, and others are unharmed. A connection that has been idle for less than a second is not evicted by its own
+//! source, or a burst of honest ones would evict each other before any is done: then the newcomer is refused. Where no
+//! connection is idle the newcomer is refused, too.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// How many connections may have a place at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnLimits {
+    /// From one source: an IPv4 address or an IPv6 /64.
+    pub per_source: usize,
+    /// From all sources.
+    pub total: usize,
+}
+
+/// Limits the connections of one listener, in all and for each source.
+#[derive(Debug)]
+pub struct ConnLimiter {
+    limits: ConnLimits,
+    epoch: Instant,
+    admitted: Mutex<SourceTable>,
+}
+
+impl ConnLimiter {
+    /// Free places.
+    #[must_use]
+    pub fn new(limits: ConnLimits) -> Arc<Self> {
+        Arc::new(Self {
+            limits,
+            epoch: Instant::now(),
+            admitted: Mutex::default(),
+        })
+    }
+
+    /// A place for a connection from `peer`, at the cost of an idle one where a limit is reached; that one's
+    /// [`ConnPermit::evicted`] ends.
+    ///
+    /// # Errors
+    /// The limit that was reached, when no connection can be evicted for this one.
+    pub fn acquire(self: &Arc<Self>, peer: IpAddr) -> Result<ConnPermit, LimitReached> {
+        let (source, now) = (source(peer), self.now());
+        let mut admitted = self.lock();
+        let reached = if admitted.of(source) >= self.limits.per_source {
+            Some(LimitReached::PerSource)
+        } else if admitted.all >= self.limits.total {
+            Some(LimitReached::Total)
+        } else {
+            None
+        };
+        match reached {
+            Some(LimitReached::PerSource) if !admitted.evict(source, now, MIN_IDLE) => {
+                return Err(LimitReached::PerSource);
+            }
+            Some(LimitReached::Total) if !admitted.evict_from_largest(source, now) => {
+                return Err(LimitReached::Total);
+            }
+            Some(_) | None => {}
+        }
+        let evicted = CancellationToken::new();
+        let activity = Arc::new(Activity {
+            uses: AtomicUsize::new(0),
+            idle_since: AtomicU64::new(now.0),
+        });
+        let id = admitted.add(source, now, activity.clone(), evicted.clone());
+        drop(admitted);
+        Ok(ConnPermit {
+            limiter: self.clone(),
+            source,
+            id,
+            activity,
+            evicted,
+            reached,
+        })
+    }
+
+    /// How many places are taken.
+    #[must_use]
+    pub fn admitted(&self) -> usize {
+        self.lock().all
+    }
+
+    fn now(&self) -> Moment {
+        let since = self.epoch.elapsed().as_nanos();
+        Moment(u64::try_from(since).unwrap_or(u64::MAX))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SourceTable> {
+        self.admitted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The permit of one connection, released when dropped.
+#[derive(Debug)]
+pub struct ConnPermit {
+    limiter: Arc<ConnLimiter>,
+    source: IpAddr,
+    id: u64,
+    activity: Arc<Activity>,
+    evicted: CancellationToken,
+    reached: Option<LimitReached>,
+}
+
+/// Which limit a newcomer met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LimitReached {
+    /// [`ConnLimits::per_source`].
+    PerSource,
+    /// [`ConnLimits::total`].
+    Total,
+}
+
+impl ConnPermit {
+    /// The limit that was reached when the place was taken, so that another one was lost.
+    #[must_use]
+    pub fn reached(&self) -> Option<LimitReached> {
+        self.reached
+    }
+
+    /// Waits until the place is lost to a newer connection, which may be never. A connection that has come into use since
+    /// then has lost its place, too, and should end with that use. Cancel-safe.
+    pub async fn evicted(&self) {
+        self.evicted.cancelled().await;
+    }
+
+    /// Marks the connection as in use until the value is dropped; it may be in use several times at once.
+    #[must_use]
+    pub fn in_use(self: &Arc<Self>) -> InUseGuard {
+        self.activity.uses.fetch_add(1, Ordering::Relaxed);
+        InUseGuard(self.clone())
+    }
+}
+
+impl Drop for ConnPermit {
+    fn drop(&mut self) {
+        self.limiter.lock().remove(self.source, self.id);
+    }
+}
+
+/// See [`ConnPermit::in_use`]. Holds the place.
+#[derive(Debug)]
+pub struct InUseGuard(Arc<ConnPermit>);
+
+impl Drop for InUseGuard {
+    fn drop(&mut self) {
+        let ConnPermit {
+            limiter, activity, ..
+        } = &*self.0;
+        activity
+            .idle_since
+            .store(limiter.now().0, Ordering::Relaxed);
+        activity.uses.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Whether a connection is in use, and since when it is not. Written without the lock of [`ConnLimiter`], at each request.
+#[derive(Debug)]
+struct Activity {
+    uses: AtomicUsize,
+    idle_since: AtomicU64,
+}
+
+impl Activity {
+    fn idle_since(&self) -> Option<Moment> {
+        let is_idle = self.uses.load(Ordering::Acquire) == 0;
+        is_idle.then(|| Moment(self.idle_since.load(Ordering::Relaxed)))
+    }
+}
+
+/// Nanoseconds since the listener's start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Moment(u64);
+
+impl Moment {
+    fn after(self, time: Duration) -> Self {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        Self(self.0.saturating_add(nanos))
+    }
+}
+
+#[derive(Debug, Default)]
+struct SourceTable {
+    next_id: u64,
+    all: usize,
+    sources: HashMap<IpAddr, SourceConns>,
+    /// Sources by how many places they have.
+    by_size: BTreeSet<(usize, IpAddr)>,
+}
+
+/// The connections of one source.
+#[derive(Debug, Default)]
+struct SourceConns {
+    connections: HashMap<u64, ConnEntry>,
+    /// Each connection by a lower bound of the time since when it is idle, see [`ConnEntry::queued`].
+    queue: BTreeSet<(Moment, u64)>,
+}
+
+#[derive(Debug)]
+struct ConnEntry {
+    /// The key in [`SourceConns::queue`]: the connection was in use until then, or is not looked at again before.
+    queued: Moment,
+    activity: Arc<Activity>,
+    evicted: CancellationToken,
+}
+
+impl SourceConns {
+    /// Removes the connection that has been idle for the longest time, if that is at least `min_idle`. Each look at a connection that
+    /// was used since it was queued moves it back in the queue, so that evictions stay cheap however many are in use.
+    fn pop_idle(&mut self, now: Moment, min_idle: Duration) -> Option<ConnEntry> {
+        while let Some(&(queued, id)) = self.queue.first() {
+            if queued.after(min_idle) > now {
+                return None;
+            }
+            self.queue.pop_first();
+            let connection = self.connections.get_mut(&id)?;
+            let idle_since = connection.activity.idle_since();
+            match idle_since {
+                Some(since) if since <= queued => return self.connections.remove(&id),
+                Some(since) => connection.queued = since,
+                None => connection.queued = now.after(RECHECK_INTERVAL),
+            }
+            self.queue.insert((connection.queued, id));
+        }
+        None
+    }
+}
+
+/// How long a connection is safe from its neighbours.
+const MIN_IDLE: Duration = Duration::from_secs(1);
+/// A connection that was in use is looked at again after this time at the earliest: newcomers that are refused must not cost a
+/// look at every connection each.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Sources that are searched for an idle connection, the largest first.
+const SOURCES_SEARCHED: usize = 64;
+
+impl SourceTable {
+    fn of(&self, source: IpAddr) -> usize {
+        self.sources
+            .get(&source)
+            .map_or(0, |source| source.connections.len())
+    }
+
+    /// Evicts the longest idle connection of the largest source that has one. `newcomer` is the source of the connection that
+    /// needs the place.
+    fn evict_from_largest(&mut self, newcomer: IpAddr, now: Moment) -> bool {
+        let own = self.of(newcomer);
+        let largest: Vec<(usize, IpAddr)> = self
+            .by_size
+            .iter()
+            .rev()
+            .take(SOURCES_SEARCHED)
+            .copied()
+            .collect();
+        for (size, source) in largest {
+            let is_own = source == newcomer;
+            // Where all sources are small, none is a flood: a connection that has only come is not evicted for another one.
+            let is_peer = size <= own + 1;
+            let min_idle = if is_own || is_peer {
+                MIN_IDLE
+            } else {
+                Duration::ZERO
+            };
+            if self.evict(source, now, min_idle) {
+                return true;
+            }
+            // A newcomer of the largest source does not evict those of smaller ones.
+            if is_own {
+                return false;
+            }
+        }
+        false
+    }
+
+    fn evict(&mut self, source: IpAddr, now: Moment, min_idle: Duration) -> bool {
+        let evicted = self.change(source, |source| source.pop_idle(now, min_idle));
+        evicted.is_some_and(|connection| {
+            connection.evicted.cancel();
+            true
+        })
+    }
+
+    fn add(
+        &mut self,
+        source: IpAddr,
+        queued: Moment,
+        activity: Arc<Activity>,
+        evicted: CancellationToken,
+    ) -> u64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        let connection = ConnEntry {
+            queued,
+            activity,
+            evicted,
+        };
+        self.change(source, |source| {
+            source.queue.insert((queued, id));
+            source.connections.insert(id, connection);
+        });
+        id
+    }
+
+    fn remove(&mut self, source: IpAddr, id: u64) {
+        self.change(source, |source| {
+            if let Some(connection) = source.connections.remove(&id) {
+                source.queue.remove(&(connection.queued, id));
+            }
+        });
+    }
+
+    fn change<T>(&mut self, source: IpAddr, change: impl FnOnce(&mut SourceConns) -> T) -> T {
+        let of_source = self.sources.entry(source).or_default();
+        let before = of_source.connections.len();
+        let changed = change(of_source);
+        let after = of_source.connections.len();
+        if after == 0 {
+            self.sources.remove(&source);
+        }
+        if before != after {
+            self.by_size.remove(&(before, source));
+            if after > 0 {
+                self.by_size.insert((after, source));
+            }
+            self.all = self.all + after - before;
+        }
+        changed
+    }
+}
+
+/// Whom a connection is counted for: one customer has at least a whole /64 of IPv6 (RFC 6177).
+#[must_use]
+pub fn source(peer: IpAddr) -> IpAddr {
+    match peer.to_canonical() {
+        IpAddr::V4(address) => address.into(),
+        IpAddr::V6(address) => {
+            Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{advance, timeout};
+
+    use super::*;
+
+    fn of(per_source: usize, total: usize) -> Arc<ConnLimiter> {
+        ConnLimiter::new(ConnLimits { per_source, total })
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn evicted(permits: &[ConnPermit]) -> Vec<usize> {
+        (0..permits.len())
+            .filter(|index| permits[*index].evicted.is_cancelled())
+            .collect()
+    }
+
+    /// As many as fit.
+    fn permits(limiter: &Arc<ConnLimiter>, count: usize) -> Vec<ConnPermit> {
+        (0..count)
+            .map(|_| limiter.acquire(ip("10.0.0.1")).unwrap())
+            .collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn source_at_its_limit_loses_its_own_oldest() {
+        let limiter = of(3, 100);
+        let other = [limiter.acquire(ip("10.0.0.9")).unwrap()];
+        let mut permits = permits(&limiter, 3);
+        advance(MIN_IDLE).await;
+        assert!(evicted(&permits).is_empty(), "at the limit");
+        permits.push(limiter.acquire(ip("10.0.0.1")).unwrap());
+        assert_eq!(evicted(&permits), [0], "one above it");
+        assert!(evicted(&other).is_empty());
+        assert_eq!(limiter.admitted(), 4);
+        drop(permits.remove(1));
+        permits.push(limiter.acquire(ip("10.0.0.1")).unwrap());
+        assert_eq!(evicted(&permits), [0], "one left by itself");
+        drop(permits);
+        assert_eq!(limiter.admitted(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn burst_of_one_source_does_not_evict_itself() {
+        let limiter = of(3, 100);
+        let permits = permits(&limiter, 3);
+        advance(MIN_IDLE - Duration::from_millis(1)).await;
+        assert_eq!(
+            limiter.acquire(ip("10.0.0.1")).err(),
+            Some(LimitReached::PerSource),
+            "turned away"
+        );
+        assert!(evicted(&permits).is_empty());
+        assert!(
+            limiter.acquire(ip("10.0.0.2")).is_ok(),
+            "others are not meant"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn full_listener_takes_from_the_source_with_the_most_however_young() {
+        let limiter = of(100, 5);
+        let alone = [limiter.acquire(ip("10.0.0.9")).unwrap()];
+        let permits = permits(&limiter, 4);
+        assert_eq!(
+            limiter.acquire(ip("10.0.0.1")).err(),
+            Some(LimitReached::Total),
+            "the crowd is full"
+        );
+        let newcomer = [limiter.acquire(ip("10.0.0.5")).unwrap()];
+        assert_eq!(evicted(&permits), [0]);
+        assert!(evicted(&alone).is_empty() && evicted(&newcomer).is_empty());
+        assert_eq!(limiter.admitted(), 5);
+        drop((alone, permits, newcomer));
+        assert_eq!(limiter.admitted(), 0);
+        assert!(limiter.lock().by_size.is_empty() && limiter.lock().sources.is_empty());
+    }
+
+    #[test]
+    fn neighbours_of_a_64_are_one_source_and_mapped_addresses_are_ipv4() {
+        assert_eq!(
+            source(ip("2001:db8::1")),
+            source(ip("2001:db8::ffff:0:0:1"))
+        );
+        assert_ne!(source(ip("2001:db8::1")), source(ip("2001:db8:0:1::1")));
+        assert_eq!(source(ip("::ffff:10.0.0.1")), ip("10.0.0.1"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn eviction_wakes_the_connection() {
+        let limiter = of(1, 1);
+        let first = limiter.acquire(ip("10.0.0.1")).unwrap();
+        let wait = timeout(MIN_IDLE, first.evicted());
+        assert!(wait.await.is_err(), "nobody else is there");
+        let _second = limiter.acquire(ip("10.0.0.1")).unwrap();
+        first.evicted().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn longest_idle_is_evicted_and_connections_in_use_never() {
+        let limiter = of(4, 100);
+        let permits: Vec<_> = permits(&limiter, 4).into_iter().map(Arc::new).collect();
+        let evicted = || -> Vec<usize> {
+            (0..4)
+                .filter(|index| permits[*index].evicted.is_cancelled())
+                .collect()
+        };
+        let in_use = permits[0].in_use();
+        advance(MIN_IDLE).await;
+        drop(permits[1].in_use());
+        advance(MIN_IDLE).await;
+        let second = limiter.acquire(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [2], "idle from the start");
+        drop(second);
+        let _second = limiter.acquire(ip("10.0.0.1")).unwrap();
+        let _third = limiter.acquire(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [2, 3]);
+        let _fourth = limiter.acquire(ip("10.0.0.1")).unwrap();
+        assert_eq!(evicted(), [1, 2, 3], "used a second ago");
+        assert_eq!(
+            limiter.acquire(ip("10.0.0.1")).err(),
+            Some(LimitReached::PerSource),
+            "one is in use, the others are new"
+        );
+        drop(in_use);
+        advance(MIN_IDLE).await;
+        let _fifth = limiter.acquire(ip("10.0.0.1")).unwrap();
+        assert!(
+            !permits[0].evicted.is_cancelled(),
+            "idle since the fourth came or later"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn newcomer_is_refused_while_all_are_in_use_and_takes_from_the_next_source_with_an_idle_one()
+     {
+        let limiter = of(100, 5);
+        let permits: Vec<_> = permits(&limiter, 4).into_iter().map(Arc::new).collect();
+        let uses: Vec<_> = permits.iter().map(ConnPermit::in_use).collect();
+        let idle = limiter.acquire(ip("10.0.0.9")).unwrap();
+        assert_eq!(
+            limiter.acquire(ip("10.0.0.5")).err(),
+            Some(LimitReached::Total),
+            "sources of one connection do not evict each other's at once"
+        );
+        advance(MIN_IDLE).await;
+        let newcomer = Arc::new(limiter.acquire(ip("10.0.0.5")).unwrap());
+        assert!(idle.evicted.is_cancelled());
+        let _use = newcomer.in_use();
+        advance(RECHECK_INTERVAL).await;
+        assert_eq!(
+            limiter.acquire(ip("10.0.0.5")).err(),
+            Some(LimitReached::Total)
+        );
+        assert!(permits.iter().all(|permit| !permit.evicted.is_cancelled()));
+        drop(uses);
+        advance(MIN_IDLE).await;
+        assert!(limiter.acquire(ip("10.0.0.5")).is_ok());
+        assert_eq!(
+            permits
+                .iter()
+                .filter(|permit| permit.evicted.is_cancelled())
+                .count(),
+            1
+        );
+    }
+}

@@ -1,0 +1,215 @@
+//! Files that are followed while the process runs: read again every few seconds and on SIGHUP, handed on when their
+//! content is another. What cannot be used changes nothing: the last good content stays, with an alarm.
+
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tracing::{debug, error, info};
+
+/// A file that is being replaced together with another one may not fit it for a moment.
+const RETRY_DELAY: Duration = Duration::from_millis(200);
+
+/// What was read, and what tells it from other content.
+#[derive(Debug)]
+pub struct Loaded<T> {
+    /// Equal for equal content.
+    pub digest: [u8; 32],
+    /// What it means.
+    pub value: T,
+}
+
+/// How files are followed.
+#[derive(Debug)]
+pub struct FileWatcher {
+    /// What they are, for the log.
+    pub what: &'static str,
+    /// How often they are read.
+    pub interval: Duration,
+    /// Changes when they are to be read at once.
+    pub reload_signal: watch::Receiver<u64>,
+    /// The content that is in use already.
+    pub digest: [u8; 32],
+}
+
+/// What came of reading again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReloadOutcome {
+    /// Other content is in use.
+    Changed,
+    /// It cannot be used; the last good content stays.
+    Failed,
+    /// After a failure, it is again what is in use.
+    Recovered,
+}
+
+impl FileWatcher {
+    /// Reads again for as long as it is polled; `load` blocks its thread, `apply` takes what is new, `on_reload` hears of each
+    /// change. Cancel-safe.
+    pub async fn run<T, E>(
+        mut self,
+        load: impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static,
+        mut apply: impl FnMut(T) -> Result<(), E>,
+        mut on_reload: impl FnMut(ReloadOutcome),
+    ) where
+        T: Send + 'static,
+        E: Display + Send + 'static,
+    {
+        let load = Arc::new(load);
+        let what = self.what;
+        let mut last_error: Option<String> = None;
+        let mut is_signal_open = true;
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(self.interval) => {}
+                reload_signal = self.reload_signal.changed(), if is_signal_open => {
+                    is_signal_open = reload_signal.is_ok();
+                    if !is_signal_open {
+                        continue;
+                    }
+                    debug!(what, "reading files again on request");
+                }
+            }
+            let mut read = load_once(&load).await;
+            if read.is_err() && last_error.is_none() {
+                tokio::time::sleep(RETRY_DELAY).await;
+                read = load_once(&load).await;
+            }
+            let applied = read.and_then(|loaded| {
+                if loaded.digest == self.digest {
+                    return Ok(false);
+                }
+                apply(loaded.value).map_err(|error| error.to_string())?;
+                self.digest = loaded.digest;
+                Ok(true)
+            });
+            match applied {
+                Ok(true) => {
+                    info!(what, "files changed; the new content is in use");
+                    last_error = None;
+                    on_reload(ReloadOutcome::Changed);
+                }
+                Ok(false) => {
+                    if last_error.take().is_some() {
+                        info!(what, "files are valid again; their content is in use");
+                        on_reload(ReloadOutcome::Recovered);
+                    }
+                }
+                Err(new) => {
+                    if last_error.as_ref() != Some(&new) {
+                        error!(
+                            what,
+                            error = new,
+                            "cannot use the changed files; the last good content stays in use"
+                        );
+                        on_reload(ReloadOutcome::Failed);
+                    }
+                    last_error = Some(new);
+                }
+            }
+        }
+    }
+}
+
+async fn load_once<T: Send + 'static, E: Display + Send + 'static>(
+    load: &Arc<impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static>,
+) -> Result<Loaded<T>, String> {
+    let load = load.clone();
+    match tokio::task::spawn_blocking(move || load()).await {
+        Ok(read) => read.map_err(|error| error.to_string()),
+        Err(panic) => Err(panic.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_other_content_is_handed_on_and_bad_content_keeps_the_last() {
+        let content = Arc::new(Mutex::new(Ok::<u8, String>(1)));
+        let (ask, reload_signal) = watch::channel(0);
+        let (events, mut received) = tokio::sync::mpsc::channel(16);
+        let watcher = FileWatcher {
+            what: "test",
+            interval: Duration::from_secs(3600),
+            reload_signal,
+            digest: [1; 32],
+        };
+        let source = content.clone();
+        let load = move || {
+            let value = source.lock().unwrap().clone()?;
+            Ok(Loaded {
+                digest: [value; 32],
+                value,
+            })
+        };
+        let apply_events = events.clone();
+        let apply = move |value: u8| {
+            apply_events.try_send(format!("use {value}")).unwrap();
+            Ok::<(), String>(())
+        };
+        let running = watcher.run(load, apply, move |reload| {
+            events.try_send(format!("{reload:?}")).unwrap();
+        });
+        let script = async {
+            let steps = [
+                (Ok(2), &["use 2", "Changed"][..]),
+                (Err("broken".to_owned()), &["Failed"]),
+                (Ok(2), &["Recovered"]),
+                (Err("broken".to_owned()), &["Failed"]),
+                (Ok(3), &["use 3", "Changed"]),
+            ];
+            for (next, expected) in steps {
+                *content.lock().unwrap() = next;
+                ask.send_modify(|count| *count += 1);
+                for word in expected {
+                    assert_eq!(received.recv().await.unwrap(), *word);
+                }
+            }
+        };
+        tokio::select! {
+            () = running => unreachable!(),
+            () = script => {}
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn files_are_read_again_at_their_time_and_not_before() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+
+        let interval = Duration::from_secs(10);
+        let (_ask, reload_signal) = watch::channel(0);
+        let watcher = FileWatcher {
+            what: "test",
+            interval,
+            reload_signal,
+            digest: [1; 32],
+        };
+        let reads = Arc::new(AtomicU32::new(0));
+        let counted = reads.clone();
+        let load = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Ok::<_, String>(Loaded {
+                digest: [1; 32],
+                value: (),
+            })
+        };
+        let script = async {
+            let just = Duration::from_millis(20);
+            tokio::time::sleep(interval - just).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 0, "shortly before");
+            tokio::time::sleep(2 * just).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 1, "shortly after");
+            tokio::time::sleep(interval).await;
+            assert_eq!(reads.load(Ordering::Relaxed), 2);
+        };
+        tokio::select! {
+            () = watcher.run(load, |()| Ok(()), |_reload| {}) => unreachable!(),
+            () = script => {}
+        }
+    }
+}

@@ -1,0 +1,640 @@
+//! Where log lines leave the process: a bounded queue, and one thread that writes. Logging a line never waits for the output.
+//! Access lines, of which there is one a request, wait a moment for others and leave together; any other line leaves at
+//! once, behind those that wait. When the queue is full, lines are dropped and counted, access lines first.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::dropped::{DropCounters, DroppedCounts};
+
+/// How long an access line waits for others: nobody who reads a log sees it, and 1,000 requests a second are 20 writes.
+const BATCH_DELAY: Duration = Duration::from_millis(20);
+/// Bytes of access lines that wait for no more: the queue must not fill while the output could take them.
+const BATCH_BYTES: usize = 64 * 1024;
+/// Capacity that a queue retains between two writes; a burst gives its memory back.
+const RETAINED_BYTES: usize = 2 * BATCH_BYTES;
+/// How often an output that failed is tried, and windows of repeated lines are looked at.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Pause of a non-blocking output that has no room.
+const WOULD_BLOCK_DELAY: Duration = Duration::from_millis(10);
+/// How long a task that panicked waits for its line to be written: an abort that follows would take the line with it.
+const PANIC_WAIT: Duration = Duration::from_millis(100);
+/// How long the end of the process waits for an output that takes nothing.
+pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What a line is, and so who goes first when the queue is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LineKind {
+    /// An access line.
+    Access,
+    /// Any line that is none of the others.
+    Other,
+    /// A panic.
+    Panic,
+    /// How many lines were lost. The thread that writes logs it, and no second one before that is written.
+    Notice,
+}
+
+impl LineKind {
+    /// Bytes in the queue beyond which a line is dropped.
+    fn queue_limit(self) -> usize {
+        match self {
+            Self::Access => 256 * 1024,
+            Self::Other => 448 * 1024,
+            Self::Panic => 512 * 1024,
+            Self::Notice => usize::MAX,
+        }
+    }
+}
+
+/// Lines on their way to `W`, in their order.
+#[derive(Debug)]
+pub(super) struct BatchWriter<W> {
+    /// Held by the thread that writes while it does.
+    out: Mutex<LineOutput<W>>,
+    queue: Mutex<Queue>,
+    /// For the thread that writes.
+    changed: Condvar,
+    /// For those who wait for that thread.
+    progress: Condvar,
+    dropped: &'static DropCounters,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    lines: Batch,
+    /// A line waits that is to leave at once.
+    urgent: bool,
+    /// Lines that were ever queued, and those of them that were written or lost.
+    queued: u64,
+    done: u64,
+    /// A panic waited in vain: no other one does before the output has taken something.
+    stalled: bool,
+    closed: bool,
+    /// The thread has ended: a line is written by the thread that logs it.
+    finished: bool,
+}
+
+/// Whole lines, and where each ends.
+#[derive(Debug, Default)]
+struct Batch {
+    bytes: Vec<u8>,
+    lines: Vec<(usize, LineKind)>,
+}
+
+#[derive(Debug)]
+struct LineOutput<W> {
+    out: W,
+    /// It failed inside a line: the next one must not continue that.
+    is_mid_line: bool,
+}
+
+impl Batch {
+    fn push(&mut self, line: &[u8], kind: LineKind) {
+        self.bytes.extend_from_slice(line);
+        self.lines.push((self.bytes.len(), kind));
+    }
+
+    fn clear(&mut self) {
+        self.bytes.clear();
+        self.bytes.shrink_to(RETAINED_BYTES);
+        self.lines.clear();
+        self.lines.shrink_to(RETAINED_BYTES / 64);
+    }
+}
+
+impl<W: Write + Send + 'static> BatchWriter<W> {
+    pub(super) fn new(out: W, dropped: &'static DropCounters) -> Arc<Self> {
+        Arc::new(Self {
+            out: Mutex::new(LineOutput {
+                out,
+                is_mid_line: false,
+            }),
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            progress: Condvar::new(),
+            dropped,
+        })
+    }
+
+    /// Queues a whole line, or drops and counts it. Waits for nothing, except that a panic gives the output a moment.
+    pub(super) fn push(&self, line: &[u8], kind: LineKind) {
+        let mut queue = lock(&self.queue);
+        if queue.finished {
+            drop(queue);
+            return self.write_unqueued(line, kind);
+        }
+        let waiting = queue.lines.bytes.len();
+        if waiting + line.len() > kind.queue_limit() {
+            drop(queue);
+            return self.count_dropped(kind);
+        }
+        queue.lines.push(line, kind);
+        queue.queued += 1;
+        let urgent = kind != LineKind::Access && !std::mem::replace(&mut queue.urgent, true);
+        let enough = waiting < BATCH_BYTES && waiting + line.len() >= BATCH_BYTES;
+        if waiting == 0 || urgent || enough {
+            self.changed.notify_one();
+        }
+        if kind == LineKind::Panic && !queue.stalled {
+            let last = queue.queued;
+            let (mut queue, waited) = self
+                .progress
+                .wait_timeout_while(queue, PANIC_WAIT, |queue| queue.done < last)
+                .unwrap_or_else(PoisonError::into_inner);
+            queue.stalled |= waited.timed_out();
+        }
+    }
+
+    /// Writes a line after the thread has ended, unless the output still holds that up.
+    fn write_unqueued(&self, line: &[u8], kind: LineKind) {
+        let mut out = match self.out.try_lock() {
+            Ok(out) => out,
+            Err(TryLockError::Poisoned(out)) => out.into_inner(),
+            Err(TryLockError::WouldBlock) => return self.count_dropped(kind),
+        };
+        let mut batch = Batch::default();
+        batch.push(line, kind);
+        out.write(&batch, |kind| self.count_dropped(kind));
+    }
+
+    fn count_dropped(&self, kind: LineKind) {
+        match kind {
+            LineKind::Access => self.dropped.add_access(),
+            LineKind::Other | LineKind::Panic => self.dropped.add_other(),
+            // What it says is said again.
+            LineKind::Notice => {}
+        }
+    }
+
+    /// Waits until something is to be written, or for [`RETRY_INTERVAL`] with `is_due`; false when there will be no more.
+    fn wait(&self, is_due: bool) -> bool {
+        let queue = lock(&self.queue);
+        let is_idle = |queue: &mut Queue| queue.lines.bytes.is_empty() && !queue.closed;
+        let queue = if is_due {
+            let waited = self
+                .changed
+                .wait_timeout_while(queue, RETRY_INTERVAL, is_idle);
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        } else {
+            let waited = self.changed.wait_while(queue, is_idle);
+            waited.unwrap_or_else(PoisonError::into_inner)
+        };
+        let is_batching = |queue: &mut Queue| {
+            let waiting = queue.lines.bytes.len();
+            (1..BATCH_BYTES).contains(&waiting) && !queue.urgent && !queue.closed
+        };
+        let waited = self
+            .changed
+            .wait_timeout_while(queue, BATCH_DELAY, is_batching);
+        !waited.unwrap_or_else(PoisonError::into_inner).0.closed
+    }
+
+    /// Writes all that waits. `batch` is room for it.
+    fn flush(&self, batch: &mut Batch) -> WriteOutcome {
+        {
+            let mut queue = lock(&self.queue);
+            std::mem::swap(&mut queue.lines, batch);
+            queue.urgent = false;
+        }
+        if batch.lines.is_empty() {
+            return WriteOutcome::default();
+        }
+        let written = lock(&self.out).write(batch, |kind| self.count_dropped(kind));
+        let mut queue = lock(&self.queue);
+        queue.done += batch.lines.len() as u64;
+        queue.stalled &= !written.some;
+        drop(queue);
+        self.progress.notify_all();
+        batch.clear();
+        written
+    }
+}
+
+/// What became of a batch.
+#[derive(Debug, Clone, Copy, Default)]
+struct WriteOutcome {
+    /// The output took some of it.
+    some: bool,
+    /// It did not take the last line.
+    is_failing: bool,
+    /// It did not take the notice.
+    notice_dropped: bool,
+}
+
+impl<W: Write> LineOutput<W> {
+    /// Writes a batch, and calls `count_dropped` for each line that the output fails at; it is tried again with the next line.
+    fn write(&mut self, batch: &Batch, count_dropped: impl Fn(LineKind)) -> WriteOutcome {
+        let (mut from, mut result) = (0, WriteOutcome::default());
+        while let Some(rest) = batch.bytes.get(from..).filter(|rest| !rest.is_empty()) {
+            if self.is_mid_line && write_all(&mut self.out, b"\n").is_ok() {
+                self.is_mid_line = false;
+            }
+            let Err(count) = write_all(&mut self.out, rest) else {
+                (result.some, result.is_failing) = (true, false);
+                break;
+            };
+            (result.some, result.is_failing) = (result.some || count > 0, true);
+            from += count;
+            let failed = batch.lines.partition_point(|(end, _)| *end <= from);
+            let before = failed.checked_sub(1).and_then(|last| batch.lines.get(last));
+            self.is_mid_line |= from > before.map_or(0, |(end, _)| *end);
+            let Some((end, kind)) = batch.lines.get(failed) else {
+                break;
+            };
+            result.notice_dropped |= *kind == LineKind::Notice;
+            count_dropped(*kind);
+            from = *end;
+        }
+        let _unbuffered = self.out.flush();
+        result
+    }
+}
+
+/// The thread that writes. Dropped, it writes the last lines, and from then on a line is written by the thread that logs it; an output
+/// that takes nothing is left to the end of the process after [`FLUSH_TIMEOUT`].
+#[derive(Debug)]
+pub(super) struct Flusher<W: Write + Send + 'static> {
+    writer: Arc<BatchWriter<W>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread logs between writes.
+pub(super) trait LogReporter: Send + 'static {
+    /// Logs how many lines were lost, as [`LineKind::Notice`].
+    fn dropped(&mut self, dropped: DroppedCounts);
+    /// Logs what is due; with `is_last`, all there is. Says whether something will be due later.
+    fn report_due(&mut self, is_last: bool) -> bool;
+}
+
+impl<W: Write + Send + 'static> Flusher<W> {
+    /// # Errors
+    /// There can be no further thread.
+    pub(super) fn start(
+        writer: Arc<BatchWriter<W>>,
+        reporter: impl LogReporter,
+    ) -> io::Result<Self> {
+        let of_thread = writer.clone();
+        let thread = std::thread::Builder::new()
+            .name("log".to_owned())
+            .spawn(move || run(&of_thread, reporter))?;
+        Ok(Self {
+            writer,
+            thread: Some(thread),
+        })
+    }
+}
+
+/// Lines are written by the threads that log them from its drop on, also when the thread that writes has panicked.
+struct FinishGuard<'a, W>(&'a BatchWriter<W>);
+
+impl<W> Drop for FinishGuard<'_, W> {
+    fn drop(&mut self) {
+        lock(&self.0.queue).finished = true;
+        self.0.progress.notify_all();
+    }
+}
+
+fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl LogReporter) {
+    let _guard = FinishGuard(writer);
+    let mut batch = Batch::default();
+    let mut reported = DroppedCounts::default();
+    let mut is_due = false;
+    loop {
+        let is_open = writer.wait(is_due);
+        let is_failing = writer.flush(&mut batch).is_failing;
+        is_due = reporter.report_due(!is_open);
+        let snapshot = writer.dropped.snapshot();
+        let dropped = snapshot.since(reported);
+        // While lines fail, the notice would; without any, it is what tries the output again.
+        let should_report = !dropped.is_empty() && !is_failing;
+        if should_report {
+            reporter.dropped(dropped);
+        }
+        let written = writer.flush(&mut batch);
+        if should_report && !written.notice_dropped {
+            reported = snapshot;
+        }
+        is_due |= writer.dropped.snapshot() != reported;
+        let mut queue = lock(&writer.queue);
+        if !is_open && queue.lines.bytes.is_empty() {
+            queue.finished = true;
+            return;
+        }
+    }
+}
+
+impl<W: Write + Send + 'static> Drop for Flusher<W> {
+    fn drop(&mut self) {
+        let mut queue = lock(&self.writer.queue);
+        queue.closed = true;
+        self.writer.changed.notify_one();
+        let (queue, _timeout) = self
+            .writer
+            .progress
+            .wait_timeout_while(queue, FLUSH_TIMEOUT, |queue| !queue.finished)
+            .unwrap_or_else(PoisonError::into_inner);
+        let finished = queue.finished;
+        drop(queue);
+        if let Some(thread) = self.thread.take().filter(|_| finished) {
+            let _panicked = thread.join();
+        }
+    }
+}
+
+/// Writes until all is written or the output fails; then how much was written.
+fn write_all(out: &mut impl Write, data: &[u8]) -> Result<(), usize> {
+    let mut written = 0;
+    while let Some(rest) = data.get(written..).filter(|rest| !rest.is_empty()) {
+        match out.write(rest) {
+            Ok(0) => return Err(written),
+            Ok(count) => written += count,
+            Err(error) => match error.kind() {
+                io::ErrorKind::Interrupted => {}
+                io::ErrorKind::WouldBlock => std::thread::park_timeout(WOULD_BLOCK_DELAY),
+                _ => return Err(written),
+            },
+        }
+    }
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// An output that tells each write, and takes it only when it may.
+    struct GatedWriter {
+        sender: mpsc::Sender<String>,
+        permits: mpsc::Receiver<()>,
+    }
+
+    impl Write for GatedWriter {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            let _test_is_over = self.permits.recv();
+            let text = String::from_utf8_lossy(data).into_owned();
+            let _test_is_over = self.sender.send(text);
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// An output that panics at its first line.
+    struct PanickingWriter(mpsc::Sender<String>, bool);
+
+    impl Write for PanickingWriter {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            assert!(std::mem::replace(&mut self.1, true), "of the test");
+            let _test_is_over = self.0.send(String::from_utf8_lossy(data).into_owned());
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_are_written_after_the_thread_has_panicked() {
+        let (sender, written) = mpsc::channel();
+        let writer = BatchWriter::new(PanickingWriter(sender, false), counters());
+        let flusher = Flusher::start(writer.clone(), TestReporter(writer.clone())).unwrap();
+        writer.push(b"lost\n", LineKind::Panic);
+        while !lock(&writer.queue).finished {
+            std::thread::yield_now();
+        }
+        writer.push(b"later\n", LineKind::Other);
+        assert_eq!(written.recv_timeout(LONG).unwrap(), "later\n");
+        drop(flusher);
+    }
+
+    fn counters() -> &'static DropCounters {
+        Box::leak(Box::new(DropCounters::new()))
+    }
+
+    fn writer() -> (
+        Arc<BatchWriter<GatedWriter>>,
+        mpsc::Receiver<String>,
+        mpsc::Sender<()>,
+    ) {
+        let ((sender, written), (permit, permits)) = (mpsc::channel(), mpsc::channel());
+        (
+            BatchWriter::new(GatedWriter { sender, permits }, counters()),
+            written,
+            permit,
+        )
+    }
+
+    /// Writes the notice as a line of the test.
+    struct TestReporter<W>(Arc<BatchWriter<W>>);
+
+    impl<W: Write + Send + 'static> LogReporter for TestReporter<W> {
+        fn dropped(&mut self, dropped: DroppedCounts) {
+            let line = format!("lost {} {}\n", dropped.access, dropped.other);
+            self.0.push(line.as_bytes(), LineKind::Notice);
+        }
+
+        fn report_due(&mut self, _is_last: bool) -> bool {
+            false
+        }
+    }
+
+    fn start<W: Write + Send + 'static>(writer: &Arc<BatchWriter<W>>) -> Flusher<W> {
+        Flusher::start(writer.clone(), TestReporter(writer.clone())).unwrap()
+    }
+
+    #[test]
+    fn batched_access_lines_are_written_together() {
+        let (writer, written, permit) = writer();
+        let _flusher = start(&writer);
+        writer.push(b"a\n", LineKind::Access);
+        writer.push(b"b\n", LineKind::Access);
+        permit.send(()).unwrap();
+        let mut all = written.recv().unwrap();
+        // A machine that is that slow may see the first alone.
+        while all != "a\nb\n" {
+            permit.send(()).unwrap();
+            all += &written.recv().unwrap();
+        }
+        drop(permit);
+    }
+
+    #[test]
+    fn urgent_line_is_written_after_queued_lines() {
+        let (writer, written, permit) = writer();
+        drop(permit);
+        writer.push(b"a\n", LineKind::Access);
+        writer.push(b"b\n", LineKind::Access);
+        assert!(!lock(&writer.queue).urgent);
+        writer.push(b"c\n", LineKind::Other);
+        assert!(lock(&writer.queue).urgent);
+        drop(start(&writer));
+        assert_eq!(written.try_iter().collect::<String>(), "a\nb\nc\n");
+    }
+
+    #[test]
+    fn last_lines_are_written_before_the_flusher_is_dropped() {
+        let (writer, written, permit) = writer();
+        let flusher = start(&writer);
+        drop(permit);
+        writer.push(b"a\n", LineKind::Access);
+        drop(flusher);
+        assert_eq!(written.try_iter().collect::<String>(), "a\n");
+        writer.push(b"b\n", LineKind::Access);
+        assert_eq!(written.try_iter().collect::<String>(), "b\n");
+    }
+
+    /// A reader of the log that stands still stops nobody; access lines go first, and what is missing is counted.
+    #[test]
+    fn slow_output_blocks_no_task_and_dropped_lines_are_counted() {
+        let (writer, written, permit) = writer();
+        let flusher = start(&writer);
+        let access = format!("{}\n", "x".repeat(1023));
+        let other = format!("{}\n", "y".repeat(1023));
+        // None of it is taken, so all of this would stand still if a line waited for the output.
+        for _ in 0..10_000 {
+            writer.push(access.as_bytes(), LineKind::Access);
+        }
+        let dropped = writer.dropped.snapshot();
+        // What the thread holds, and what waits in the queue.
+        let most = 2 * LineKind::Access.queue_limit() / 1024;
+        assert!(dropped.access >= 10_000 - most as u64, "{dropped:?}");
+        assert_eq!(dropped.other, 0);
+        for _ in 0..100 {
+            writer.push(other.as_bytes(), LineKind::Other);
+        }
+        assert_eq!(
+            writer.dropped.snapshot(),
+            dropped,
+            "there is room for others"
+        );
+        for _ in 0..1000 {
+            writer.push(other.as_bytes(), LineKind::Other);
+        }
+        let dropped = writer.dropped.snapshot();
+        assert!(dropped.other > 0);
+        drop(permit);
+        drop(flusher);
+        let all: String = written.try_iter().collect();
+        let lines = |begin| all.lines().filter(|line| line.starts_with(begin)).count() as u64;
+        assert_eq!(lines('x') + dropped.access, 10_000);
+        assert_eq!(lines('y') + dropped.other, 1100);
+        let notice = format!("\nlost {} {}\n", dropped.access, dropped.other);
+        assert!(all.ends_with(&notice), "{}", all.lines().last().unwrap());
+        assert_eq!(lines('l'), 1);
+    }
+
+    #[test]
+    fn blocked_output_does_not_delay_the_exit() {
+        let (writer, written, permit) = writer();
+        let flusher = start(&writer);
+        writer.push(b"a\n", LineKind::Access);
+        let (over, ended) = mpsc::channel();
+        let ending = writer.clone();
+        std::thread::spawn(move || {
+            drop(flusher);
+            ending.push(b"b\n", LineKind::Other);
+            over.send(())
+        });
+        ended.recv_timeout(LONG).unwrap();
+        assert!(written.try_recv().is_err());
+        drop(permit);
+        assert_eq!(written.recv_timeout(LONG).unwrap(), "a\n");
+    }
+
+    /// Of many panics under an output that stands still, one waits.
+    #[test]
+    fn panic_waits_for_its_line_only_once_while_the_output_is_blocked() {
+        let (writer, written, permit) = writer();
+        let flusher = start(&writer);
+        writer.push(b"a\n", LineKind::Panic);
+        assert!(lock(&writer.queue).stalled);
+        writer.push(b"b\n", LineKind::Panic);
+        drop(permit);
+        drop(flusher);
+        assert!(!lock(&writer.queue).stalled);
+        assert_eq!(written.try_iter().collect::<String>(), "a\nb\n");
+    }
+
+    /// An output that fails a number of times, in the middle of a line if it is long.
+    struct FailingWriter {
+        failures: usize,
+        sender: mpsc::Sender<Vec<u8>>,
+    }
+
+    impl Write for FailingWriter {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            if self.failures > 0 {
+                if data.starts_with(b"long") {
+                    let _test_is_over = self.sender.send(b"lo".to_vec());
+                    return Ok(2);
+                }
+                self.failures -= 1;
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let _test_is_over = self.sender.send(data.to_vec());
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn failing(failures: usize) -> (Arc<BatchWriter<FailingWriter>>, mpsc::Receiver<Vec<u8>>) {
+        let (sender, written) = mpsc::channel();
+        (
+            BatchWriter::new(FailingWriter { failures, sender }, counters()),
+            written,
+        )
+    }
+
+    fn text(written: &mpsc::Receiver<Vec<u8>>) -> String {
+        String::from_utf8(written.try_iter().flatten().collect()).unwrap()
+    }
+
+    #[test]
+    fn output_that_fails_loses_one_line_and_not_those_behind_it() {
+        let (writer, written) = failing(1);
+        for line in [b"a\n", b"b\n", b"c\n"] {
+            writer.push(line, LineKind::Access);
+        }
+        writer.push(b"d\n", LineKind::Other);
+        drop(start(&writer));
+        assert_eq!(text(&written), "b\nc\nd\nlost 1 0\n");
+    }
+
+    #[test]
+    fn line_that_a_full_disk_cut_is_ended_before_the_next_one() {
+        let (writer, written) = failing(1);
+        writer.push(b"long line\n", LineKind::Access);
+        writer.push(b"b\n", LineKind::Access);
+        drop(start(&writer));
+        assert_eq!(text(&written), "lo\nb\nlost 1 0\n");
+    }
+
+    /// Nothing else may come that shows that the disk has room again.
+    #[test]
+    fn output_that_works_again_gets_the_notice_without_another_line() {
+        let (writer, written) = failing(2);
+        let flusher = start(&writer);
+        writer.push(b"a\n", LineKind::Other);
+        let notice = written.recv_timeout(LONG).unwrap();
+        assert_eq!(notice, b"lost 0 1\n", "the notices that failed are none");
+        drop(flusher);
+        assert_eq!(text(&written), "");
+    }
+}

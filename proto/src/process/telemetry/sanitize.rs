@@ -1,0 +1,148 @@
+//! The last step of a log line: whatever text of others came into it, it stays one line of visible characters.
+
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::io::{self, Stderr, Write};
+use std::sync::Arc;
+
+use tracing::Metadata;
+use tracing_subscriber::fmt::MakeWriter;
+
+use super::ACCESS;
+use super::dropped::NOTICE;
+use super::log_writer::{BatchWriter, LineKind};
+use crate::process::panics;
+
+/// How a line becomes plain.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sanitizer {
+    /// What is replaced is escaped as in JSON strings.
+    pub(super) json: bool,
+    /// The colours are ours. Those of others were escaped before, by the formatter.
+    pub(super) colors: bool,
+}
+
+/// Makes writers of whole lines to standard error.
+#[derive(Debug)]
+pub(super) struct MakeLineWriter {
+    pub(super) sanitizer: Sanitizer,
+    pub(super) log_writer: Arc<BatchWriter<Stderr>>,
+}
+
+/// Writes one line.
+pub(super) struct LineWriter<'a> {
+    factory: &'a MakeLineWriter,
+    kind: LineKind,
+}
+
+impl<'a> MakeWriter<'a> for MakeLineWriter {
+    type Writer = LineWriter<'a>;
+
+    fn make_writer(&'a self) -> LineWriter<'a> {
+        LineWriter {
+            factory: self,
+            kind: LineKind::Other,
+        }
+    }
+
+    fn make_writer_for(&'a self, event: &Metadata<'_>) -> LineWriter<'a> {
+        LineWriter {
+            factory: self,
+            kind: match event.target() {
+                ACCESS => LineKind::Access,
+                NOTICE => LineKind::Notice,
+                panics::TARGET => LineKind::Panic,
+                _ => LineKind::Other,
+            },
+        }
+    }
+}
+
+impl Write for LineWriter<'_> {
+    /// Takes a whole line with its end, as the formatter gives it. Never fails and never waits for the output.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let escaped = std::str::from_utf8(line).map(|text| self.factory.sanitizer.escaped(text));
+        let out = escaped.as_deref().map_or(line, str::as_bytes);
+        self.factory.log_writer.push(out, self.kind);
+        Ok(line.len())
+    }
+
+    /// A line leaves when its time has come.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Sanitizer {
+    fn escaped(self, line: &str) -> Cow<'_, str> {
+        let (text, end) = match line.strip_suffix('\n') {
+            Some(text) => (text, "\n"),
+            None => (line, ""),
+        };
+        // Nearly all lines are of such letters alone.
+        let is_printable = |byte: u8| (b' '..=b'~').contains(&byte);
+        if text.bytes().all(is_printable) || !text.chars().any(|letter| self.is_hidden(letter)) {
+            return Cow::Borrowed(line);
+        }
+        let mut escaped = String::with_capacity(line.len() + 64);
+        for letter in text.chars() {
+            // Writing to a String cannot fail.
+            let _infallible = if !self.is_hidden(letter) {
+                escaped.write_char(letter)
+            } else if self.json {
+                write!(escaped, "\\u{:04x}", u32::from(letter))
+            } else {
+                write!(escaped, "{}", letter.escape_unicode())
+            };
+        }
+        escaped.push_str(end);
+        Cow::Owned(escaped)
+    }
+
+    /// Controls of both sets, ends of lines and paragraphs, and what makes text run backwards (Unicode's Bidi_Control).
+    fn is_hidden(self, letter: char) -> bool {
+        match letter {
+            '\x1b' => !self.colors,
+            '\u{061c}'
+            | '\u{200e}'
+            | '\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2066}'..='\u{2069}' => true,
+            letter => letter.is_control(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn t15_hidden_characters_become_visible_in_one_line() {
+        let (json, text) = (
+            Sanitizer {
+                json: true,
+                colors: false,
+            },
+            Sanitizer {
+                json: false,
+                colors: false,
+            },
+        );
+        assert_eq!(json.escaped("{\"a\":\"é\"}\n"), "{\"a\":\"é\"}\n");
+        let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\n";
+        assert_eq!(
+            json.escaped(evil),
+            "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\n"
+        );
+        assert_eq!(
+            text.escaped(evil),
+            "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\n"
+        );
+        let colored = Sanitizer {
+            json: false,
+            colors: true,
+        };
+        assert_eq!(colored.escaped("\x1b[31mours\n"), "\x1b[31mours\n");
+    }
+}

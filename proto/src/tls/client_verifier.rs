@@ -1,0 +1,285 @@
+//! What a server makes of agents' certificates: roots of each trust domain that may be replaced while it runs, and a judge
+//! that knows who is no longer accepted.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use arc_swap::{ArcSwap, ArcSwapOption};
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
+    SignatureScheme,
+};
+use rustls_pki_types::{CertificateDer, UnixTime};
+use tokio::sync::watch;
+use x509_parser::parse_x509_certificate;
+
+use super::provider;
+use crate::identity::{IdentityError, PeerIdentity, Role, TrustDomain, validity};
+
+/// Says whether a certificate whose chain and role are right is still accepted. Asked in handshakes, so it must be quick.
+pub type RevocationCheck = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Send + Sync>;
+
+/// An operator revoked the certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the certificate was revoked")]
+pub struct Revoked;
+
+/// Whom a server takes for an agent.
+pub struct AgentTrust {
+    tunnel: ArcSwap<ChainVerifier>,
+    /// Absent where no kubelet is an agent.
+    cluster: ArcSwapOption<ChainVerifier>,
+    revocation_check: RevocationCheck,
+    /// Counts replacements of the roots.
+    replaced: watch::Sender<u64>,
+}
+
+/// A sized home for the verifier.
+struct ChainVerifier(Arc<dyn ClientCertVerifier>);
+
+impl AgentTrust {
+    /// Certificates that chain to `roots`, have the agent role, and that `revocation_check` accepts.
+    ///
+    /// # Errors
+    /// When the roots cannot be used.
+    pub fn new(
+        roots: Arc<RootCertStore>,
+        revocation_check: RevocationCheck,
+    ) -> Result<Arc<Self>, Error> {
+        Ok(Arc::new(Self {
+            tunnel: ArcSwap::from_pointee(ChainVerifier::new(roots)?),
+            cluster: ArcSwapOption::empty(),
+            revocation_check,
+            replaced: watch::Sender::new(0),
+        }))
+    }
+
+    /// Takes other roots of the tunnel's domain from the next handshake on.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub fn replace(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
+        self.tunnel.store(Arc::new(ChainVerifier::new(roots)?));
+        self.replaced.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Takes other roots of the cluster's domain from the next handshake on: kubelets whose client certificates chain to
+    /// them are the agents of their nodes.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub fn replace_cluster(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
+        self.cluster
+            .store(Some(Arc::new(ChainVerifier::new(roots)?)));
+        self.replaced.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Changes after each replacement.
+    #[must_use]
+    pub fn replaced(&self) -> watch::Receiver<u64> {
+        self.replaced.subscribe()
+    }
+
+    /// Whether a chain that was accepted in its handshake would be accepted by the roots of this moment. Its own end plays
+    /// no part, nor does revocation.
+    #[must_use]
+    pub fn still_accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
+        if *self.replaced.borrow() == 0 {
+            return true;
+        }
+        let Some((leaf, intermediates)) = chain.split_first() else {
+            return false;
+        };
+        let Ok((_, not_after)) = validity(leaf) else {
+            return false;
+        };
+        let at = not_after.min(SystemTime::now());
+        let at = at
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        let at = UnixTime::since_unix_epoch(at);
+        let verifier = self.chain_for(PeerIdentity::from_agent_certificate(leaf).as_ref());
+        verifier.is_some_and(|chain| chain.0.verify_client_cert(leaf, intermediates, at).is_ok())
+    }
+
+    /// Judges a chain (leaf first) outside of a handshake, as of the time `at`; revocation is judged as of now.
+    ///
+    /// # Errors
+    /// As a handshake would fail.
+    pub fn verify(
+        &self,
+        chain: &[CertificateDer<'_>],
+        at: UnixTime,
+    ) -> Result<PeerIdentity, Error> {
+        let (leaf, intermediates) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
+        self.check_chain(leaf, intermediates, at)
+            .map(|(identity, _)| identity)
+    }
+
+    /// The form of a certificate decides whose roots it is held to, so no CA vouches in another one's name.
+    fn chain_for(
+        &self,
+        claimed: Result<&PeerIdentity, &IdentityError>,
+    ) -> Option<Arc<ChainVerifier>> {
+        match claimed.map_or(TrustDomain::Tunnel, |claimed| claimed.domain) {
+            TrustDomain::Tunnel => Some(self.tunnel.load_full()),
+            TrustDomain::Cluster => self.cluster.load_full(),
+        }
+    }
+
+    fn check_chain(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        at: UnixTime,
+    ) -> Result<(PeerIdentity, ClientCertVerified), Error> {
+        check_size(leaf, intermediates)?;
+        let claimed = PeerIdentity::from_agent_certificate(leaf);
+        let chain = self
+            .chain_for(claimed.as_ref())
+            .ok_or(Error::InvalidCertificate(CertificateError::UnknownIssuer))?;
+        let verified = chain.0.verify_client_cert(leaf, intermediates, at)?;
+        let identity = with_role(claimed, |role| matches!(role, Role::Agent(_)))?;
+        (self.revocation_check)(&identity)
+            .map_err(|Revoked| Error::InvalidCertificate(CertificateError::Revoked))?;
+        Ok((identity, verified))
+    }
+}
+
+impl ChainVerifier {
+    fn new(roots: Arc<RootCertStore>) -> Result<Self, Error> {
+        WebPkiClientVerifier::builder_with_provider(roots, provider())
+            .build()
+            .map(Self)
+            .map_err(|error| Error::General(error.to_string()))
+    }
+}
+
+impl fmt::Debug for AgentTrust {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("AgentTrust(..)")
+    }
+}
+
+impl ClientCertVerifier for AgentTrust {
+    /// None: an agent has one certificate, and roots that change cannot be lent out.
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.check_chain(end_entity, intermediates, now)
+            .map(|(_, verified)| verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let chain = self.tunnel.load();
+        chain.0.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let chain = self.tunnel.load();
+        chain.0.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.tunnel.load().0.supported_verify_schemes()
+    }
+}
+
+/// Certificates of a chain that an agent may send: a leaf, and up to three CAs below the root.
+const CHAIN_CERTIFICATES_MAX: usize = 4;
+/// Bytes of all certificates of such a chain. rustls keeps what was sent for as long as the connection lives.
+const CHAIN_BYTES_MAX: usize = 8 << 10;
+
+/// An agent's certificate chain exceeds the limits.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error(
+    "certificate chain has {certificates} certificates of {bytes} bytes, at most {CHAIN_CERTIFICATES_MAX} of \
+     {CHAIN_BYTES_MAX} are accepted; send the leaf and its intermediate CAs only"
+)]
+struct ChainTooLarge {
+    certificates: usize,
+    bytes: usize,
+}
+
+fn check_size(
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Result<(), Error> {
+    let certificates = 1 + intermediates.len();
+    let bytes = leaf.len() + intermediates.iter().map(|der| der.len()).sum::<usize>();
+    if certificates <= CHAIN_CERTIFICATES_MAX && bytes <= CHAIN_BYTES_MAX {
+        return Ok(());
+    }
+    let cause = ChainTooLarge {
+        certificates,
+        bytes,
+    };
+    Err(Error::InvalidCertificate(CertificateError::Other(
+        OtherError(Arc::new(cause)),
+    )))
+}
+
+/// Returns the leaf of `chain` and the certificates that may lead from it towards a root, by the names of subject and issuer. A
+/// session stores these only; a peer may send others along.
+pub(crate) fn issuer_path(chain: &[CertificateDer<'_>]) -> Vec<CertificateDer<'static>> {
+    let parsed: Vec<_> = chain
+        .iter()
+        .filter_map(|der| Some((der, parse_x509_certificate(der).ok()?.1)))
+        .collect();
+    let mut path: Vec<_> = parsed.first().into_iter().collect();
+    let mut next = 0;
+    while let Some((_, issued)) = path.get(next) {
+        for candidate in &parsed {
+            let is_issuer = candidate.1.subject.as_raw() == issued.issuer.as_raw();
+            if is_issuer && !path.iter().any(|(der, _)| der == &candidate.0) {
+                path.push(candidate);
+            }
+        }
+        next += 1;
+    }
+    path.into_iter()
+        .map(|(der, _)| (*der).clone().into_owned())
+        .collect()
+}
+
+pub(super) fn require_role(
+    end_entity: &CertificateDer<'_>,
+    is_allowed: impl FnOnce(&Role) -> bool,
+) -> Result<PeerIdentity, Error> {
+    with_role(PeerIdentity::from_certificate(end_entity), is_allowed)
+}
+
+fn with_role(
+    claimed: Result<PeerIdentity, IdentityError>,
+    is_allowed: impl FnOnce(&Role) -> bool,
+) -> Result<PeerIdentity, Error> {
+    match claimed {
+        Ok(identity) if is_allowed(&identity.role) => Ok(identity),
+        Ok(_) | Err(_) => Err(Error::InvalidCertificate(
+            CertificateError::ApplicationVerificationFailure,
+        )),
+    }
+}

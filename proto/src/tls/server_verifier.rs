@@ -1,0 +1,122 @@
+//! What a client makes of a server's certificate.
+
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
+use rustls::server::ParsedCertificate;
+use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+
+use super::client_verifier::require_role;
+use super::{ReloadableIdentity, Trust, provider};
+use crate::identity::{Role, spki_sha256};
+
+/// Judges a server's certificate; the dialled name plays no part, so any address works. Always checks that the server
+/// holds the certificate's key.
+#[derive(Debug)]
+pub(super) struct ServerVerifier {
+    expected: ExpectedServer,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+/// What a server has to be.
+#[derive(Debug)]
+pub(super) enum ExpectedServer {
+    /// What is trusted, for good.
+    Fixed(Trust),
+    /// What is trusted at the moment of the handshake.
+    Reloadable(Arc<ReloadableIdentity>),
+    /// Whatever it shows: the path to it is authenticated otherwise.
+    AcceptAny,
+}
+
+impl ServerVerifier {
+    pub(super) fn new(expected: ExpectedServer) -> Arc<Self> {
+        let algorithms = provider().signature_verification_algorithms;
+        Arc::new(Self {
+            expected,
+            algorithms,
+        })
+    }
+
+    fn verify_chain(
+        &self,
+        trust: &Trust,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), Error> {
+        let leaf = ParsedCertificate::try_from(end_entity)?;
+        let roots = trust.roots(intermediates)?;
+        let algorithms = self.algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(&leaf, &roots, intermediates, now, algorithms)?;
+        match trust {
+            Trust::Named(_, name) => verify_server_name(&leaf, name),
+            Trust::Roots(_) | Trust::Pin(_) => {
+                require_role(end_entity, |role| *role == Role::Server).map(drop)
+            }
+        }
+    }
+}
+
+impl Trust {
+    fn roots(&self, intermediates: &[CertificateDer<'_>]) -> Result<Arc<RootCertStore>, Error> {
+        match self {
+            Self::Roots(store) | Self::Named(store, _) => Ok(store.clone()),
+            Self::Pin(pin) => {
+                let pinned = intermediates
+                    .iter()
+                    .find(|der| spki_sha256(der).is_ok_and(|hash| hash == *pin));
+                let root =
+                    pinned.ok_or(Error::InvalidCertificate(CertificateError::UnknownIssuer))?;
+                super::roots([root.clone()])
+            }
+        }
+    }
+}
+
+impl ServerCertVerifier for ServerVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        match &self.expected {
+            ExpectedServer::AcceptAny => Ok(()),
+            ExpectedServer::Fixed(trust) => {
+                self.verify_chain(trust, end_entity, intermediates, now)
+            }
+            ExpectedServer::Reloadable(identity) => {
+                self.verify_chain(&identity.trust(), end_entity, intermediates, now)
+            }
+        }?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}

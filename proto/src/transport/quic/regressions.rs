@@ -1,0 +1,216 @@
+//! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens, a second of
+//! silence after a lost first packet, silent peers that keep others waiting.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use futures_util::FutureExt;
+use quinn::{Connection, Runtime};
+use tokio::io::AsyncReadExt;
+use tokio::net::UdpSocket;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::{HANDSHAKES_MAX, INITIAL_STREAM_LIMIT, QuicAcceptor, QuicDialer, QuicKeys, udp_socket};
+use crate::identity::Role;
+use crate::tcp::ServerAddr;
+use crate::tls::{self, test_ca::TestCa};
+use crate::transport::{Acceptor, BufferPool, CongestionControl, Dialer, Session, SessionSettings};
+use crate::wire::ALPN_SESSION;
+use crate::wire::header::{StreamHeader, StreamKind, Target};
+use crate::wire::name::Port;
+
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
+const BULK: usize = 8 << 20;
+
+/// The two ends, and where the server is.
+fn dial_pair() -> (QuicAcceptor, QuicDialer, ServerAddr) {
+    let settings = SessionSettings {
+        stream_window: 2 << 20,
+        streams: 1000,
+        keep_alive: None,
+        idle_timeout: Duration::from_secs(60),
+        congestion: CongestionControl::default(),
+        pool: BufferPool::new(64 << 20),
+    };
+    let ca = TestCa::new();
+    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION);
+    let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
+    let any = (Ipv4Addr::LOCALHOST, 0).into();
+    let acceptor = QuicAcceptor::bind(any, server.unwrap(), &keys, settings.clone()).unwrap();
+    let address = acceptor.local_addr().unwrap();
+    let role = Role::Agent("worker-1".parse().unwrap());
+    let trust = tls::Trust::Roots(ca.roots());
+    let client = tls::session_client(ca.key(&role), trust, ALPN_SESSION).unwrap();
+    let dialer = QuicDialer::new(client, settings).unwrap();
+    (acceptor, dialer, at(address))
+}
+
+fn at(address: SocketAddr) -> ServerAddr {
+    ServerAddr {
+        name: address.to_string(),
+        address: Some(address),
+    }
+}
+
+/// The server's bare connection and the agent's session.
+async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
+    let (acceptor, dialer, remote) = dial_pair();
+    let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
+    let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
+    (connection, session.unwrap(), acceptor)
+}
+
+fn header() -> BytesMut {
+    let mut header = BytesMut::new();
+    let target = Target::Node(Port::new(9100).unwrap());
+    StreamHeader::new(StreamKind::Target(target))
+        .encode(&mut header)
+        .unwrap();
+    header
+}
+
+#[tokio::test]
+async fn bulk_leaves_in_batches_of_segments() {
+    let socket = udp_socket((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+    let socket = quinn::TokioRuntime.wrap_udp_socket(socket).unwrap();
+    if socket.max_transmit_segments() == 1 {
+        // This kernel has no UDP segmentation.
+        return;
+    }
+    let (connection, session, _acceptor) = joined().await;
+    let (mut send, _recv) = connection.open_bi().await.unwrap();
+    send.write_all(&header()).await.unwrap();
+    let (sent, received) = tokio::join!(
+        async {
+            send.write_all(&vec![7; BULK]).await.unwrap();
+            send.finish().unwrap();
+            connection.stats().udp_tx
+        },
+        async {
+            let incoming = session.accept().await.unwrap();
+            let (_, mut stream) = incoming
+                .header(Instant::now() + TEST_TIMEOUT)
+                .await
+                .unwrap();
+            stream.accept("").await.unwrap();
+            let mut got = Vec::new();
+            stream.read_to_end(&mut got).await.unwrap();
+            got.len()
+        }
+    );
+    assert_eq!(received, BULK);
+    // 1 without segmentation. Here every second datagram is acknowledged, and each acknowledgement lets out about three.
+    assert!(
+        sent.datagrams > 2 * sent.ios,
+        "{} datagrams in {} system calls",
+        sent.datagrams,
+        sent.ios
+    );
+}
+
+/// quinn keeps some 80 bytes for each stream that the peer may open.
+#[tokio::test]
+async fn peer_may_open_few_streams_until_more_are_in_use() {
+    let (connection, session, _acceptor) = joined().await;
+    let mut streams = Vec::new();
+    for number in 0..INITIAL_STREAM_LIMIT {
+        let opened = connection.open_bi().now_or_never();
+        let (mut send, recv) = opened.unwrap_or_else(|| panic!("only {number}")).unwrap();
+        send.write_all(&header()).await.unwrap();
+        streams.push((send, recv));
+    }
+    assert!(connection.open_bi().now_or_never().is_none());
+    session.set_max_concurrent_streams(1000);
+    let mut accepted = Vec::new();
+    for _ in 0..INITIAL_STREAM_LIMIT {
+        accepted.push(session.accept().await.unwrap());
+    }
+    let more = tokio::time::timeout(TEST_TIMEOUT, connection.open_bi()).await;
+    more.unwrap().unwrap();
+}
+
+/// How long after its first packet a dial sends another one when nobody listens.
+async fn sends_again_after(dialer: &QuicDialer) -> Duration {
+    let nobody = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let remote = at(nobody.local_addr().unwrap());
+    let packets = async {
+        let mut packet = [0; 2048];
+        nobody.recv(&mut packet).await.unwrap();
+        let first = Instant::now();
+        // The ClientHello takes two packets, which leave together.
+        while first.elapsed() < Duration::from_millis(10) {
+            nobody.recv(&mut packet).await.unwrap();
+        }
+        first.elapsed()
+    };
+    tokio::select! {
+        after = packets => after,
+        dialed = dialer.dial(&remote) => panic!("{dialed:?}"),
+    }
+}
+
+/// A server that was restarted misses what agents send while it is away. By default their next packets are a second later.
+#[tokio::test]
+async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
+    let (acceptor, dialer, remote) = dial_pair();
+    tokio::time::pause();
+    let unknown = sends_again_after(&dialer).await;
+    assert!(unknown >= Duration::from_millis(995), "{unknown:?}");
+    tokio::time::resume();
+    let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
+    let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
+    connection.close(0u8.into(), b"");
+    session.unwrap().closed().await;
+    tokio::time::pause();
+    let known = sends_again_after(&dialer).await;
+    // Three round trips, at least 150 ms: on a busy machine one over loopback may take some time.
+    assert!(known < unknown / 2, "{known:?} and not {unknown:?}");
+}
+
+/// Peers that begin a handshake and fall silent hold others up for a moment, and not until they are given up.
+#[tokio::test]
+async fn silent_peers_do_not_block_other_handshakes() {
+    let (acceptor, dialer, remote) = dial_pair();
+    let handshake_permits = u32::try_from(HANDSHAKES_MAX).unwrap();
+    let _others = acceptor
+        .handshake_permits
+        .acquire_many(handshake_permits - 1)
+        .await
+        .unwrap();
+    let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let silent_server = at(silent.local_addr().unwrap());
+    let hello = async {
+        let mut packet = [0; 2048];
+        for _ in 0..2 {
+            let length = silent.recv(&mut packet).await.unwrap();
+            let server = remote.address.unwrap();
+            silent.send_to(&packet[..length], server).await.unwrap();
+        }
+    };
+    tokio::select! {
+        () = hello => {}
+        dialed = dialer.dial(&silent_server) => panic!("{dialed:?}"),
+    }
+    let (_, handshake) = acceptor.accept().await.unwrap();
+    let mut stalled = JoinSet::new();
+    stalled.spawn(handshake);
+    permits_exhausted(&acceptor).await;
+    let accept = async {
+        let (_, handshake) = acceptor.accept().await.unwrap();
+        handshake.await.unwrap()
+    };
+    let both = async { tokio::join!(accept, dialer.dial(&remote)) };
+    let (_accepted, dialed) = tokio::time::timeout(TEST_TIMEOUT, both).await.unwrap();
+    dialed.unwrap();
+    assert!(stalled.try_join_next().is_none());
+}
+
+/// Waits until the last turn is taken.
+async fn permits_exhausted(acceptor: &QuicAcceptor) {
+    while acceptor.handshake_permits.available_permits() > 0 {
+        tokio::task::yield_now().await;
+    }
+}

@@ -1,0 +1,388 @@
+//! Verbs, help, configuration mistakes and exit codes.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_tests::process::{Finished, Listener, Program, ScratchDir, ServerSetup};
+
+use super::{NODE, Stack};
+
+const SERVER: &str = "tunnel-server";
+const AGENT: &str = "tunnel-agent";
+
+/// The exit code for usage and configuration.
+const USAGE: i32 = 64;
+
+#[tokio::test]
+async fn help_of_each_subcommand_names_its_flags() -> Result<()> {
+    for (binary, verb, mentioned) in HELP {
+        let words = verb.split_whitespace().chain(["--help"]);
+        let help = Program::ours(binary)?.args(words).run().await?.ok()?;
+        for word in mentioned.split_whitespace() {
+            ensure!(
+                help.contains(word),
+                "{binary} {verb} --help does not mention {word}:\n{help}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn usage_mistakes_end_with_64() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let data = scratch.path().join("data").to_string_lossy().into_owned();
+    for (binary, words, named) in [
+        (SERVER, vec!["run", "--no-such-flag"], "--no-such-flag"),
+        (SERVER, vec!["frobnicate"], "frobnicate"),
+        (
+            SERVER,
+            vec!["run", "--agent-listen", "nonsense"],
+            "nonsense",
+        ),
+        (
+            SERVER,
+            vec!["run", "--config", "/no/such/file.yaml"],
+            "/no/such/file.yaml",
+        ),
+        (
+            SERVER,
+            vec!["run", "--http-listen", "0.0.0.0:0"],
+            "--allow-unauthenticated",
+        ),
+        (SERVER, vec!["token", "create"], "--node"),
+        (
+            SERVER,
+            vec!["token", "create", "--node", "not_a_name!"],
+            "not_a_name!",
+        ),
+        (AGENT, vec!["run", "--no-such-flag"], "--no-such-flag"),
+        (AGENT, vec!["run"], "--server"),
+        (
+            AGENT,
+            vec!["run", "--server", "127.0.0.1:1", "--transport", "pigeon"],
+            "pigeon",
+        ),
+    ] {
+        let mut program = Program::ours(binary)?.args(&words);
+        if words.first() != Some(&"frobnicate") {
+            program = program.args(["--data-dir", &data]);
+        }
+        let finished = program.run().await?;
+        ensure!(finished.code() == Some(USAGE), "{words:?}: {finished}");
+        ensure!(
+            finished.err.contains(named),
+            "{words:?} does not name {named}: {finished}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn token_without_the_hash_of_the_ca_needs_a_ca_file() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let [server, agent] = ["server", "agent"].map(|name| scratch.path().join(name));
+    let created = offline(&server, &["token", "create", "--node", NODE])
+        .await?
+        .ok()?;
+    let (unpinned, _hash) = created.trim().rsplit_once('.').context("not a token")?;
+    let run = ["run", "--server", "127.0.0.1:1", "--token", unpinned];
+    let finished = Program::ours(AGENT)?
+        .args(run)
+        .arg("--data-dir")
+        .arg(agent)
+        .run()
+        .await?;
+    ensure!(finished.code() == Some(USAGE), "{finished}");
+    ensure!(
+        finished.err.contains("--ca-file") && !finished.err.contains(unpinned),
+        "{finished}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let server = "agentListen: nowhere\nhttpProxyPorts: \"70000\"\ndrainTimeout: soon\nlimits: {openTimeout: fast}\n";
+    let agent =
+        "server: [\"cloud:10262\"]\nnodeIp: here\ndrainTimeout: soon\nlimits: {keepAlive: fast}\n";
+    for (binary, content, mistakes) in [
+        (
+            SERVER,
+            server,
+            &[
+                "--agent-listen",
+                "--http-proxy-ports",
+                "--drain-timeout",
+                "limits.openTimeout",
+            ][..],
+        ),
+        (
+            AGENT,
+            agent,
+            &["--node-ip", "--drain-timeout", "limits.keepAlive"],
+        ),
+    ] {
+        let file = scratch.file("wrong.yaml", content)?;
+        for verb in ["check-config", "run"] {
+            let finished = with_file(binary, verb, &file).await?;
+            ensure!(finished.code() == Some(USAGE), "{verb}: {finished}");
+            for mistake in mistakes {
+                ensure!(
+                    finished.err.contains(mistake),
+                    "{verb}: no word of {mistake}: {finished}"
+                );
+            }
+        }
+        let misspelt = scratch.file("misspelt.yaml", "drainTimout: 1s\n")?;
+        let finished = with_file(binary, "check-config", &misspelt).await?;
+        ensure!(
+            finished.code() == Some(USAGE) && finished.err.contains("drainTimout"),
+            "{finished}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn good_file_passes_check_config() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let server = "agentListen: 127.0.0.1:0\nhttpProxyPorts: \"9100\"\nlimits: {openTimeout: 3s}\n";
+    let agent = "server: [\"cloud:10262\"]\nnodeName: worker-1\nlimits: {keepAlive: 3s}\n";
+    for (binary, content) in [(SERVER, server), (AGENT, agent)] {
+        let file = scratch.file("good.yaml", content)?;
+        with_file(binary, "check-config", &file).await?.ok()?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
+    let check = || {
+        anyhow::Ok(
+            Program::ours(SERVER)?
+                .arg("check-config")
+                .env("TUNNEL_SERVER_DRAIN_TIMEOUT", "soon"),
+        )
+    };
+    let wrong = check()?.run().await?;
+    ensure!(
+        wrong.code() == Some(USAGE) && wrong.err.contains("--drain-timeout"),
+        "{wrong}"
+    );
+    check()?.args(["--drain-timeout", "1s"]).run().await?.ok()?;
+    let foreign = Program::ours(SERVER)?
+        .arg("check-config")
+        .env("TUNNEL_SERVER_PORT", "tcp://10.0.0.1:80");
+    let ignored = foreign.run().await?;
+    ensure!(ignored.code() == Some(0), "{ignored}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn version_and_completion_are_printed() -> Result<()> {
+    for binary in [SERVER, AGENT] {
+        let version = Program::ours(binary)?.arg("version").run().await?.ok()?;
+        ensure!(version.contains(env!("CARGO_PKG_VERSION")), "{version}");
+        for (shell, check) in [("bash", Some("bash")), ("zsh", None), ("fish", None)] {
+            let script = Program::ours(binary)?
+                .args(["completion", shell])
+                .run()
+                .await?
+                .ok()?;
+            ensure!(
+                script.contains(binary) && script.contains("check-config"),
+                "{shell}: {script}"
+            );
+            if let Some(shell) = check {
+                let scratch = ScratchDir::new()?;
+                let file = scratch.file("completion", &script)?;
+                let parsed = std::process::Command::new(shell)
+                    .arg("-n")
+                    .arg(&file)
+                    .status();
+                ensure!(
+                    parsed.is_ok_and(|status| status.success()),
+                    "{shell} does not take the script"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn healthcheck_asks_the_own_meta_port() -> Result<()> {
+    let mut stack = Stack::start(&[], &[]).await?;
+    let server_meta = stack.server.address(Listener::Meta).to_string();
+    let agent_meta = stack
+        .agent
+        .wait_for_line("meta port", super::CONNECT, |line| {
+            Listener::Meta.opened(line)
+        });
+    let agent_meta = agent_meta.await?.to_string();
+    for (binary, meta) in [(SERVER, &server_meta), (AGENT, &agent_meta)] {
+        healthcheck(binary, meta).await?.ok()?;
+    }
+    let Stack { agent, server, .. } = stack;
+    agent.kill().await?;
+    server.into_process().kill().await?;
+    for (binary, meta) in [(SERVER, &server_meta), (AGENT, &agent_meta)] {
+        let finished = healthcheck(binary, meta).await?;
+        ensure!(finished.code() == Some(1), "{finished}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_and_ca_are_the_same_with_and_without_a_running_server() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let data = scratch.path().join("server");
+    let without = offline(
+        &data,
+        &["token", "create", "--node", NODE, "--ip", "192.168.33.221"],
+    )
+    .await?;
+    ensure!(without.code() == Some(0), "{without}");
+    let id = token_id(&without)?;
+    let ca = offline(&data, &["ca"]).await?.ok()?;
+    ensure!(ca.contains("BEGIN CERTIFICATE"), "{ca}");
+    ensure!(
+        std::fs::read_to_string(data.join("ca.crt"))?.trim() == ca.trim(),
+        "ca.crt differs"
+    );
+
+    let server = ServerSetup::on_loopback(&data).start().await?;
+    ensure!(
+        server.verb(&["ca"])?.run().await?.ok()? == ca,
+        "a running server has another CA"
+    );
+    let with = server
+        .verb(&["token", "create", "--node", "worker-2", "--ttl", "10m"])?
+        .run()
+        .await?;
+    ensure!(
+        with.err.contains("tunnel-agent run") && with.err.contains("--server"),
+        "{with}"
+    );
+    let other = token_id(&with)?;
+    let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
+    ensure!(listed.contains(&id) && listed.contains(&other), "{listed}");
+    ensure!(
+        !listed.contains(with.out.trim()),
+        "the list shows the secret: {listed}"
+    );
+    server.verb(&["token", "revoke", &id])?.run().await?.ok()?;
+    let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
+    for (id, state) in [(&id, "revoked"), (&other, "active")] {
+        let row = listed.lines().find(|row| row.contains(id));
+        ensure!(
+            row.is_some_and(|row| row.contains(state)),
+            "{id} is not {state}: {listed}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn files_of_the_server_are_for_its_user_alone() -> Result<()> {
+    use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+
+    let scratch = ScratchDir::new()?;
+    let data = scratch.path().join("server");
+    let _server = ServerSetup::on_loopback(&data).start().await?;
+    let socket = std::fs::metadata(data.join("admin.sock"))?;
+    ensure!(socket.file_type().is_socket() && socket.permissions().mode() & 0o777 == 0o600);
+    for entry in std::fs::read_dir(&data)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let mode = entry.metadata()?.permissions().mode();
+        ensure!(
+            name == "ca.crt" || mode & 0o077 == 0,
+            "{name} has mode {mode:o}"
+        );
+    }
+    Ok(())
+}
+
+async fn with_file(binary: &str, verb: &str, file: &Path) -> Result<Finished> {
+    Program::ours(binary)?
+        .args([verb, "--config"])
+        .arg(file)
+        .run()
+        .await
+}
+
+async fn healthcheck(binary: &str, meta: &str) -> Result<Finished> {
+    Program::ours(binary)?
+        .args(["healthcheck", "--meta-listen", meta])
+        .run()
+        .await
+}
+
+async fn offline(data: &Path, words: &[&str]) -> Result<Finished> {
+    Program::ours(SERVER)?
+        .args(words)
+        .arg("--data-dir")
+        .arg(data)
+        .run()
+        .await
+}
+
+/// The id of the token that `token create` printed, alone on its standard output: `ID.SECRET.CAHASH`.
+fn token_id(created: &Finished) -> Result<String> {
+    let token = created.out.trim();
+    let parts: Vec<&str> = token.split('.').collect();
+    ensure!(
+        parts.len() == 3 && parts.iter().all(|part| !part.is_empty()),
+        "not a token: {created}"
+    );
+    ensure!(
+        created.out.lines().count() == 1,
+        "more than the token: {created}"
+    );
+    Ok((*parts.first().context("no id")?).to_owned())
+}
+
+/// Binary, verb, and words that its help has to contain.
+const HELP: [(&str, &str, &str); 19] = [
+    (
+        SERVER,
+        "",
+        "run check-config token nodes ca connect healthcheck completion version",
+    ),
+    (
+        SERVER,
+        "run",
+        "--config --data-dir --agent-listen --https-listen --http-listen --meta-listen --allow-unauthenticated --advertise \
+         --http-proxy-ports --https-proxy-ports --localhost-proxy-ports --proxy-port-listen --https-cert-file \
+         --https-key-file --https-client-auth --client-ca --kubernetes --drain-timeout --log-level --log-format",
+    ),
+    (SERVER, "check-config", "--config"),
+    (SERVER, "token", "create list revoke"),
+    (SERVER, "token create", "--node --ttl --ip"),
+    (SERVER, "token list", "--data-dir"),
+    (SERVER, "token revoke", "--data-dir"),
+    (SERVER, "nodes", "--output table json forget"),
+    (SERVER, "nodes forget", "--data-dir"),
+    (SERVER, "ca", "--data-dir"),
+    (
+        SERVER,
+        "connect",
+        "--server --cert-file --key-file --ca-file --uds --data-dir",
+    ),
+    (SERVER, "healthcheck", "--meta-listen"),
+    (SERVER, "completion", "bash"),
+    (
+        AGENT,
+        "run",
+        "--config --server --node-name --node-ip --token --token-file --ca-file --data-dir --transport --localhost-ports \
+         --deny-ports --allow-targets --meta-listen --drain-timeout --log-level --log-format",
+    ),
+    (AGENT, "", "run check-config healthcheck completion version"),
+    (AGENT, "check-config", "--config"),
+    (AGENT, "healthcheck", "--meta-listen"),
+    (AGENT, "completion", "bash"),
+    (AGENT, "version", "--help"),
+];

@@ -1,0 +1,179 @@
+//! Without `--connect-direct` a server of a cluster dials what the cluster tells of itself, and nothing else.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use tunnel_tests::client::EgressDialer;
+use tunnel_tests::cluster::{Cluster, Kind, cloud, edge};
+use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::EchoTarget;
+use tunnel_tests::tools::{Skip, or_skip};
+
+use super::ConnectFixture;
+use super::egress::talk;
+
+/// Of RFC 2544, so that nothing is there: what is dialed fails, and otherwise than what is refused.
+const SERVICES: &str = "198.18.1.0/24";
+const CLOUD_PODS: &str = "198.18.2.0/24";
+const EDGE_PODS: &str = "198.18.3.0/24";
+/// Within each of them.
+const SERVICE: &str = "198.18.1.10:443";
+const CLOUD_POD: &str = "198.18.2.10:443";
+const EDGE_POD: &str = "198.18.3.10:443";
+/// Networks of this host's loopback, which no object of a cluster opens.
+const LOOPBACK_SERVICES: &str = "127.1.0.0/16";
+const LOOPBACK_PODS: &str = "127.2.0.0/16";
+const LOOPBACK: [&str; 4] = ["127.1.0.10", "127.2.0.10", "127.4.0.10", "127.0.0.1"];
+/// The address of an edge node.
+const EDGE_NODE: &str = "192.168.33.221:10250";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> {
+    let Some(own) = or_skip(own_address()) else {
+        return Ok(());
+    };
+    let cluster = Cluster::start(Kind::FakeApiServer)
+        .await?
+        .context("a stand-in")?;
+    let services = json!({
+        "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR",
+        "metadata": { "name": "of-the-test" }, "spec": { "cidrs": [SERVICES, LOOPBACK_SERVICES] },
+    });
+    let path = "/apis/networking.k8s.io/v1/servicecidrs";
+    cluster.admin().create(path, &services).await?;
+    let objects = cluster.objects();
+    let master = cloud("master-1", &own.to_string()).with_pods(CLOUD_PODS);
+    objects.add(&master).await?;
+    objects.add(&edge("worker-1").with_pods(EDGE_PODS)).await?;
+    let hostile = cloud("hostile", "198.51.100.9").with_pods(LOOPBACK_PODS);
+    objects.add(&hostile).await?;
+    let kubeconfig = cluster.server_kubeconfig()?;
+    let fixture = ConnectFixture::start_with(|settings| {
+        settings.connect_direct = Vec::new();
+        settings.limits = TestEnv::limits("targetDialTimeout: 300ms");
+        settings.kubernetes = Some("on".into());
+        settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
+        settings.namespace = Some("kube-system".into());
+    });
+    let fixture = fixture.await?;
+    let dialer = fixture.dialer();
+
+    // Something listens on the loopback, so that a refusal is the server's.
+    let on_node = EchoTarget::start_on(SocketAddr::new(own, 0)).await?;
+    let node = on_node.addr();
+    let named = format!("master-1:{}", node.port());
+    for target in [&node.to_string(), &named] {
+        eventually(target, PATIENCE, async || {
+            talk(dialer.dial(target).await?).await
+        })
+        .await;
+    }
+    for target in [SERVICE, CLOUD_POD] {
+        eventually(target, PATIENCE, async || is_dialed(&dialer, target).await).await;
+    }
+    let mut listeners = Vec::new();
+    for address in LOOPBACK {
+        let listener = TcpListener::bind(at(address)?)?;
+        listener.set_nonblocking(true)?;
+        listeners.push(listener);
+    }
+    let mut refused = vec![EDGE_POD.to_owned()];
+    for listener in &listeners {
+        refused.push(listener.local_addr()?.to_string());
+    }
+    // etcd of the control plane is nobody's webhook.
+    refused.extend([
+        format!("{own}:2379"),
+        "203.0.113.7:443".to_owned(),
+        "169.254.169.254:80".to_owned(),
+    ]);
+    for target in &refused {
+        let error_text = dialer.dial(target).await.err().context("was dialled")?;
+        ensure!(
+            error_text.to_string().contains("code 403"),
+            "{target}: {error_text}"
+        );
+    }
+    // An edge node is reached by its agent or not at all.
+    let error_text = dialer.dial("worker-1:10250").await.err();
+    let error_text = error_text.context("was dialled")?.to_string();
+    ensure!(!error_text.contains("code 200"), "{error_text}");
+
+    // A node that moves to the edge takes its address and its Pods with it.
+    objects.set_edge("master-1", true).await?;
+    eventually("the node to be an edge node", PATIENCE, async || {
+        let error_text = dialer.dial(CLOUD_POD).await.err();
+        let error_text = error_text.context("still dialled")?.to_string();
+        ensure!(error_text.contains("code 403"), "{error_text}");
+        anyhow::Ok(())
+    })
+    .await;
+    let error_text = dialer.dial(&node.to_string()).await.err();
+    error_text.context("an edge node was dialled")?;
+    is_dialed(&dialer, SERVICE).await?;
+
+    // An address that two Nodes claim is dialed for neither, and the operator sees who claims what.
+    let thief = cloud("thief", "192.168.33.221");
+    objects.add(&thief).await?;
+    for target in [EDGE_NODE, "thief:10250"] {
+        eventually(target, PATIENCE, async || {
+            let error = dialer.dial(target).await.err().context("was dialed")?;
+            ensure!(error.to_string().contains("code 400"), "{target}: {error}");
+            anyhow::Ok(())
+        })
+        .await;
+    }
+    let meta = fixture.env.bound().meta;
+    eventually("the conditions", PATIENCE, async || {
+        let (_, shown) = tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
+        for line in [
+            "[!] service networks: ServiceCIDR of-the-test: 127.1.0.0/16 is not used",
+            "[!] node claims: node hostile: 127.2.0.0/16 of its podCIDRs is not used",
+            "thief, worker-1: 192.168.33.221 is claimed by all of them",
+        ] {
+            ensure!(shown.contains(line), "{line} is not in {shown}");
+        }
+        anyhow::Ok(())
+    })
+    .await;
+    for listener in listeners {
+        let taken = listener.accept().err().map(|error| error.kind());
+        ensure!(
+            taken == Some(ErrorKind::WouldBlock),
+            "{listener:?} was dialled"
+        );
+    }
+    Ok(())
+}
+
+/// Fails when the server refuses to dial the target.
+async fn is_dialed(dialer: &EgressDialer, target: &str) -> Result<()> {
+    if let Err(error) = dialer.dial(target).await {
+        let error = error.to_string();
+        let is_dialed = ["code 502", "code 504"]
+            .iter()
+            .any(|code| error.contains(code));
+        ensure!(is_dialed, "{target}: {error}");
+    }
+    Ok(())
+}
+
+fn at(address: &str) -> Result<SocketAddr> {
+    Ok(SocketAddr::new(address.parse()?, 0))
+}
+
+/// An address of this machine that others could have: those of loopback are no node's. Nothing is sent.
+fn own_address() -> Result<IpAddr, Skip> {
+    let error_text = UdpSocket::bind(("0.0.0.0", 0)).and_then(|socket| {
+        socket.connect(("198.51.100.1", 9))?;
+        socket.local_addr()
+    });
+    match error_text {
+        Ok(address) if !address.ip().is_loopback() => Ok(address.ip()),
+        Ok(_) => Err(Skip::because("this machine has loopback addresses alone")),
+        Err(error) => Err(Skip::because(format!("no address of its own: {error}"))),
+    }
+}

@@ -1,0 +1,328 @@
+//! The doors themselves: the verb `connect`, passwords that are followed, ends of tunnels, and drains.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tunnel_proto::process::base64;
+use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
+use tunnel_tests::env::PATIENCE;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
+use tunnel_tests::targets::{
+    EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
+};
+
+use super::{ConnectFixture, NODE};
+use crate::credentials::metric_reaches;
+
+/// As the file has it, before and after.
+const OLD: &str = "aladdin:open-sesame-4711\n";
+const NEW: &str = "aladdin:shut-sesame-4711\n";
+
+/// What a caller sends for a line of the file.
+fn basic(line: &str) -> String {
+    format!("Basic {}", base64::encode(line.trim_end().as_bytes()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let (echo, late) = (
+        EchoTarget::start().await?,
+        HalfCloseTarget::start(70_000).await?,
+    );
+    let reset = ResetTarget::start_waiting(10).await?;
+    let ports = [echo.addr(), late.addr(), reset.addr()].map(|addr| addr.port().to_string());
+    let callers = TestCa::new("callers")?;
+    let person = Leaf {
+        uri: None,
+        ..Leaf::agent("")
+    };
+    let (own, key) = callers.issue(&person)?.write(scratch.path(), "person")?;
+    let caller_ca = scratch.file("callers.crt", callers.pem())?;
+    let caller_ca = caller_ca.to_string_lossy();
+    let data = scratch.path().join("server");
+    let setup = ServerSetup::on_loopback(&data).args(&[
+        "--http-proxy-ports",
+        &ports.join(","),
+        "--proxy-port-listen",
+        "off",
+        "--connect-listen",
+        "127.0.0.1:0",
+        "--client-ca",
+        &caller_ca,
+    ]);
+    let mut server = setup.start().await?;
+    let endpoint = server.process().wait_for_line("connect", PATIENCE, |line| {
+        let line: serde_json::Value = serde_json::from_str(line).ok()?;
+        let is_it = line["listener"] == "connect";
+        line["address"]
+            .as_str()
+            .filter(|_| is_it)
+            .map(str::to_owned)
+    });
+    let endpoint = endpoint.await?;
+    let token = server.token(NODE, None).await?;
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"));
+    let _agent = agent.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+
+    let server_ca = data.join("ca.crt").to_string_lossy().into_owned();
+    let (own, key) = (own.to_string_lossy(), key.to_string_lossy());
+    let over_tcp = [
+        "--server",
+        &endpoint,
+        "--cert-file",
+        &own,
+        "--key-file",
+        &key,
+        "--ca-file",
+        &server_ca,
+    ];
+    for route_args in [&[][..], &over_tcp] {
+        let run = |port: &str| server.verb(&[&["connect", NODE, port], route_args].concat());
+        let said = deterministic_bytes(7, 300);
+        let said = said
+            .iter()
+            .map(|byte| byte % 26 + b'a')
+            .collect::<Vec<u8>>();
+        let echoed = run(&ports[0])?.run_with(&said).await?.ok()?;
+        ensure!(echoed.as_bytes() == said, "{route_args:?}: {echoed:?}");
+        // The node's side speaks after the caller's end: a half-close got through.
+        let spoken = run(&ports[1])?.run_with(b"bye").await?;
+        ensure!(
+            spoken.code() == Some(0) && spoken.out.len() > 1000,
+            "{route_args:?}"
+        );
+        let cut = run(&ports[2])?.run_with(b"go").await?;
+        // A Unix socket cannot tell a cut from an end.
+        ensure!(
+            route_args.is_empty() || cut.code() == Some(1),
+            "{route_args:?}: {}",
+            cut.err
+        );
+        for (node, port, hint) in [(NODE, "22", "not allowed"), ("worker-9", "22", "worker-9")] {
+            let refused = server.verb(&[&["connect", node, port], route_args].concat())?;
+            let refused = refused.run().await?;
+            ensure!(
+                refused.code() == Some(1),
+                "{route_args:?}: {:?}",
+                refused.code()
+            );
+            ensure!(
+                refused.err.contains(hint),
+                "{route_args:?}: {}",
+                refused.err
+            );
+        }
+    }
+    let usage = server.verb(&["connect", NODE, "0"])?.run().await?;
+    ensure!(usage.code() == Some(64));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", OLD)?;
+    let fixture = ConnectFixture::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let fixture = fixture.await?;
+    let _agent = fixture.env.agent(NODE).await?;
+    let exporter = Exporter::start(NODE).await?;
+    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
+    let ask = async |password: Option<&str>| {
+        let ask = RawRequest::get("whatever", &url);
+        let ask = match password {
+            Some(password) => ask.header("Proxy-Authorization", password),
+            None => ask,
+        };
+        request(endpoint, &ask).await
+    };
+    let (old, new) = (basic(OLD), basic(NEW));
+    ensure!(ask(Some(&old)).await?.status == 200);
+    for wrong in [None, Some(&*new), Some("Basic !"), Some("Bearer x")] {
+        let reply = ask(wrong).await?;
+        ensure!(reply.status == 407, "{wrong:?}: {}", reply.status);
+        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+    }
+    // What cannot be used changes nothing.
+    for bad in ["", "aladdin\n", "aladdin:short\n"] {
+        replace(&file, bad.as_bytes())?;
+        fixture.env.reload();
+        ensure!(ask(Some(&old)).await?.status == 200);
+    }
+    replace(&file, NEW.as_bytes())?;
+    fixture.env.reload();
+    // To ask again and again would be to guess.
+    let changed =
+        "tunnel_server_credential_reloads_total{files=\"connect_auth\",result=\"changed\"}";
+    metric_reaches(&fixture.env, changed, 1.0, PATIENCE).await;
+    ensure!(ask(Some(&new)).await?.status == 200);
+    ensure!(ask(Some(&old)).await?.status == 407);
+    Ok(())
+}
+
+/// A.9: wrong passwords cost the pair of address and name a wait, and no other caller of that address anything.
+#[tokio::test(flavor = "multi_thread")]
+async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", format!("{OLD}prometheus:0123456789abcdef\n"))?;
+    let fixture = ConnectFixture::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let fixture = fixture.await?;
+    let _agent = fixture.env.agent(NODE).await?;
+    let exporter = Exporter::start(NODE).await?;
+    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
+    let ask = async |line: &str| {
+        let ask = RawRequest::get("whatever", &url);
+        request(endpoint, &ask.header("Proxy-Authorization", &basic(line))).await
+    };
+    let mut waited = false;
+    for guess in 0..100 {
+        let reply = ask(&format!("aladdin:guess-{guess}")).await?;
+        ensure!(reply.status == 407, "{}", reply.status);
+        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+        waited |= reply.text().contains("too many wrong");
+        // A right one in between is no help to the guesser, and none is needed for others.
+        let other = ask("prometheus:0123456789abcdef").await?;
+        ensure!(other.status == 200, "{}: {}", other.status, other.text());
+    }
+    let text = request(
+        fixture.env.bound().meta,
+        &RawRequest::get("meta", "/metrics"),
+    )
+    .await?;
+    let text = text.text();
+    let count = |result: &str| -> u32 {
+        let series = format!("tunnel_server_connect_passwords_total{{result=\"{result}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series));
+        line.and_then(|count| count.parse().ok())
+            .unwrap_or_default()
+    };
+    let (right, wrong, waiting) = (count("right"), count("wrong"), count("waiting"));
+    // Five at once, then at most one a second and fewer; the whole takes seconds.
+    ensure!((5..12).contains(&wrong), "{wrong} guesses were judged");
+    ensure!(
+        (right, wrong + waiting) == (100, 100),
+        "{right} {wrong} {waiting}"
+    );
+    ensure!(waited, "no answer names the wait");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn short_passwords_end_the_start_with_64_and_are_not_repeated() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", format!("{OLD}prometheus:hunter2\n"))?;
+    let file = file.to_string_lossy();
+    let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let setup = setup.args(&["--connect-listen", "127.0.0.1:0", "--connect-auth", &file]);
+    let server = Program::ours("tunnel-server")?.arg("run");
+    let server = server.args(setup.arguments().iter().cloned());
+    let ended = server.run().await?;
+    ensure!(
+        ended.code() == Some(64),
+        "{:?}: {}",
+        ended.code(),
+        ended.err
+    );
+    for hint in ["--connect-auth", "line 2", "prometheus", "16"] {
+        ensure!(ended.err.contains(hint), "{hint}: {}", ended.err);
+    }
+    ensure!(!ended.err.contains("hunter2"), "{}", ended.err);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("passwords", OLD)?;
+    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o666))?;
+    let started = ConnectFixture::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(file.to_string_lossy().into_owned());
+    });
+    let told = started.await.err().context("started")?;
+    let told = format!("{told:#}");
+    ensure!(
+        told.contains("--connect-auth") && told.contains("chmod"),
+        "{told}"
+    );
+    Ok(())
+}
+
+/// A plain door on loopback needs nothing; a cut is a reset there, and an end is an end.
+#[tokio::test(flavor = "multi_thread")]
+async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
+    let fixture = ConnectFixture::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+    });
+    let fixture = fixture.await?;
+    let _agent = fixture.env.agent(NODE).await?;
+    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let (late, cut) = (
+        HalfCloseTarget::start(200_000).await?,
+        ResetTarget::start_waiting(10).await?,
+    );
+    for by_node in [true, false] {
+        for (target, is_cut) in [(late.addr(), false), (cut.addr(), true)] {
+            let target = if by_node {
+                format!("{NODE}:{}", target.port())
+            } else {
+                target.to_string()
+            };
+            let mut stream = ByteStream::connect(endpoint).await?;
+            let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+            stream.send(head.as_bytes()).await?;
+            let granted = b"HTTP/1.1 200 OK\r\n\r\n";
+            let mut told = [0; 19];
+            stream.read_exact(&mut told).await?;
+            ensure!(
+                &told == granted,
+                "{target}: {}",
+                String::from_utf8_lossy(&told)
+            );
+            let reading = stream.talk(b"go").await?;
+            let is_reset = matches!(reading.ended, BodyEnd::Reset(_));
+            ensure!(is_reset == is_cut, "{target}: {:?}", reading.ended);
+            ensure!(is_cut || reading.bytes == deterministic_bytes(0, 200_000));
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
+    let mut fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
+    let echo = EchoTarget::start().await?;
+    let target = format!("{NODE}:{}", echo.addr().port());
+    let mut tunnel = fixture.dialer().dial(&target).await?;
+    fixture.env.drain_server();
+    let dialer = fixture.dialer();
+    eventually("the socket to go", PATIENCE, async || {
+        ensure!(!fixture.socket.exists() && dialer.dial(&target).await.is_err());
+        Ok(())
+    })
+    .await;
+    tunnel.write_all(b"still here").await?;
+    let mut received = [0; 10];
+    tunnel.read_exact(&mut received).await?;
+    tunnel.shutdown().await?;
+    let mut rest = Vec::new();
+    tunnel.read_to_end(&mut rest).await?;
+    ensure!(&received == b"still here" && rest.is_empty());
+    tokio::time::timeout(Duration::from_secs(60), fixture.env.stop_server()).await??;
+    Ok(())
+}

@@ -1,0 +1,380 @@
+//! F19: certificates that the operator brings, replaced while everything runs.
+
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use rustls::RootCertStore;
+use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::load::Load;
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::targets::{Exporter, FakeKubelet};
+
+use super::{metric, metric_reaches};
+
+/// Files of a server and agents, all of the test's own CA.
+pub(super) struct Files {
+    pub(super) scratch: ScratchDir,
+    pub(super) ca: TestCa,
+}
+
+impl Files {
+    pub(super) fn new() -> Result<Self> {
+        let files = Self {
+            scratch: ScratchDir::new()?,
+            ca: TestCa::new("ours")?,
+        };
+        files
+            .ca
+            .issue(&Leaf::server())?
+            .write(files.scratch.path(), "server")?;
+        for bundle in ["server-ca.pem", "agent-ca.pem"] {
+            replace(&files.path(bundle), files.ca.pem().as_bytes())?;
+        }
+        Ok(files)
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn text(&self, name: &str) -> String {
+        self.path(name).to_string_lossy().into_owned()
+    }
+
+    pub(super) async fn env(&self) -> Result<TestEnv> {
+        TestEnv::start_with(|settings| {
+            settings.agent_ca = Some(self.text("server-ca.pem"));
+            settings.agent_cert_file = Some(self.text("server.crt"));
+            settings.agent_key_file = Some(self.text("server.key"));
+            settings.limits = TestEnv::limits("reloadEvery: 50ms");
+        })
+        .await
+    }
+
+    /// An agent of `node`, with the trust in a bundle of its own.
+    pub(super) async fn agent(&self, env: &TestEnv, node: &str) -> Result<Agent> {
+        self.ca
+            .issue(&Leaf::agent(node))?
+            .write(self.scratch.path(), node)?;
+        let bundle = format!("{node}-ca.pem");
+        replace(&self.path(&bundle), self.ca.pem().as_bytes())?;
+        let config = env.agent_config_with(node, |settings| {
+            settings.cert_file = Some(self.path(&format!("{node}.crt")));
+            settings.key_file = Some(self.path(&format!("{node}.key")));
+            settings.ca_file = Some(self.path(&bundle));
+            settings.limits = TestEnv::agent_limits("reloadEvery: 50ms");
+        })?;
+        let agent = Agent::start(config).await?;
+        env.connected(node).await;
+        Ok(agent)
+    }
+}
+
+/// The end of the certificate that a node's newest session was opened with.
+fn certificate_of(env: &TestEnv, node: &str) -> Result<Option<std::time::SystemTime>> {
+    let sessions = env.registry().of_node(&node.parse()?);
+    let newest = sessions.first();
+    Ok(newest.map(|session| session.session.peer().not_after))
+}
+
+async fn fifty_rotations(transport: &str) -> Result<()> {
+    let files = Files::new()?;
+    let env = files.env().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    files
+        .ca
+        .issue(&Leaf::agent("worker-1"))?
+        .write(files.scratch.path(), "worker-1")?;
+    let config = env.agent_config_with("worker-1", |settings| {
+        settings.cert_file = Some(files.path("worker-1.crt"));
+        settings.key_file = Some(files.path("worker-1.key"));
+        settings.ca_file = Some(files.path("agent-ca.pem"));
+        settings.transport = Some(transport.into());
+        settings.limits = TestEnv::agent_limits("reloadEvery: 20ms");
+    })?;
+    let agent = Agent::start(config).await?;
+    env.connected("worker-1").await;
+    let hosts = [format!("worker-1:{}", exporter.addr().port())];
+    let load = Load::start(env.http(), &hosts, 2).await?;
+    for round in 1..=50u64 {
+        let mut leaf = Leaf::agent("worker-1");
+        leaf.until += Duration::from_secs(round);
+        let issued = files.ca.issue(&leaf)?;
+        let (_, expected) = tunnel_proto::identity::validity(&issued.own.cert[0])?;
+        issued.write(files.scratch.path(), "worker-1")?;
+        // The server's own certificate is replaced as well, every fifth time.
+        if round % 5 == 0 {
+            files
+                .ca
+                .issue(&Leaf::server())?
+                .write(files.scratch.path(), "server")?;
+        }
+        let moved = async || {
+            let used = certificate_of(&env, "worker-1")?;
+            ensure!(used == Some(expected), "{used:?} is not {expected:?}");
+            Ok(())
+        };
+        eventually(&format!("rotation {round} is in use"), PATIENCE, moved).await;
+    }
+    let outcome = load.end().await?;
+    outcome.check()?;
+    ensure!(outcome.open_streams == 1);
+    agent.stop().await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f19_fifty_rotations_of_leaves_under_load_over_quic_fail_nothing() -> Result<()> {
+    fifty_rotations("quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f19_fifty_rotations_of_leaves_under_load_over_h2_fail_nothing() -> Result<()> {
+    fifty_rotations("h2").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
+    let files = Files::new()?;
+    let env = files.env().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let agent = files.agent(&env, "worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let works = async || -> Result<()> {
+        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+        Ok(())
+    };
+    let good_ca = std::fs::read(files.path("server-ca.pem"))?;
+    let good_cert = std::fs::read(files.path("server.crt"))?;
+    let other = TestCa::new("other")?.issue(&Leaf::server())?;
+    for (what, file, bad, good) in [
+        (
+            "agent_ca",
+            "server-ca.pem",
+            &b"no certificate"[..],
+            &good_ca,
+        ),
+        ("agent_ca", "server-ca.pem", &b""[..], &good_ca),
+        (
+            "agent_certificate",
+            "server.crt",
+            other.certificate.as_bytes(),
+            &good_cert,
+        ),
+    ] {
+        let unusable = format!("tunnel_server_credential_files_unusable{{files=\"{what}\"}}");
+        replace(&files.path(file), bad)?;
+        metric_reaches(&env, &unusable, 1.0, PATIENCE).await;
+        works().await?;
+        // New sessions, too.
+        drop(files.agent(&env, "worker-2").await?);
+        replace(&files.path(file), good)?;
+        eventually("the alarm ends", PATIENCE, async || {
+            let value = metric(&env, &unusable).await?;
+            ensure!(value == 0.0, "{value}");
+            works().await
+        })
+        .await;
+    }
+    // Gone altogether, and writable by everyone.
+    let unusable = "tunnel_server_credential_files_unusable{files=\"agent_certificate\"}";
+    std::fs::remove_file(files.path("server.key"))?;
+    metric_reaches(&env, unusable, 1.0, PATIENCE).await;
+    works().await?;
+    agent.stop().await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn operators_own_server_certificate_is_verified_by_name() -> Result<()> {
+    let files = Files::new()?;
+    let named = Leaf {
+        uri: None,
+        dns: Some("tunnel.example".into()),
+        ..Leaf::server()
+    };
+    files
+        .ca
+        .issue(&named)?
+        .write(files.scratch.path(), "server")?;
+    let env = files.env().await?;
+    files
+        .ca
+        .issue(&Leaf::agent("worker-1"))?
+        .write(files.scratch.path(), "worker-1")?;
+    let start = async |name: Option<&str>| -> Result<Agent> {
+        let config = env.agent_config_with("worker-1", |settings| {
+            settings.cert_file = Some(files.path("worker-1.crt"));
+            settings.key_file = Some(files.path("worker-1.key"));
+            settings.ca_file = Some(files.path("agent-ca.pem"));
+            settings.server_name = name.map(str::to_owned);
+        })?;
+        Agent::start(config).await
+    };
+    // Without a name the server needs its role; a certificate for another name is none.
+    for wrong in [None, Some("other.example")] {
+        let agent = start(wrong).await?;
+        let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
+        let before = metric(&env, failed).await?;
+        metric_reaches(&env, failed, before + 1.0, PATIENCE).await;
+        ensure!(env.registry().all().is_empty());
+        drop(agent);
+    }
+    let _agent = start(Some("tunnel.example")).await?;
+    env.connected("worker-1").await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_with_the_operators_ca_issues_nothing_and_reports_it() -> Result<()> {
+    let files = Files::new()?;
+    let env = files.env().await?;
+    let ended = Agent::start(env.agent_config("worker-1")?).await?.ended();
+    let error = tokio::time::timeout(PATIENCE, ended).await?.unwrap_err();
+    let text = format!("{error:#}");
+    ensure!(
+        text.contains("not_offered") && text.contains("--cert-file"),
+        "{text}"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let ca = TestCa::new("door")?;
+    let leaf = Leaf {
+        uri: None,
+        dns: Some("worker-1".into()),
+        ..Leaf::server()
+    };
+    let (certificate, key) = ca.issue(&leaf)?.write(scratch.path(), "door")?;
+    let env = TestEnv::start_with(|settings| {
+        settings.https_cert_file = Some(certificate.to_string_lossy().into_owned());
+        settings.https_key_file = Some(key.to_string_lossy().into_owned());
+        settings.limits = TestEnv::limits("reloadEvery: 20ms");
+        settings.https_proxy_ports = Some("1024-65535".into());
+        settings.http_proxy_ports = None;
+    })
+    .await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
+    let mut roots = RootCertStore::empty();
+    roots.add(ca.root().clone())?;
+    let endpoint = Endpoint::tls(
+        env.bound().https.unwrap(),
+        ClientTls::verifying("worker-1", roots, None)?,
+    );
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let changed =
+        "tunnel_server_credential_reloads_total{files=\"https_certificate\",result=\"changed\"}";
+    let mut answered = 0;
+    for round in 1..=10 {
+        ca.issue(&leaf)?.write(scratch.path(), "door")?;
+        let seen = async || {
+            metric(&env, changed)
+                .await
+                .is_ok_and(|count| count >= f64::from(round))
+                .then_some(())
+        };
+        let asked = async {
+            loop {
+                let reply = request(endpoint.clone(), &RawRequest::get(&host, "/metrics")).await?;
+                ensure!(reply.status == 200, "{}", reply.text());
+                answered += 1;
+            }
+            #[expect(unreachable_code, reason = "says the type")]
+            anyhow::Ok(())
+        };
+        tokio::select! {
+            failed = asked => failed?,
+            () = eventually("the replacement is in use", PATIENCE, seen) => {}
+        }
+    }
+    ensure!(answered > 0);
+    Ok(())
+}
+
+/// A certificate in a mounted Secret: the kubelet writes a new folder, and swaps the link to it.
+fn mount(volume: &Path, revision: u32, issued: &Issued) -> Result<()> {
+    let name = format!("..revision-{revision}");
+    let folder = volume.join(&name);
+    std::fs::create_dir(&folder)?;
+    std::fs::write(folder.join("tls.crt"), &issued.certificate)?;
+    std::fs::write(folder.join("tls.key"), &issued.key)?;
+    let (data, fresh) = (volume.join("..data"), volume.join("..data_tmp"));
+    let before = std::fs::read_link(&data).ok();
+    symlink(&name, &fresh)?;
+    std::fs::rename(&fresh, &data)?;
+    match before {
+        Some(before) => std::fs::remove_dir_all(volume.join(before))?,
+        None => {
+            for file in ["tls.crt", "tls.key"] {
+                symlink(Path::new("..data").join(file), volume.join(file))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_mounted_certificate_of_the_https_listener_is_swapped_under_an_exec_that_goes_on()
+-> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let leaf = Leaf::target("worker-1");
+    // Each certificate is of a CA of its own, so that who trusts one sees which is shown.
+    let authorities = ["first", "second", "third"].map(TestCa::new);
+    let mut authorities = authorities.into_iter().collect::<Result<Vec<_>>>()?;
+    let rest = authorities.split_off(1);
+    mount(scratch.path(), 0, &authorities[0].issue(&leaf)?)?;
+    let text = |name| Some(scratch.path().join(name).to_string_lossy().into_owned());
+    let env = TestEnv::start_with(|settings| {
+        settings.https_cert_file = text("tls.crt");
+        settings.https_key_file = text("tls.key");
+        settings.limits = TestEnv::limits("reloadEvery: 20ms");
+        settings.https_proxy_ports = Some("1024-65535".into());
+        settings.http_proxy_ports = None;
+    })
+    .await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let endpoint = |ca: &TestCa| -> Result<Endpoint> {
+        let mut roots = RootCertStore::empty();
+        roots.add(ca.root().clone())?;
+        let tls = ClientTls::verifying("worker-1", roots, None)?;
+        Ok(Endpoint::tls(env.bound().https.unwrap(), tls))
+    };
+    let exec = async |ca: &TestCa| -> Result<_> {
+        let client = UpgradeClient::spdy(&host, "/exec/default/web-0/app?command=sh");
+        client.connect(endpoint(ca)?).await?.switched()
+    };
+    let mut running = vec![exec(&authorities[0]).await?];
+    for (revision, ca) in (1..).zip(&rest) {
+        mount(scratch.path(), revision, &ca.issue(&leaf)?)?;
+        let opened = eventually("the new certificate", PATIENCE, async || exec(ca).await).await;
+        running.push(opened);
+        let old = request(
+            endpoint(&authorities[0])?,
+            &RawRequest::get(&host, "/healthz"),
+        )
+        .await;
+        ensure!(old.is_err(), "the first certificate is still shown");
+        for stream in &mut running {
+            stream.send(b"still here").await?;
+            ensure!(stream.receive(10).await? == b"still here");
+        }
+    }
+    for mut stream in running {
+        stream.finish().await?;
+        let rest = stream.read_to_end().await;
+        ensure!(rest.ended.is_clean() && rest.bytes.is_empty(), "{rest:?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! T04: guesses get nothing, and stand in nobody's way.
+
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use bytes::BytesMut;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use rcgen::{CertificateParams, KeyPair};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::read_frame;
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
+use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
+use tunnel_tests::env::TestEnv;
+
+/// One enrolment by hand.
+async fn enroll(
+    address: std::net::SocketAddr,
+    pin: [u8; 32],
+    request: &EnrollRequest,
+) -> Result<EnrollReply> {
+    let tcp = TcpStream::connect(address).await?;
+    let config = tls::enroll_client(Trust::Pin(pin))?;
+    let name = "tunnel-server.culvert".try_into()?;
+    let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
+    let mut framed = BytesMut::new();
+    request.encode(&mut framed)?;
+    stream.write_all(&framed).await?;
+    let reply = read_frame(&mut stream, ENROLL_MESSAGE_MAX).await?;
+    Ok(EnrollReply::decode(&reply)?)
+}
+
+fn csr() -> Result<Vec<u8>> {
+    let request = CertificateParams::default().serialize_request(&KeyPair::generate()?)?;
+    Ok(request.der().to_vec())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t04_thousand_bad_tokens_from_one_address_do_not_stop_200_good_ones() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let (address, pin) = (env.bound().agents, env.ca().spki_sha256());
+    let mut random = SmallRng::seed_from_u64(4);
+    let mut requests = Vec::new();
+    for index in 0..200 {
+        let name = format!("worker-{index}");
+        let good = EnrollRequest {
+            token: env.token(&name, &[])?.reveal().into(),
+            csr: csr()?,
+            node_name: name.parse()?,
+            proof: None,
+        };
+        for _ in 0..5 {
+            let guess = JoinToken::new(
+                "abcdef012345",
+                &random.random::<[u8; TOKEN_SECRET_BYTES]>(),
+                Some(pin),
+            )?;
+            let bad = EnrollRequest {
+                token: guess.reveal().into(),
+                ..good.clone()
+            };
+            requests.push((false, bad));
+        }
+        requests.push((true, good));
+    }
+    let mut answers = JoinSet::new();
+    let (mut issued, mut limited, mut refused) = (0, 0, 0);
+    let mut pending = requests.into_iter();
+    loop {
+        while answers.len() < 16
+            && let Some((good, request)) = pending.next()
+        {
+            answers.spawn(async move { (good, enroll(address, pin, &request).await) });
+        }
+        let Some(answer) = answers.join_next().await else {
+            break;
+        };
+        let (good, reply) = answer?;
+        match (good, reply.context("no answer")?) {
+            (true, EnrollReply::Issued { .. }) => issued += 1,
+            (false, EnrollReply::Refused(EnrollCode::BadToken, _)) => refused += 1,
+            (false, EnrollReply::Refused(EnrollCode::RateLimited, _)) => limited += 1,
+            (good, reply) => anyhow::bail!("good {good}: {reply:?}"),
+        }
+    }
+    ensure!(issued == 200, "{issued} of 200");
+    ensure!(
+        refused + limited == 1000 && limited > 0,
+        "{refused} and {limited}"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let token = env.token("worker-1", &[])?;
+    let pin = env.ca().spki_sha256();
+    let (node, now) = ("worker-1".parse()?, SystemTime::now());
+    let mut random = SmallRng::seed_from_u64(10_000);
+    let (mut told, mut limited) = (0, 0);
+    for round in 0..10_000 {
+        // Half of them know the id, which logs and lists show.
+        let id = if round % 2 == 0 {
+            token.id()
+        } else {
+            "abcdef012345"
+        };
+        let guess = JoinToken::new(id, &random.random::<[u8; TOKEN_SECRET_BYTES]>(), Some(pin))?;
+        match env.tokens().redeem(&guess.reveal(), &node, [1; 32], now) {
+            Err((EnrollCode::BadToken, detail)) => {
+                ensure!(!detail.contains(&guess.reveal()));
+                told += 1;
+            }
+            Err((EnrollCode::RateLimited, _)) => limited += 1,
+            other => anyhow::bail!("{other:?}"),
+        }
+    }
+    ensure!(
+        told == 65 && limited == 9935,
+        "{told} answered, {limited} limited"
+    );
+    // The right one passes all the same, once per key, for its node, in its time.
+    let right = token.reveal();
+    let redeem = |node: &str, key, at| {
+        let answer = env
+            .tokens()
+            .redeem(&right, &node.parse().unwrap(), [key; 32], at);
+        answer.map(drop).map_err(|(code, _)| code)
+    };
+    ensure!(redeem("worker-2", 1, now) == Err(EnrollCode::WrongNode));
+    ensure!(redeem("worker-1", 1, now).is_ok());
+    ensure!(redeem("worker-1", 2, now) == Err(EnrollCode::TokenUsed));
+    let late = now + Duration::from_secs(2 * 3600);
+    ensure!(redeem("worker-1", 1, late) == Err(EnrollCode::TokenExpired));
+    Ok(())
+}

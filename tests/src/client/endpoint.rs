@@ -1,0 +1,80 @@
+//! Where a client connects, and whether it speaks TLS there.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::{Context, Result};
+use tokio::net::{TcpSocket, TcpStream};
+
+use super::ClientTls;
+use crate::targets::Wire;
+
+/// An address to connect to, plain or with TLS.
+#[derive(Debug, Clone)]
+pub struct Endpoint {
+    addr: SocketAddr,
+    tls: Option<ClientTls>,
+    source: Option<IpAddr>,
+}
+
+impl Endpoint {
+    /// Plain TCP to `addr`; a [`SocketAddr`] converts to the same.
+    pub fn plain(addr: SocketAddr) -> Self {
+        Self {
+            addr,
+            tls: None,
+            source: None,
+        }
+    }
+
+    /// TLS to `addr`.
+    pub fn tls(addr: SocketAddr, tls: ClientTls) -> Self {
+        Self {
+            addr,
+            tls: Some(tls),
+            source: None,
+        }
+    }
+
+    /// The same for connections from `source`, which has to be of the family of the address.
+    #[must_use]
+    pub fn from_source(self, source: impl Into<IpAddr>) -> Self {
+        Self {
+            source: Some(source.into()),
+            ..self
+        }
+    }
+
+    pub(crate) async fn connect(&self) -> Result<Wire> {
+        let addr = self.addr;
+        let tcp = connect(self.source, addr)
+            .await
+            .with_context(|| format!("connect to {addr}"))?;
+        tcp.set_nodelay(true).context("set TCP_NODELAY")?;
+        let Some(tls) = &self.tls else {
+            return Ok(Wire::plain(tcp));
+        };
+        let stream = tls.connector().connect(tls.server_name(), tcp).await;
+        Ok(Wire::tls(
+            stream.with_context(|| format!("TLS handshake with {addr}"))?,
+        ))
+    }
+}
+
+async fn connect(source: Option<IpAddr>, addr: SocketAddr) -> io::Result<TcpStream> {
+    let Some(source) = source else {
+        return TcpStream::connect(addr).await;
+    };
+    let socket = match addr {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    socket.bind((source, 0).into())?;
+    socket.connect(addr).await
+}
+
+impl From<SocketAddr> for Endpoint {
+    fn from(addr: SocketAddr) -> Self {
+        Self::plain(addr)
+    }
+}

@@ -1,0 +1,349 @@
+//! What callers do with a node that is reached through the tunnel: requests at the plain door, streams at a TCP service.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, interval, sleep_until, timeout};
+
+use super::findings::Findings;
+use super::pipe::{Loads, Pipe};
+use super::watch::until;
+use crate::client::{BodyEnd, Endpoint, RawRequest, request};
+use crate::eventually::scaled;
+use crate::targets::Exporter;
+
+/// The node's name in every run.
+pub(super) const NODE: &str = "worker-1";
+
+/// The node's targets, before any door is known.
+pub(super) struct Targets {
+    pub(super) exporter: Exporter,
+    /// The port behind the TCP service.
+    pub(super) raw: TcpListener,
+}
+
+impl Targets {
+    pub(super) async fn start() -> Result<Self> {
+        Ok(Self {
+            exporter: Exporter::start(NODE).await?,
+            raw: TcpListener::bind("127.0.0.1:0").await?,
+        })
+    }
+}
+
+/// The node as callers see it.
+pub(super) struct NodeClient {
+    pub(super) requester: Requester,
+    service: SocketAddr,
+    targets: Targets,
+    seed: u64,
+    pipes: AtomicU64,
+}
+
+impl NodeClient {
+    pub(super) fn new(
+        endpoint: SocketAddr,
+        service: SocketAddr,
+        targets: Targets,
+        seed: u64,
+    ) -> Self {
+        let requester = Requester {
+            endpoint: Endpoint::plain(endpoint),
+            host: format!("{NODE}:{}", targets.exporter.addr().port()),
+            seed,
+            number: Arc::default(),
+            tally: Arc::default(),
+        };
+        Self {
+            requester,
+            service,
+            targets,
+            seed,
+            pipes: AtomicU64::new(0),
+        }
+    }
+
+    /// A stream to the node.
+    ///
+    /// # Errors
+    /// It does not come through.
+    pub(super) async fn pipe(&self, loads: Loads) -> Result<Pipe> {
+        let number = self.pipes.fetch_add(1, Ordering::Relaxed);
+        let seed = self.seed.wrapping_mul(1000).wrapping_add(number);
+        Pipe::open(self.service, &self.targets.raw, seed, loads).await
+    }
+
+    /// A stream that runs in both directions.
+    ///
+    /// # Errors
+    /// It does not come through.
+    pub(super) async fn talk(&self) -> Result<Pipe> {
+        let pipe = self.pipe(Loads::TALK).await?;
+        pipe.settled().await?;
+        Ok(pipe)
+    }
+
+    /// Adds what the requests of this run were answered.
+    pub(super) fn report(&self, findings: &mut Findings) {
+        let tally = &self.requester.tally;
+        findings.hashed += tally.hashed.load(Ordering::Relaxed);
+        let unequal = tally.unequal.load(Ordering::Relaxed);
+        if unequal > 0 {
+            findings.at_most("answers with false or missing bytes", 0, unequal);
+        }
+    }
+}
+
+/// Asks the node for bytes of a seed and compares their hash.
+#[derive(Clone)]
+pub(super) struct Requester {
+    endpoint: Endpoint,
+    host: String,
+    seed: u64,
+    number: Arc<AtomicU64>,
+    tally: Arc<Tally>,
+}
+
+#[derive(Default)]
+struct Tally {
+    hashed: AtomicU64,
+    unequal: AtomicU64,
+}
+
+/// What became of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum RequestOutcome {
+    /// All bytes came, and they are the right ones.
+    Served,
+    /// The server's own answer: status and code.
+    Refused(u16, String),
+    /// The connection was cut, or closed without an answer.
+    Cut(String),
+    /// Nothing came in time.
+    Silence,
+    /// A clean answer with missing or false bytes.
+    Unequal(String),
+}
+
+/// A request and how long it took.
+#[derive(Debug, Clone)]
+pub(super) struct TimedOutcome {
+    pub(super) outcome: RequestOutcome,
+    pub(super) took: Duration,
+}
+
+impl Requester {
+    /// One request on a connection of its own; nobody waits for it any longer than `limit`.
+    pub(super) async fn ask(&self, limit: Duration) -> TimedOutcome {
+        let began = Instant::now();
+        let number = self.number.fetch_add(1, Ordering::Relaxed);
+        let path = format!(
+            "/size/{ANSWER_BYTES}?seed={}",
+            self.seed.wrapping_add(number)
+        );
+        let get = RawRequest::get(&self.host, &path);
+        let outcome = match timeout(limit, request(self.endpoint.clone(), &get)).await {
+            Err(_elapsed) => RequestOutcome::Silence,
+            Ok(Err(error)) => RequestOutcome::Cut(format!("{error:#}")),
+            Ok(Ok(reply)) => match (reply.status, reply.header("x-tunnel-error"), &reply.ended) {
+                (200, None, BodyEnd::Reset(kind)) => RequestOutcome::Cut(kind.to_string()),
+                (200, None, ended) => {
+                    let hash = reply.sha256();
+                    if ended.is_clean() && reply.header("x-sha256") == Some(&hash) {
+                        let bytes = reply.body.len() as u64;
+                        self.tally.hashed.fetch_add(bytes, Ordering::Relaxed);
+                        RequestOutcome::Served
+                    } else {
+                        self.tally.unequal.fetch_add(1, Ordering::Relaxed);
+                        RequestOutcome::Unequal(format!("{} bytes, {ended:?}", reply.body.len()))
+                    }
+                }
+                (status, code, _) => {
+                    RequestOutcome::Refused(status, code.unwrap_or("?").to_owned())
+                }
+            },
+        };
+        TimedOutcome {
+            outcome,
+            took: began.elapsed(),
+        }
+    }
+
+    /// Sends a request every 100 ms, whatever became of those before, until one is served. How long after `since` that
+    /// was; `Err` when none was up to `give_up`.
+    pub(super) async fn serving(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        self.serves(since, give_up, Duration::ZERO).await
+    }
+
+    /// As [`Requester::serving`], but for good: all that were sent in the second after the first one are served too.
+    pub(super) async fn serving_on(
+        &self,
+        since: Instant,
+        give_up: Duration,
+    ) -> Result<Duration, Duration> {
+        self.serves(since, give_up, FOR_GOOD).await
+    }
+
+    /// Sends requests until all that were sent within some time are served. When the first of them was, after `since`.
+    async fn serves(
+        &self,
+        since: Instant,
+        give_up: Duration,
+        steady: Duration,
+    ) -> Result<Duration, Duration> {
+        let deadline = since + give_up;
+        let mut asking = JoinSet::new();
+        let mut ticks = interval(ASK_EVERY);
+        // When the last request was sent that was not served, and those after it that were: sent, and answered.
+        let mut last_failed = None;
+        let mut served: BTreeMap<Instant, Instant> = BTreeMap::new();
+        loop {
+            tokio::select! {
+                biased;
+                Some(asked) = asking.join_next() => {
+                    let Ok((sent, asked)): Result<(Instant, TimedOutcome), _> = asked else { continue };
+                    if asked.outcome == RequestOutcome::Served {
+                        served.insert(sent, sent + asked.took);
+                    } else {
+                        last_failed = last_failed.max(Some(sent));
+                    }
+                    served.retain(|sent, _| Some(*sent) > last_failed);
+                    if let Some(((first, answered), (last, _))) = served.first_key_value().zip(served.last_key_value())
+                        && *last >= *first + steady
+                    {
+                        return Ok(answered.saturating_duration_since(since));
+                    }
+                }
+                () = sleep_until(deadline) => return Err(since.elapsed()),
+                _ = ticks.tick() => {
+                    let requester = self.clone();
+                    asking.spawn(async move { (Instant::now(), requester.ask(ASK_LIMIT).await) });
+                }
+            }
+        }
+    }
+
+    /// Waits until the node serves, with one request after the other.
+    ///
+    /// # Errors
+    /// It does not.
+    pub(super) async fn ready(&self) -> Result<()> {
+        let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
+        let ready = until(Instant::now(), scaled(READY), serves).await;
+        ready
+            .map(drop)
+            .map_err(|waited| anyhow::anyhow!("the node does not serve after {waited:?}"))
+    }
+
+    /// Asks a node that is suspect now and then up to `end`, when it recovers: each request is to be refused at once.
+    pub(super) async fn refused(&self, end: Instant, every: Duration, findings: &mut Findings) {
+        let mut slowest = Duration::ZERO;
+        let (mut asked, mut others) = (0_u64, Vec::new());
+        let mut ticks = interval(every);
+        loop {
+            ticks.tick().await;
+            let left = end.saturating_duration_since(Instant::now());
+            if left < every && asked > 0 {
+                break;
+            }
+            let answer = self.ask(left).await;
+            slowest = slowest.max(answer.took);
+            asked += 1;
+            if answer.outcome != RequestOutcome::Refused(503, "no_agent".into()) {
+                others.push(answer.outcome.to_string());
+            }
+        }
+        findings.within("refused: the slowest request", AT_ONCE, Ok(slowest));
+        findings.holds("refused with 503 no_agent", others.is_empty(), || {
+            format!("of {asked} requests not: {}", others.join(", "))
+        });
+    }
+
+    /// A request that has to be served.
+    ///
+    /// # Errors
+    /// It is not.
+    pub(super) async fn served(&self) -> Result<()> {
+        let asked = self.ask(scaled(ASK_LIMIT)).await;
+        match asked.outcome {
+            RequestOutcome::Served => Ok(()),
+            other => bail!("a request was not served: {other}"),
+        }
+    }
+}
+
+impl fmt::Display for RequestOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Served => f.write_str("served"),
+            Self::Refused(status, code) => write!(f, "{status} {code}"),
+            Self::Cut(error) => write!(f, "cut: {error}"),
+            Self::Silence => f.write_str("no answer"),
+            Self::Unequal(what) => write!(f, "false bytes: {what}"),
+        }
+    }
+}
+
+/// Requests that are sent one after the other for as long as something lasts; each is waited for.
+pub(super) struct PendingRequests {
+    asking: JoinSet<TimedOutcome>,
+}
+
+impl PendingRequests {
+    /// Sends a request every so often until `end` is over, and then waits no longer than `limit` for any of them.
+    pub(super) async fn during(
+        requester: &Requester,
+        every: Duration,
+        limit: Duration,
+        end: impl Future<Output = ()>,
+    ) -> Self {
+        let mut asking = JoinSet::new();
+        let mut ticks = interval(every);
+        let mut end = std::pin::pin!(end);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut end => return Self { asking },
+                _ = ticks.tick() => {
+                    let requester = requester.clone();
+                    asking.spawn(async move { requester.ask(limit).await });
+                }
+            }
+        }
+    }
+
+    /// What became of them.
+    ///
+    /// # Errors
+    /// One of them panicked.
+    pub(super) async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
+        let mut outcomes = Vec::new();
+        while let Some(asked) = self.asking.join_next().await {
+            outcomes.push(asked.context("a request panicked")?);
+        }
+        Ok(outcomes)
+    }
+}
+
+/// A scrape.
+const ANSWER_BYTES: usize = 4096;
+const ASK_EVERY: Duration = Duration::from_millis(100);
+/// A service that is back stays.
+const FOR_GOOD: Duration = Duration::from_secs(1);
+/// A refusal waits for nothing.
+const AT_ONCE: Duration = Duration::from_secs(1);
+/// The patience of a caller that will try again.
+const ASK_LIMIT: Duration = Duration::from_secs(5);
+/// For the start of a tunnel on a clean path, with enrolment.
+const READY: Duration = Duration::from_secs(20);

@@ -1,0 +1,155 @@
+//! A target that is not what it should be: it takes whatever is sent to it, over TLS with the certificate it was given, and
+//! keeps what it caught.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use anyhow::Result;
+use rustls::sign::CertifiedKey;
+use rustls::version::{TLS12, TLS13};
+use rustls_pki_types::CertificateDer;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+
+use super::accept::{ANY_LOOPBACK_PORT, Listening, target_methods};
+use super::tls::{Presented, TargetTls};
+
+/// Answers each request with 200 and `captured`.
+#[derive(Debug)]
+pub struct ImpostorTarget {
+    listening: Listening,
+    captured: Arc<Mutex<Captured>>,
+    presented: Presented,
+}
+
+/// What a [`ImpostorTarget`] came by.
+#[derive(Debug, Default, Clone)]
+pub struct Captured {
+    /// Handshakes that failed.
+    pub failed: u64,
+    /// Client certificates.
+    pub certificates: Vec<CertificateDer<'static>>,
+    /// Bytes as they came over the wire.
+    pub wire: Vec<u8>,
+    /// What was inside TLS.
+    pub requests: Vec<u8>,
+}
+
+target_methods!(ImpostorTarget);
+
+impl ImpostorTarget {
+    /// A rogue with this certificate, which asks clients for theirs. With `old`, it speaks TLS 1.2 alone, where certificates
+    /// are not encrypted; otherwise TLS 1.3 alone.
+    ///
+    /// # Errors
+    /// The port cannot be bound.
+    pub async fn start(own: &Arc<CertifiedKey>, old: bool) -> Result<Self> {
+        let presented = Presented::default();
+        let versions = if old { [&TLS12] } else { [&TLS13] };
+        let tls = TargetTls::recording_clients(own, &versions, Arc::clone(&presented))?;
+        let captured = Arc::new(Mutex::new(Captured::default()));
+        let kept = Arc::clone(&captured);
+        let listening = Listening::start(ANY_LOOPBACK_PORT, None, move |wire, _traffic| {
+            let capturing = CapturingIo {
+                wire,
+                captured: Arc::clone(&kept),
+            };
+            serve(tls.clone(), capturing, Arc::clone(&kept))
+        });
+        Ok(Self {
+            listening: listening.await?,
+            captured,
+            presented,
+        })
+    }
+
+    /// All of it so far.
+    #[must_use]
+    pub fn captured(&self) -> Captured {
+        let presented = self.presented.lock();
+        Captured {
+            certificates: presented.unwrap_or_else(PoisonError::into_inner).clone(),
+            ..lock(&self.captured).clone()
+        }
+    }
+}
+
+impl Captured {
+    /// Whether these bytes are in what came, inside TLS or outside of it.
+    #[must_use]
+    pub fn holds(&self, bytes: &[u8]) -> bool {
+        [&self.wire, &self.requests]
+            .iter()
+            .any(|all| all.windows(bytes.len()).any(|part| part == bytes))
+    }
+}
+
+async fn serve<S>(tls: TargetTls, wire: S, captured: Arc<Mutex<Captured>>) -> io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut stream = match tls.acceptor().accept(wire).await {
+        Ok(stream) => stream,
+        Err(error) => {
+            lock(&captured).failed += 1;
+            return Err(error);
+        }
+    };
+    let mut piece = vec![0; 4096];
+    loop {
+        let n = stream.read(&mut piece).await?;
+        let read = piece.get(..n).unwrap_or_default();
+        lock(&captured).requests.extend_from_slice(read);
+        if n == 0 {
+            return stream.shutdown().await;
+        }
+        if read.ends_with(b"\r\n\r\n") {
+            stream
+                .write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\ncaught\n")
+                .await?;
+        }
+    }
+}
+
+fn lock(captured: &Mutex<Captured>) -> MutexGuard<'_, Captured> {
+    captured.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connection whose incoming bytes are kept.
+struct CapturingIo<S> {
+    wire: S,
+    captured: Arc<Mutex<Captured>>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for CapturingIo<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.wire).poll_read(context, buffer);
+        let fresh = buffer.filled().get(before..).unwrap_or_default();
+        lock(&self.captured).wire.extend_from_slice(fresh);
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for CapturingIo<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.wire).poll_write(context, data)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.wire).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.wire).poll_shutdown(context)
+    }
+}

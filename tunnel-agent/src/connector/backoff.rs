@@ -1,0 +1,312 @@
+//! When to try again: a pure state machine over what happened, the time and a random number.
+//!
+//! ```text
+//! start --failed--> outage: at once, then 0..its age (0.1 to 2 s) for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
+//!                     | a server's refusal: 0..2 s  | name in use, too many sessions: 60 s, ... 10 min  | needs a person: 30 s
+//!                     +--ready for 10 s--> start
+//! ```
+//!
+//! So agents wait between two dials at most as long as the outage has lasted, or 0.1 s, and a wave of them is spread over as
+//! long as it has been waiting. A refusal's cap is 2 s from the first: that server is there, and needs time.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_proto::wire::code::CloseCode;
+
+/// How an attempt to hold a session ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReconnectEvent {
+    /// It never became Ready; the code when the server said one.
+    Failed(Option<CloseCode>),
+    /// It was Ready for this long, and has ended or is silent.
+    Lost {
+        /// Time from Ready to the end or to the suspicion.
+        ready_for: Duration,
+        /// What it ended with; [`CloseCode::Dead`] for silence.
+        code: CloseCode,
+    },
+}
+
+impl ReconnectEvent {
+    fn code(self) -> Option<CloseCode> {
+        match self {
+            Self::Failed(code) => code,
+            Self::Lost { code, .. } => Some(code),
+        }
+    }
+}
+
+/// The history that decides about the next attempt.
+#[derive(Debug)]
+pub struct Backoff {
+    outage_since: Option<Instant>,
+    last_immediate: Option<Instant>,
+    late_cap: Duration,
+    name_in_use: Duration,
+}
+
+impl Backoff {
+    /// No attempt so far.
+    pub fn new() -> Self {
+        Self {
+            outage_since: None,
+            last_immediate: None,
+            late_cap: EARLY_CAP_MAX,
+            name_in_use: NAME_IN_USE_MIN,
+        }
+    }
+
+    /// How long to wait after `event`; `random` is from 0 to 1.
+    pub fn next(&mut self, event: ReconnectEvent, now: Instant, random: f64) -> Duration {
+        let lost = match event {
+            ReconnectEvent::Lost { ready_for, .. } => {
+                if ready_for >= STABLE_AFTER {
+                    *self = Self {
+                        last_immediate: self.last_immediate,
+                        ..Self::new()
+                    };
+                }
+                true
+            }
+            ReconnectEvent::Failed(_) => false,
+        };
+        let first = self.outage_since.is_none();
+        let since = *self.outage_since.get_or_insert(now);
+        match event.code() {
+            Some(CloseCode::NameInUse | CloseCode::TooManySessions) => {
+                let wait = self.name_in_use;
+                self.name_in_use = (wait * 2).min(NAME_IN_USE_MAX);
+                return wait.mul_f64(1.0 + random * JITTER);
+            }
+            Some(code) if !code.is_retryable() => {
+                return PERMANENT_REFUSAL_WAIT.mul_f64(1.0 + random * JITTER);
+            }
+            Some(_) | None => {}
+        }
+        // A server that admits and closes at once must not be dialled in a tight loop.
+        let may_retry_now = self
+            .last_immediate
+            .is_none_or(|last| now.duration_since(last) >= IMMEDIATE_RETRY_INTERVAL);
+        if (first || lost) && may_retry_now {
+            self.last_immediate = Some(now);
+            return Duration::ZERO;
+        }
+        let age = now.duration_since(since);
+        if age >= EARLY_FOR {
+            self.late_cap = (self.late_cap * 2).min(LATE_CAP);
+            return self.late_cap.mul_f64(random);
+        }
+        let cap = match event {
+            ReconnectEvent::Failed(None) | ReconnectEvent::Lost { .. } => {
+                age.clamp(EARLY_CAP_MIN, EARLY_CAP_MAX)
+            }
+            // A server that refuses is there; what it needs is time.
+            ReconnectEvent::Failed(Some(_)) => EARLY_CAP_MAX,
+        };
+        cap.mul_f64(random)
+    }
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A session that was Ready for this long ends the outage.
+const STABLE_AFTER: Duration = Duration::from_secs(10);
+/// Least time between two retries at once. Less than the shortest keep-alive that makes sense (1 s, less 20 %): a server
+/// that was restarted twice is noticed no sooner.
+const IMMEDIATE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Full jitter up to this at the very beginning of an outage: a server that is only started again takes some 50 ms.
+const EARLY_CAP_MIN: Duration = Duration::from_millis(100);
+/// Full jitter up to this for the rest of "early": a server that restarts is found soon, and 10,000 agents are spread.
+const EARLY_CAP_MAX: Duration = Duration::from_secs(2);
+/// How long "early" lasts.
+const EARLY_FOR: Duration = Duration::from_secs(120);
+/// The jitter's cap doubles up to this later on.
+const LATE_CAP: Duration = Duration::from_secs(30);
+/// First wait after "name in use" or "too many sessions".
+const NAME_IN_USE_MIN: Duration = Duration::from_secs(60);
+/// Longest wait after "name in use" or "too many sessions".
+const NAME_IN_USE_MAX: Duration = Duration::from_secs(600);
+/// Wait after a refusal that a person must resolve.
+const PERMANENT_REFUSAL_WAIT: Duration = Duration::from_secs(30);
+/// The two fixed waits are stretched by up to this share, so that a site's agents do not come in step.
+const JITTER: f64 = 0.1;
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::SmallRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    const FAILED: ReconnectEvent = ReconnectEvent::Failed(None);
+
+    fn lost_after(seconds: u64) -> ReconnectEvent {
+        ReconnectEvent::Lost {
+            ready_for: Duration::from_secs(seconds),
+            code: CloseCode::Dead,
+        }
+    }
+
+    fn seconds(count: u64) -> Duration {
+        Duration::from_secs(count)
+    }
+
+    fn millis(count: u64) -> Duration {
+        Duration::from_millis(count)
+    }
+
+    #[test]
+    fn first_retry_is_at_once_then_jitter_up_to_the_outages_age() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        assert_eq!(backoff.next(FAILED, start, 0.9), Duration::ZERO);
+        assert_eq!(backoff.next(FAILED, start, 0.0), Duration::ZERO);
+        let caps = [(0, 100), (99, 100), (300, 300), (1999, 1999), (2500, 2000)];
+        for (age, cap) in caps.map(|(age, cap)| (millis(age), millis(cap))) {
+            assert_eq!(backoff.next(FAILED, start + age, 1.0), cap);
+            assert_eq!(backoff.next(FAILED, start + age, 0.5), cap / 2);
+        }
+        assert_eq!(backoff.next(FAILED, start + seconds(119), 1.0), seconds(2));
+    }
+
+    /// However the dice fall, callers wait at most twice as long as the server was away, or 0.1 s longer.
+    #[test]
+    fn server_that_is_back_is_found_soon_by_few_dials() {
+        const AGENTS: u32 = 1000;
+        let mut random = SmallRng::seed_from_u64(7);
+        for (away, most) in [(50, 4.0), (500, 8.0), (1500, 10.0), (5000, 14.0)] {
+            let away = millis(away);
+            let mut dials = 0;
+            for _ in 0..AGENTS {
+                let start = Instant::now();
+                let (mut backoff, mut now) = (Backoff::new(), start);
+                let mut event = lost_after(60);
+                loop {
+                    now += backoff.next(event, now, random.random());
+                    if now - start >= away {
+                        break;
+                    }
+                    dials += 1;
+                    event = FAILED;
+                }
+                let late = now - start - away;
+                assert!(late <= away.clamp(millis(100), seconds(2)), "{late:?}");
+            }
+            let mean = f64::from(dials) / f64::from(AGENTS);
+            assert!(mean <= most, "{mean} dials while away for {away:?}");
+        }
+    }
+
+    #[test]
+    fn server_that_admits_and_closes_at_once_is_soon_dialled_every_second() {
+        let mut random = SmallRng::seed_from_u64(7);
+        let start = Instant::now();
+        let (mut backoff, mut now, mut dials) = (Backoff::new(), start, 0);
+        while now - start < seconds(60) {
+            now += millis(20) + backoff.next(lost_after(0), now, random.random());
+            dials += 1;
+        }
+        assert!(dials < 120, "{dials} dials in a minute");
+    }
+
+    #[test]
+    fn server_that_refuses_is_asked_less_often() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        let refused = ReconnectEvent::Failed(Some(CloseCode::Overloaded));
+        assert_eq!(backoff.next(refused, start, 1.0), Duration::ZERO);
+        assert_eq!(backoff.next(refused, start, 1.0), seconds(2));
+        assert_eq!(backoff.next(FAILED, start, 1.0), millis(100));
+    }
+
+    #[test]
+    fn cap_doubles_to_thirty_seconds_after_two_minutes() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        backoff.next(FAILED, start, 0.0);
+        let late = start + seconds(120);
+        let caps: Vec<u64> = (0..6)
+            .map(|_| backoff.next(FAILED, late, 1.0).as_secs())
+            .collect();
+        assert_eq!(caps, [4, 8, 16, 30, 30, 30]);
+        assert_eq!(backoff.next(FAILED, late, 0.5), seconds(15));
+    }
+
+    #[test]
+    fn session_that_was_ready_for_a_while_ends_the_outage() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        backoff.next(FAILED, start, 0.0);
+        backoff.next(FAILED, start + seconds(500), 1.0);
+        let later = start + seconds(1000);
+        assert_eq!(backoff.next(lost_after(10), later, 1.0), Duration::ZERO);
+        assert_eq!(backoff.next(FAILED, later, 1.0), millis(100));
+        assert_eq!(backoff.next(FAILED, later + seconds(5), 1.0), seconds(2));
+    }
+
+    #[test]
+    fn lost_session_is_dialled_at_once_but_not_in_a_tight_loop() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        assert_eq!(backoff.next(lost_after(1), start, 1.0), Duration::ZERO);
+        let again = start + Duration::from_millis(50);
+        assert_eq!(backoff.next(lost_after(0), again, 1.0), millis(100));
+        assert_eq!(
+            backoff.next(lost_after(1), start + seconds(1), 1.0),
+            Duration::ZERO
+        );
+    }
+
+    #[test]
+    fn short_sessions_do_not_end_the_outage() {
+        let mut backoff = Backoff::new();
+        let start = Instant::now();
+        backoff.next(FAILED, start, 0.0);
+        let late = start + seconds(121);
+        assert_eq!(backoff.next(lost_after(9), late, 1.0), Duration::ZERO);
+        assert_eq!(backoff.next(FAILED, late, 1.0), seconds(4));
+    }
+
+    #[test]
+    fn name_in_use_and_too_many_sessions_wait_a_minute_doubling_to_ten() {
+        for code in [CloseCode::NameInUse, CloseCode::TooManySessions] {
+            waits_a_minute_doubling_to_ten(ReconnectEvent::Failed(Some(code)));
+        }
+    }
+
+    fn waits_a_minute_doubling_to_ten(event: ReconnectEvent) {
+        let mut backoff = Backoff::new();
+        let waits: Vec<u64> = (0..6)
+            .map(|_| backoff.next(event, Instant::now(), 0.0).as_secs())
+            .collect();
+        assert_eq!(waits, [60, 120, 240, 480, 600, 600]);
+        assert_eq!(
+            backoff.next(event, Instant::now(), 1.0),
+            Duration::from_secs(660)
+        );
+        backoff.next(lost_after(10), Instant::now(), 0.0);
+        assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(60));
+    }
+
+    #[test]
+    fn what_needs_a_person_is_retried_slowly() {
+        for code in [
+            CloseCode::Version,
+            CloseCode::NameNotInCredential,
+            CloseCode::CredentialRevoked,
+        ] {
+            let mut backoff = Backoff::new();
+            let event = ReconnectEvent::Failed(Some(code));
+            assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(30));
+            assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(30));
+        }
+        let mut backoff = Backoff::new();
+        let event = ReconnectEvent::Failed(Some(CloseCode::Overloaded));
+        assert_eq!(backoff.next(event, Instant::now(), 0.0), Duration::ZERO);
+    }
+}

@@ -1,0 +1,197 @@
+//! One session's task, from the first packet to the last: resolves, dials, is admitted, serves; or fails and says why.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+use tunnel_proto::tcp::ServerAddr;
+use tunnel_proto::transport::{ClosedBy, Dialer, HandshakeError, Session};
+use tunnel_proto::wire::code::CloseCode;
+
+use super::endpoint::{EndpointCursor, ResolveError};
+use super::happy_eyeballs::DialFailure;
+use super::transport_policy::SessionTransport;
+use crate::config::ServerAddress;
+use crate::metrics::ConnectResult;
+use crate::proxy::ProxyChoice;
+use crate::session::{
+    self, AdmitError, SessionContext, SessionEvent, SessionHandle, SessionSummary,
+};
+
+/// Where the servers are, and how each transport is dialled.
+pub(crate) struct Dialers {
+    pub(crate) servers: Vec<ServerAddress>,
+    pub(crate) proxy: ProxyChoice,
+    pub(crate) quic: Arc<dyn Dialer>,
+    pub(crate) h2: Arc<dyn Dialer>,
+}
+
+impl Dialers {
+    fn dialer(&self, transport: SessionTransport) -> &Arc<dyn Dialer> {
+        match transport {
+            SessionTransport::Quic => &self.quic,
+            SessionTransport::H2 => &self.h2,
+        }
+    }
+
+    /// Waits until all that was closed has told its peer, at most 1 s.
+    pub(crate) async fn wait_idle(&self) {
+        tokio::join!(self.quic.wait_idle(), self.h2.wait_idle());
+    }
+}
+
+/// What the task of a session needs.
+pub(super) struct SessionTask {
+    pub(super) transport: SessionTransport,
+    /// Where to begin to look.
+    pub(super) cursor: EndpointCursor,
+    pub(super) dialers: Arc<Dialers>,
+    pub(super) context: Arc<SessionContext>,
+    pub(super) handle: SessionHandle,
+}
+
+/// How a lane ended.
+pub(super) struct SessionExit {
+    /// The place that was tried.
+    pub(super) cursor: EndpointCursor,
+    pub(super) outcome: Result<SessionSummary, ConnectError>,
+}
+
+/// Why there is no ready session.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ConnectError {
+    /// No address.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// No connection.
+    #[error("{remote}")]
+    Dial {
+        remote: ServerAddr,
+        #[source]
+        source: HandshakeError,
+    },
+    /// No Welcome.
+    #[error("{remote}")]
+    Admit {
+        remote: ServerAddr,
+        #[source]
+        source: AdmitError,
+    },
+    /// Nobody needs it any more.
+    #[error("another session is ready")]
+    Abandoned,
+    /// A bug; the panic is in the log.
+    #[error("session task panicked")]
+    Broken,
+}
+
+impl ConnectError {
+    /// What the server, or this end, gave as the reason.
+    pub(super) fn code(&self) -> Option<CloseCode> {
+        match self {
+            Self::Admit { source, .. } => source.code(),
+            Self::Dial { source, .. } => source.code(),
+            Self::Resolve(_) | Self::Abandoned | Self::Broken => None,
+        }
+    }
+
+    /// What it means for the race.
+    pub(super) fn failure(&self) -> DialFailure {
+        match self {
+            Self::Resolve(_) | Self::Abandoned | Self::Broken => DialFailure::Unreachable,
+            Self::Dial { source, .. } => match source {
+                HandshakeError::Timeout => DialFailure::Timeout,
+                HandshakeError::Connect(_) | HandshakeError::Refused | HandshakeError::Local(_) => {
+                    DialFailure::Unreachable
+                }
+                HandshakeError::Transport(_)
+                | HandshakeError::CertificateRejected(..)
+                | HandshakeError::Identity(_) => DialFailure::HandshakeFailed,
+            },
+            Self::Admit { source, .. } => match source {
+                AdmitError::Timeout => DialFailure::Timeout,
+                AdmitError::Control(_) => DialFailure::Unreachable,
+                AdmitError::NotAdmitted { .. }
+                | AdmitError::Version(..)
+                | AdmitError::Protocol(_) => DialFailure::RefusedByServer,
+                AdmitError::Closed(reason) => match (reason.by, reason.code) {
+                    (ClosedBy::Peer, _) => DialFailure::RefusedByServer,
+                    (ClosedBy::Local, _) | (ClosedBy::Network, CloseCode::Dead) => {
+                        DialFailure::Unreachable
+                    }
+                    // In TLS 1.3 this is how a client learns that its certificate was not taken.
+                    (ClosedBy::Network, _) => DialFailure::HandshakeFailed,
+                },
+            },
+        }
+    }
+
+    /// Whether it failed over a certificate, this end's or the server's, as far as this end can know: over TCP a middlebox
+    /// that answers in the server's place looks the same.
+    pub(super) fn is_certificate_failure(&self) -> bool {
+        self.failure() == DialFailure::HandshakeFailed
+    }
+
+    /// The word for metrics.
+    pub(super) fn result(&self) -> ConnectResult {
+        match self {
+            Self::Abandoned => ConnectResult::Abandoned,
+            Self::Admit {
+                source: AdmitError::NotAdmitted { .. },
+                ..
+            } => ConnectResult::NotAdmitted,
+            Self::Resolve(_) | Self::Dial { .. } | Self::Admit { .. } | Self::Broken => {
+                match self.failure() {
+                    DialFailure::Timeout => ConnectResult::NoAnswer,
+                    DialFailure::Unreachable
+                    | DialFailure::HandshakeFailed
+                    | DialFailure::RefusedByServer => ConnectResult::Failed,
+                }
+            }
+        }
+    }
+}
+
+impl SessionTask {
+    /// Runs to the end of the session. Dropped early, everything is cut.
+    pub(super) async fn run(mut self) -> SessionExit {
+        let began = Instant::now();
+        let retire = self.handle.retire.clone();
+        let connected = tokio::select! {
+            biased;
+            () = retire.cancelled() => Err(ConnectError::Abandoned),
+            connected = self.connect() => connected,
+        };
+        let outcome = match connected {
+            Ok((remote, session)) => {
+                self.handle.send(SessionEvent::Answered).await;
+                session::run(session, &self.context, &self.handle, began)
+                    .await
+                    .map_err(|source| ConnectError::Admit { remote, source })
+            }
+            Err(error) => Err(error),
+        };
+        SessionExit {
+            cursor: self.cursor,
+            outcome,
+        }
+    }
+
+    async fn connect(&mut self) -> Result<(ServerAddr, Arc<dyn Session>), ConnectError> {
+        let within = self.context.limits.handshake_timeout;
+        let remote = self.remote(within).await?;
+        let dialled = timeout(within, self.dialers.dialer(self.transport).dial(&remote)).await;
+        match dialled.unwrap_or(Err(HandshakeError::Timeout)) {
+            Ok(session) => Ok((remote, session)),
+            Err(source) => Err(ConnectError::Dial { remote, source }),
+        }
+    }
+
+    async fn remote(&mut self, within: Duration) -> Result<ServerAddr, ResolveError> {
+        let Dialers { servers, proxy, .. } = &*self.dialers;
+        let tcp = self.transport == SessionTransport::H2;
+        self.cursor
+            .next(servers, within, |server| tcp && proxy.is_proxied(server))
+            .await
+    }
+}

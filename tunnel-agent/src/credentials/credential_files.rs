@@ -1,0 +1,67 @@
+//! Certificates that the operator brings: --cert-file, --key-file and --ca-file, followed while the agent runs.
+
+use std::path::PathBuf;
+
+use rustls_pki_types::{CertificateDer, ServerName};
+use tunnel_proto::identity::{PeerIdentity, sha256, validity};
+use tunnel_proto::process::file_watch::Loaded;
+use tunnel_proto::tls;
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+use tunnel_proto::wire::name::NodeName;
+
+use super::{CredentialError, Credentials};
+
+/// Where they are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CredentialFiles {
+    /// Chain and key.
+    pub pair: KeyPairFiles,
+    /// What servers must chain to.
+    pub ca: PathBuf,
+    /// The name that a server's certificate must be for; without one, the server role.
+    pub server_name: Option<ServerName<'static>>,
+}
+
+impl CredentialFiles {
+    /// Reads all of them for `node`. Blocks the thread.
+    pub(crate) fn load(&self, node: &NodeName) -> Result<Loaded<Credentials>, CredentialError> {
+        let own = self.pair.load()?;
+        let roots = load_roots(&self.ca)?;
+        let content: Vec<u8> = own
+            .cert
+            .iter()
+            .chain(&roots)
+            .flat_map(|der: &CertificateDer<'_>| der.to_vec())
+            .collect();
+        let unusable = |error| FileError::Root(self.pair.certificate.clone(), error);
+        let leaf = own
+            .cert
+            .first()
+            .ok_or_else(|| unusable(rustls::Error::NoCertificatesPresented))?;
+        // A certificate without a name that is understood here is the server's to judge.
+        if let Ok(identity) = PeerIdentity::from_agent_certificate(leaf)
+            && let Some(named) = identity.node()
+            && named != node
+        {
+            return Err(CredentialError::FileNodeMismatch {
+                configured: node.clone(),
+                named: named.clone(),
+                path: self.pair.certificate.clone(),
+            });
+        }
+        let (issued, not_after) =
+            validity(leaf).map_err(|error| unusable(rustls::Error::General(error.to_string())))?;
+        let roots = tls::roots(roots).map_err(|error| FileError::Root(self.ca.clone(), error))?;
+        Ok(Loaded {
+            digest: sha256(&content),
+            value: Credentials {
+                own,
+                roots,
+                server_name: self.server_name.clone(),
+                signer: None,
+                issued,
+                not_after,
+            },
+        })
+    }
+}

@@ -1,0 +1,516 @@
+//! The credentials of a running agent: handshakes take them from here, sessions renew them, the store keeps them.
+//!
+//! Where the disk fails, the agent goes on with what it has in memory and says so. What a server issued is on trial until a
+//! session is ready with it: the credentials from before stay, in memory and on disk, and take over again when
+//! handshakes fail.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rcgen::CertificateParams;
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+use tracing::{error, info, warn};
+use tunnel_proto::identity::BACKDATED;
+use tunnel_proto::tls::{self, ReloadableIdentity};
+use tunnel_proto::wire::enroll::EnrollReply;
+use tunnel_proto::wire::name::NodeName;
+
+use super::{CredentialStore, Credentials, Issued};
+use crate::enroll::check_issued;
+use crate::metrics::Metrics;
+
+/// Holds the credentials.
+#[derive(Debug)]
+pub(crate) struct RotatingCredentials {
+    node: NodeName,
+    identity: Arc<ReloadableIdentity>,
+    /// Where they are kept; none when the operator brings them.
+    store: Option<CredentialStore>,
+    /// The roots of --ca-file, which stand in for the server's.
+    ca: Mutex<Option<Vec<CertificateDer<'static>>>>,
+    current: Mutex<Credentials>,
+    /// The other credentials, while the current ones are on trial. Locked before the current ones.
+    alternate: Mutex<Option<AlternateCredentials>>,
+    /// Counts replacements of the current ones.
+    generation: AtomicU64,
+    /// What was issued and is not on disk yet.
+    unsaved: Mutex<Option<Issued>>,
+    /// Held while writing, so that an older certificate never replaces a newer one.
+    saving: tokio::sync::Mutex<()>,
+    /// When the next certificate is to be asked for.
+    next: watch::Sender<Option<Instant>>,
+    /// Counts credentials that new sessions are to be dialled with at once.
+    updates: watch::Sender<u64>,
+    /// The server says that the certificate has ended.
+    rejected: Notify,
+    /// The server says that the certificate is revoked.
+    revoked: Notify,
+    metrics: Metrics,
+}
+
+/// What the current credentials have replaced, or what they have replaced again.
+///
+/// ```text
+/// issued --> on trial --ready session--> alone
+///              |  ^
+///    3 refused |  | 3 refused       (the disk follows the pair that has a ready session)
+///              v  |
+///        the older pair --ready session--> alone
+/// ```
+#[derive(Debug)]
+struct AlternateCredentials {
+    credentials: Credentials,
+    /// As [`RotatingCredentials::unsaved`], of these.
+    unsaved: Option<Issued>,
+    /// Handshakes in a row that failed over a certificate with the current ones.
+    refused: u32,
+    /// These are the newer ones: the current ones are those from before.
+    is_newer: bool,
+    /// The older of the two are on disk as the previous ones.
+    is_stored: bool,
+}
+
+impl AlternateCredentials {
+    fn older(credentials: Credentials, is_stored: bool) -> Self {
+        Self {
+            credentials,
+            unsaved: None,
+            refused: 0,
+            is_newer: false,
+            is_stored,
+        }
+    }
+}
+
+impl RotatingCredentials {
+    /// Begins with credentials. Only those with a signer are renewed.
+    pub(crate) fn new(
+        node: NodeName,
+        credentials: Credentials,
+        store: Option<CredentialStore>,
+        ca: Option<Vec<CertificateDer<'static>>>,
+        metrics: Metrics,
+    ) -> Arc<Self> {
+        metrics.certificate(credentials.not_after);
+        let identity = ReloadableIdentity::new(credentials.own.clone(), credentials.trust());
+        let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        let previous = store
+            .as_ref()
+            .and_then(|store| store.previous(&node, ca.as_deref()));
+        Arc::new(Self {
+            node,
+            identity,
+            alternate: Mutex::new(previous.map(|older| AlternateCredentials::older(older, true))),
+            generation: AtomicU64::new(0),
+            store,
+            ca: Mutex::new(ca),
+            current: Mutex::new(credentials),
+            unsaved: Mutex::default(),
+            saving: tokio::sync::Mutex::default(),
+            next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
+            updates: watch::Sender::new(0),
+            rejected: Notify::new(),
+            revoked: Notify::new(),
+            metrics,
+        })
+    }
+
+    /// The roots of --ca-file at this moment.
+    pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
+        self.ca
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Takes other roots of --ca-file from the next handshake on.
+    ///
+    /// # Errors
+    /// When they cannot be used; the old ones stay.
+    pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
+        let store = tls::roots(roots.iter().cloned())?;
+        *self.ca.lock().unwrap_or_else(PoisonError::into_inner) = Some(roots);
+        if let Some(alternate) = &mut *self.alternate() {
+            alternate.credentials.roots = store.clone();
+        }
+        let mut current = self.lock();
+        current.roots = store;
+        self.identity.replace(current.own.clone(), current.trust());
+        Ok(())
+    }
+
+    /// What handshakes take.
+    pub(crate) fn identity(&self) -> &Arc<ReloadableIdentity> {
+        &self.identity
+    }
+
+    /// The credentials of this moment.
+    pub(crate) fn current(&self) -> Credentials {
+        self.lock().clone()
+    }
+
+    /// When the certificate ends.
+    pub(crate) fn not_after(&self) -> SystemTime {
+        self.lock().not_after
+    }
+
+    /// Changes when a new session is wanted for new credentials.
+    pub(crate) fn updates(&self) -> watch::Receiver<u64> {
+        self.updates.subscribe()
+    }
+
+    /// Changes with everything that is asked for or comes.
+    pub(crate) fn schedule(&self) -> watch::Receiver<Option<Instant>> {
+        self.next.subscribe()
+    }
+
+    /// The server says that the certificate is revoked.
+    pub(crate) fn revoke(&self) {
+        self.revoked.notify_one();
+    }
+
+    /// Waits until the server says that the certificate is revoked. Cancel-safe.
+    pub(crate) async fn revoked(&self) {
+        self.revoked.notified().await;
+    }
+
+    /// The server refused the certificate for its time.
+    pub(crate) fn reject(&self) {
+        self.rejected.notify_one();
+    }
+
+    /// Waits until the server refuses the certificate for its time. Cancel-safe.
+    pub(crate) async fn rejected(&self) {
+        self.rejected.notified().await;
+    }
+
+    /// Waits until another certificate is due, and gives the request for it: to one caller, who sends it. Cancel-safe.
+    pub(crate) async fn due(&self) -> Vec<u8> {
+        let mut next = self.next.subscribe();
+        loop {
+            let at = *next.borrow_and_update();
+            tokio::select! {
+                () = sleep_until(at.unwrap_or_else(Instant::now)), if at.is_some() => {
+                    if let Some(request) = self.take_request() {
+                        return request;
+                    }
+                }
+                _ = next.changed() => {}
+            }
+        }
+    }
+
+    /// The request, unless another session has just taken it; asked again when no answer comes.
+    fn take_request(&self) -> Option<Vec<u8>> {
+        let now = Instant::now();
+        let again = now + self.retry();
+        let claimed = self.next.send_if_modified(|next| {
+            let due = next.is_some_and(|at| at <= now);
+            if due {
+                *next = Some(again);
+            }
+            due
+        });
+        let signer = self.lock().signer.clone().filter(|_| claimed)?;
+        match CertificateParams::default().serialize_request(&*signer) {
+            Ok(request) => Some(request.der().to_vec()),
+            Err(error) => {
+                error!(agent = %self.node, %error, "cannot make a certificate request");
+                None
+            }
+        }
+    }
+
+    /// Takes the server's answer. Not cancel-safe: it may not be kept.
+    pub(crate) async fn handle_reply(&self, reply: EnrollReply) {
+        let (chain, roots) = match reply {
+            EnrollReply::Issued { chain, roots } => (chain, roots),
+            EnrollReply::Refused(code, detail) => {
+                self.metrics.renewal(code.label());
+                self.log_failure(&format!("{code}: {detail}"));
+                return;
+            }
+        };
+        let taken = self
+            .lock()
+            .signer
+            .clone()
+            .ok_or_else(|| "no certificate was requested".to_owned());
+        let taken = taken.and_then(|signer| {
+            check_issued(&self.node, &signer, &chain)?;
+            self.current()
+                .check_successor(&chain, &roots, SystemTime::now())?;
+            Credentials::issued(signer, &chain, &roots, self.ca().as_deref())
+        });
+        match taken {
+            Ok(credentials) => {
+                self.metrics.renewal("issued");
+                self.adopt(credentials, Some((chain, roots)), false).await;
+            }
+            Err(problem) => {
+                self.metrics.renewal("unusable");
+                self.log_failure(&format!("unusable answer: {problem}"));
+            }
+        }
+    }
+
+    /// Takes other credentials into use, and keeps what was issued. With `at_once` a new session is dialled with them.
+    /// Not cancel-safe: they may not be kept.
+    pub(crate) async fn adopt(
+        &self,
+        credentials: Credentials,
+        issued: Option<Issued>,
+        at_once: bool,
+    ) {
+        self.identity
+            .replace(credentials.own.clone(), credentials.trust());
+        self.metrics.certificate(credentials.not_after);
+        let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
+        info!(agent = %self.node, %not_after, "using a new certificate");
+        self.log_clock_skew(&credentials);
+        // Counted from its arrival: a clock that is wrong must not ask again at once.
+        let next = first_renewal(&credentials, credentials.issued, rand::random());
+        let older = std::mem::replace(&mut *self.lock(), credentials);
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        if issued.is_some() {
+            self.save_previous(older);
+        }
+        let next = next.map(|wait| Instant::now() + wait);
+        self.next.send_replace(next);
+        if at_once {
+            self.updates.send_modify(|count| *count += 1);
+        }
+        if issued.is_some() {
+            *self.unsaved() = issued;
+        }
+        self.save().await;
+    }
+
+    /// Keeps what a server's answer has replaced. Credentials that carried a session stay for as long as they are valid,
+    /// whatever came since.
+    fn save_previous(&self, older: Credentials) {
+        if self.store.is_none() {
+            return;
+        }
+        let mut alternate = self.alternate();
+        let is_stored = match &mut *alternate {
+            Some(alternate) if alternate.is_newer => alternate.is_stored,
+            Some(alternate) if alternate.credentials.not_after > SystemTime::now() => {
+                alternate.refused = 0;
+                return;
+            }
+            Some(_) | None => false,
+        };
+        *alternate = Some(AlternateCredentials::older(older, is_stored));
+    }
+
+    /// Which credentials a handshake that begins now will have: the current ones, or newer ones.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// A handshake failed over a certificate: the server refused the agent's, or the agent the server's. After three in a
+    /// row with credentials that are on trial the others are current. On disk nothing changes before a session is ready.
+    pub(crate) fn refused(&self, generation: u64) {
+        let mut alternate = self.alternate();
+        let Some(trial) = alternate
+            .as_mut()
+            .filter(|_| generation == self.generation())
+        else {
+            return;
+        };
+        trial.refused += 1;
+        if trial.refused < REFUSED_MOST {
+            return;
+        }
+        trial.refused = 0;
+        trial.is_newer = !trial.is_newer;
+        let mut current = self.lock();
+        std::mem::swap(&mut *current, &mut trial.credentials);
+        let mut unsaved = self.unsaved();
+        std::mem::swap(&mut *unsaved, &mut trial.unsaved);
+        self.metrics.unsaved(unsaved.is_some());
+        self.identity.replace(current.own.clone(), current.trust());
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        self.metrics.certificate(current.not_after);
+        self.metrics.renewal("returned");
+        let not_after = humantime::format_rfc3339_seconds(current.not_after);
+        warn!(
+            agent = %self.node, %not_after, previous = trial.is_newer,
+            "{REFUSED_MOST} consecutive handshakes failed on certificates; switched to the agent's other certificate and roots"
+        );
+        let next = first_renewal(&current, SystemTime::now(), rand::random());
+        drop((unsaved, current, alternate));
+        self.next
+            .send_replace(next.map(|wait| Instant::now() + wait));
+    }
+
+    /// A session is ready: of the two only the credentials that it was dialed with stay. Not cancel-safe: the disk may be behind.
+    pub(crate) async fn confirm(&self, generation: u64) {
+        let taken = self
+            .alternate()
+            .take_if(|_| generation == self.generation());
+        let (Some(alternate), Some(store)) = (taken, self.store.clone()) else {
+            return;
+        };
+        let _one_at_a_time = self.saving.lock().await;
+        let removed = tokio::task::spawn_blocking(move || {
+            if alternate.is_newer && alternate.is_stored {
+                store.restore_previous()
+            } else {
+                store.remove_previous()
+            }
+        });
+        match removed.await {
+            Ok(Ok(())) => {}
+            Ok(Err(problem)) => {
+                let error = crate::connector::causes(&problem);
+                warn!(agent = %self.node, error, "cannot update the certificates in the data directory");
+            }
+            Err(panic) => {
+                error!(agent = %self.node, error = %panic, "task that removes the previous certificate panicked")
+            }
+        }
+    }
+
+    /// Writes to disk what could not be written before. Not cancel-safe: it may be written all the same.
+    pub(crate) async fn save(&self) {
+        let _one_at_a_time = self.saving.lock().await;
+        let wanted = self.unsaved().clone();
+        let (Some(store), Some((chain, roots))) = (self.store.clone(), wanted.clone()) else {
+            return;
+        };
+        let signer = self.lock().signer.clone();
+        let is_older_stored = self
+            .alternate()
+            .as_ref()
+            .is_none_or(|alternate| alternate.is_newer || alternate.is_stored);
+        let saved = tokio::task::spawn_blocking(move || {
+            let older = if is_older_stored {
+                Ok(())
+            } else {
+                store.save_previous()
+            };
+            let is_older_stored = older.is_ok();
+            let saved = older
+                .and_then(|()| store.save(&chain, &roots))
+                .and_then(|()| signer.map_or(Ok(()), |signer| store.restore_key(&signer)));
+            (is_older_stored, saved)
+        });
+        let saved = saved.await.map(|(is_older_stored, saved)| {
+            // Also where the rest failed: half of a new pair may be on disk.
+            if let Some(alternate) = self.alternate().as_mut().filter(|_| is_older_stored) {
+                alternate.is_stored = true;
+            }
+            saved
+        });
+        match saved {
+            Ok(Ok(())) => {
+                let mut unsaved = self.unsaved();
+                if *unsaved == wanted {
+                    *unsaved = None;
+                }
+                self.metrics.unsaved(false);
+            }
+            Ok(Err(problem)) => {
+                self.metrics.unsaved(true);
+                error!(
+                    agent = %self.node, error = crate::connector::causes(&problem),
+                    "cannot write the certificate to the data directory; it stays in use until this process ends"
+                );
+            }
+            Err(panic) => {
+                error!(agent = %self.node, error = %panic, "task that writes the certificate panicked")
+            }
+        }
+    }
+
+    /// A certificate that was issued right now tells the server's time.
+    fn log_clock_skew(&self, credentials: &Credentials) {
+        let now = SystemTime::now();
+        let ahead = now.duration_since(credentials.issued).unwrap_or_default();
+        let behind = credentials.issued.duration_since(now).unwrap_or_default();
+        let (skew, word) = if ahead > behind {
+            (ahead, "ahead of")
+        } else {
+            (behind, "behind")
+        };
+        if skew > BACKDATED && credentials.signer.is_some() {
+            let skew = humantime::format_duration(Duration::from_secs(skew.as_secs()));
+            warn!(
+                agent = %self.node, clock = %humantime::format_rfc3339_seconds(now),
+                "clock of this host is {skew} {word} the server's; synchronize both clocks"
+            );
+        }
+    }
+
+    /// A renewal that failed is worth a warning, and an error when the end is near.
+    fn log_failure(&self, problem: &str) {
+        let (issued, not_after) = {
+            let current = self.lock();
+            (current.issued, current.not_after)
+        };
+        let left = not_after
+            .duration_since(SystemTime::now())
+            .unwrap_or_default();
+        let life = not_after.duration_since(issued).unwrap_or_default();
+        let ends = humantime::format_rfc3339_seconds(not_after);
+        if left < life / 4 {
+            error!(agent = %self.node, %ends, error = problem, "certificate ends soon and cannot be renewed");
+        } else {
+            warn!(agent = %self.node, %ends, error = problem, "certificate was not renewed; trying again");
+        }
+    }
+
+    /// How long to wait before asking again.
+    fn retry(&self) -> Duration {
+        let current = self.lock();
+        let life = current.not_after.duration_since(current.issued);
+        retry_after(life.unwrap_or_default(), rand::random())
+    }
+
+    fn alternate(&self) -> MutexGuard<'_, Option<AlternateCredentials>> {
+        self.alternate
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unsaved(&self) -> MutexGuard<'_, Option<Issued>> {
+        self.unsaved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Credentials> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long until the next certificate is asked for: at 50 % of the life of this one, give or take 10 %; `random` is from
+/// 0 to 1. `None` when it is not ours to renew.
+fn first_renewal(credentials: &Credentials, now: SystemTime, random: f64) -> Option<Duration> {
+    credentials.signer.as_ref()?;
+    let life = credentials
+        .not_after
+        .duration_since(credentials.issued)
+        .unwrap_or_default();
+    let age = now.duration_since(credentials.issued).unwrap_or_default();
+    Some(life.mul_f64(0.4 + 0.2 * random).saturating_sub(age))
+}
+
+/// A twentieth of the life, from half of it to one and a half; at most an hour or so.
+fn retry_after(life: Duration, random: f64) -> Duration {
+    (life / 20)
+        .clamp(RETRY_MIN, RETRY_MAX)
+        .mul_f64(0.5 + random)
+}
+
+/// Handshakes in a row that a pair may lose before the other one has its turn: one may be an accident.
+const REFUSED_MOST: u32 = 3;
+/// The server answers no faster.
+const RETRY_MIN: Duration = Duration::from_secs(3);
+const RETRY_MAX: Duration = Duration::from_secs(3600);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,365 @@
+use std::fs;
+
+use rcgen::KeyPair;
+use tokio::time::timeout;
+
+use super::*;
+use crate::testing::{Ca, TempDir, credentials};
+
+const LONG: Duration = Duration::from_secs(30 * 86400);
+const WORKER_1: &str = "culvert://agent/worker-1";
+
+struct Fixture {
+    scratch: TempDir,
+    ca: Ca,
+    signer: Arc<KeyPair>,
+    rotating_credentials: Arc<RotatingCredentials>,
+    text: prometheus_client::registry::Registry,
+}
+
+impl Fixture {
+    /// With a certificate of this age and 30 days of life.
+    fn aged(age: Duration) -> Self {
+        let (scratch, ca) = (TempDir::new(), Ca::new());
+        let store = CredentialStore::open(scratch.path()).unwrap();
+        let signer = Arc::new(store.key().unwrap());
+        let (metrics, text) = Metrics::register();
+        let now = SystemTime::now();
+        let mut first = credentials(&ca);
+        first.signer = Some(signer.clone());
+        first.issued = now - age;
+        first.not_after = now - age + LONG;
+        let node = "worker-1".parse().unwrap();
+        Self {
+            rotating_credentials: RotatingCredentials::new(node, first, Some(store), None, metrics),
+            scratch,
+            ca,
+            signer,
+            text,
+        }
+    }
+
+    fn issued(&self, key: &KeyPair, uri: &str) -> EnrollReply {
+        EnrollReply::Issued {
+            chain: vec![self.ca.issue(key, uri).to_vec()],
+            roots: vec![self.ca.der().to_vec()],
+        }
+    }
+
+    /// What a server answers that another CA stands behind; `roots` are those that come with it.
+    fn issued_by(&self, ca: &Ca, roots: &[&Ca]) -> EnrollReply {
+        EnrollReply::Issued {
+            chain: vec![ca.issue(&*self.signer, WORKER_1).to_vec()],
+            roots: roots.iter().map(|root| root.der().to_vec()).collect(),
+        }
+    }
+
+    /// Three handshakes fail over certificates.
+    fn refuse(&self) {
+        for _ in 0..REFUSED_MOST {
+            self.rotating_credentials
+                .refused(self.rotating_credentials.generation());
+        }
+    }
+
+    /// The leaf of what handshakes take.
+    fn in_use(&self) -> CertificateDer<'static> {
+        self.rotating_credentials.identity().own().cert[0].clone()
+    }
+
+    /// The leaf that the next start finds.
+    fn stored(&self) -> CertificateDer<'static> {
+        let store = CredentialStore::open(self.scratch.path()).unwrap();
+        let node = "worker-1".parse().unwrap();
+        match store.load(&node, None, SystemTime::now()).unwrap() {
+            super::super::Stored::Valid(stored) => stored.own.cert[0].clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn has_previous(&self) -> bool {
+        let dir = self.scratch.path();
+        ["agent.crt.previous", "ca.crt.previous"]
+            .iter()
+            .any(|name| dir.join(name).exists())
+    }
+
+    fn metric(&self, line: &str) -> bool {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.text).unwrap();
+        text.lines().any(|shown| shown == line)
+    }
+}
+
+#[test]
+fn renewal_is_at_half_life_give_or_take_a_tenth() {
+    let ca = Ca::new();
+    let mut held = credentials(&ca);
+    let now = SystemTime::now();
+    held.issued = now;
+    held.not_after = now + LONG;
+    assert_eq!(first_renewal(&held, now, 0.5), None, "not ours to renew");
+    held.signer = Some(Arc::new(KeyPair::generate().unwrap()));
+    for (random, share) in [(0.0, 0.4), (0.5, 0.5), (1.0, 0.6)] {
+        let wait = first_renewal(&held, now, random).unwrap();
+        assert_eq!(wait, LONG.mul_f64(share));
+        let later = first_renewal(&held, now + LONG / 4, random).unwrap();
+        assert_eq!(later, LONG.mul_f64(share) - LONG / 4);
+    }
+    // A host whose clock is far ahead: the next wait is that of a certificate that has just come.
+    assert!(first_renewal(&held, held.issued, 0.0).unwrap() > LONG / 3);
+    let overdue = first_renewal(&held, now + LONG, 0.5);
+    assert_eq!(overdue, Some(Duration::ZERO));
+    assert_eq!(retry_after(LONG, 0.5), RETRY_MAX);
+    assert_eq!(retry_after(Duration::from_secs(60), 0.5), RETRY_MIN);
+}
+
+#[tokio::test(start_paused = true)]
+async fn due_request_goes_to_one_session_and_again_when_no_answer_comes() {
+    let fixture = Fixture::aged(LONG);
+    let (first, second) = (
+        fixture.rotating_credentials.clone(),
+        fixture.rotating_credentials.clone(),
+    );
+    assert!(!first.due().await.is_empty());
+    let soon = Duration::from_secs(60);
+    assert!(timeout(soon, second.due()).await.is_err(), "asked twice");
+    assert!(timeout(RETRY_MAX * 2, second.due()).await.is_ok());
+}
+
+#[tokio::test]
+async fn valid_answer_is_installed_and_stored_and_invalid_ones_change_nothing() {
+    let fixture = Fixture::aged(LONG / 2);
+    let before = fixture.rotating_credentials.identity().own();
+    let uri = "culvert://agent/worker-1";
+    let stranger = KeyPair::generate().unwrap();
+    for bad in [
+        fixture.issued(&stranger, uri),
+        fixture.issued(&fixture.signer, "culvert://agent/worker-2"),
+        fixture.issued(&fixture.signer, "culvert://server"),
+        EnrollReply::Issued {
+            chain: vec![],
+            roots: vec![],
+        },
+        EnrollReply::Issued {
+            chain: vec![vec![1, 2, 3]],
+            roots: vec![vec![4]],
+        },
+        EnrollReply::Refused(
+            tunnel_proto::wire::code::EnrollCode::Unavailable,
+            "x".into(),
+        ),
+    ] {
+        fixture.rotating_credentials.handle_reply(bad).await;
+        assert!(Arc::ptr_eq(
+            &before,
+            &fixture.rotating_credentials.identity().own()
+        ));
+    }
+    assert!(!fixture.scratch.path().join("agent.crt").exists());
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 5"));
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unavailable\"} 1"));
+
+    fixture
+        .rotating_credentials
+        .handle_reply(fixture.issued(&fixture.signer, uri))
+        .await;
+    assert!(!Arc::ptr_eq(
+        &before,
+        &fixture.rotating_credentials.identity().own()
+    ));
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"issued\"} 1"));
+    assert!(fixture.metric("tunnel_agent_certificate_unsaved 0"));
+    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
+    let node = "worker-1".parse().unwrap();
+    let stored = store.load(&node, None, SystemTime::now()).unwrap();
+    assert!(matches!(stored, super::super::Stored::Valid(_)));
+}
+
+/// F17: a clock that is days ahead is told, and does not make the agent ask again and again.
+#[tokio::test(start_paused = true)]
+async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
+    let fixture = Fixture::aged(LONG / 2);
+    let mut ahead = fixture.rotating_credentials.current();
+    ahead.issued = SystemTime::now() - LONG + Duration::from_secs(86400);
+    ahead.not_after = ahead.issued + LONG;
+    fixture.rotating_credentials.adopt(ahead, None, false).await;
+    let soon = LONG.mul_f64(0.39);
+    assert!(
+        timeout(soon, fixture.rotating_credentials.due())
+            .await
+            .is_err()
+    );
+    assert!(
+        timeout(LONG, fixture.rotating_credentials.due())
+            .await
+            .is_ok()
+    );
+}
+
+/// F24, the part without a small disk: the directory is gone, and then back.
+#[tokio::test]
+async fn f24_lost_directory_is_survived_in_memory_and_reported() {
+    let fixture = Fixture::aged(LONG / 2);
+    let uri = "culvert://agent/worker-1";
+    let before = fixture.rotating_credentials.identity().own();
+    fs::remove_dir_all(fixture.scratch.path()).unwrap();
+    fixture
+        .rotating_credentials
+        .handle_reply(fixture.issued(&fixture.signer, uri))
+        .await;
+    let second = fixture.rotating_credentials.identity().own();
+    assert!(!Arc::ptr_eq(&before, &second), "goes on with the new one");
+    assert!(fixture.metric("tunnel_agent_certificate_unsaved 1"));
+    fs::create_dir(fixture.scratch.path()).unwrap();
+    fixture.rotating_credentials.save().await;
+    assert!(fixture.metric("tunnel_agent_certificate_unsaved 0"));
+    for name in ["agent.key", "agent.crt", "ca.crt"] {
+        assert!(fixture.scratch.path().join(name).exists(), "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
+    let fixture = Fixture::aged(LONG / 2);
+    let file = fixture.scratch.path().join("agent.crt");
+    let first_is_writing = fixture.rotating_credentials.saving.lock().await;
+    for _ in 0..2 {
+        let issued = fixture.issued(&fixture.signer, "culvert://agent/worker-1");
+        let soon = Duration::from_secs(1);
+        let waiting = timeout(soon, fixture.rotating_credentials.handle_reply(issued)).await;
+        assert!(waiting.is_err() && !file.exists());
+    }
+    drop(first_is_writing);
+    fixture.rotating_credentials.save().await;
+    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
+    let node = "worker-1".parse().unwrap();
+    let stored = store.load(&node, None, SystemTime::now()).unwrap();
+    let super::super::Stored::Valid(stored) = stored else {
+        panic!("not valid")
+    };
+    assert_eq!(
+        stored.own.cert,
+        fixture.rotating_credentials.identity().own().cert
+    );
+}
+
+/// What a compromised server could answer: it moves no agent to other servers, and locks none out.
+#[tokio::test]
+async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (ours, stranger) = (&fixture.ca, Ca::new());
+    let ended = EnrollReply::Issued {
+        chain: vec![ours.issue_ended(&*fixture.signer, WORKER_1).to_vec()],
+        roots: vec![ours.der().to_vec()],
+    };
+    let before = fixture.in_use();
+    for bad in [
+        fixture.issued_by(&stranger, &[&stranger]),
+        fixture.issued_by(ours, &[&stranger]),
+        fixture.issued_by(&stranger, &[ours]),
+        ended,
+    ] {
+        fixture.rotating_credentials.handle_reply(bad).await;
+        assert_eq!(fixture.in_use(), before);
+    }
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 4"));
+    assert!(!fixture.scratch.path().join("agent.crt").exists());
+    // As while the CA is replaced.
+    let both = fixture.issued_by(&stranger, &[ours, &stranger]);
+    fixture.rotating_credentials.handle_reply(both).await;
+    assert_ne!(fixture.in_use(), before);
+}
+
+#[tokio::test]
+async fn three_refused_handshakes_bring_the_previous_certificate_back() {
+    let fixture = Fixture::aged(LONG / 2);
+    let first = fixture.issued(&fixture.signer, WORKER_1);
+    fixture.rotating_credentials.handle_reply(first).await;
+    fixture
+        .rotating_credentials
+        .confirm(fixture.rotating_credentials.generation())
+        .await;
+    assert!(!fixture.has_previous());
+    let first = fixture.in_use();
+
+    let hostile = Ca::new();
+    let reply = fixture.issued_by(&hostile, &[&fixture.ca, &hostile]);
+    fixture.rotating_credentials.handle_reply(reply).await;
+    let second = fixture.in_use();
+    assert_ne!(first, second);
+    assert!(fixture.has_previous());
+    let generation = fixture.rotating_credentials.generation();
+    fixture.rotating_credentials.refused(generation);
+    fixture.rotating_credentials.refused(generation);
+    // Begun with what was there before.
+    fixture.rotating_credentials.refused(generation - 1);
+    assert_eq!(fixture.in_use(), second);
+    fixture.rotating_credentials.refused(generation);
+    assert_eq!(fixture.in_use(), first);
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"returned\"} 1"));
+    assert_eq!(fixture.stored(), second, "written before anything worked");
+
+    fixture.rotating_credentials.confirm(generation).await;
+    assert_eq!(fixture.stored(), second, "another one's session");
+    fixture
+        .rotating_credentials
+        .confirm(fixture.rotating_credentials.generation())
+        .await;
+    assert_eq!(fixture.stored(), first);
+    assert!(!fixture.has_previous());
+    fixture.refuse();
+    assert_eq!(fixture.in_use(), first, "there is no other");
+}
+
+/// Where neither is accepted, as behind a middlebox that answers for the server, they take turns.
+#[tokio::test]
+async fn refused_certificates_alternate_until_one_works() {
+    let fixture = Fixture::aged(LONG / 2);
+    let before = fixture.in_use();
+    let reply = fixture.issued(&fixture.signer, WORKER_1);
+    fixture.rotating_credentials.handle_reply(reply).await;
+    let after = fixture.in_use();
+    for _ in 0..2 {
+        fixture.refuse();
+        assert_eq!(fixture.in_use(), before);
+        fixture.refuse();
+        assert_eq!(fixture.in_use(), after);
+    }
+    fixture
+        .rotating_credentials
+        .confirm(fixture.rotating_credentials.generation())
+        .await;
+    assert_eq!(fixture.stored(), after);
+}
+
+#[tokio::test]
+async fn previous_certificate_outlives_a_restart() {
+    let fixture = Fixture::aged(LONG / 2);
+    for _ in 0..2 {
+        let reply = fixture.issued(&fixture.signer, WORKER_1);
+        fixture
+            .rotating_credentials
+            .confirm(fixture.rotating_credentials.generation())
+            .await;
+        fixture.rotating_credentials.handle_reply(reply).await;
+    }
+    let newest = fixture.in_use();
+    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
+    let node: NodeName = "worker-1".parse().unwrap();
+    let super::super::Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap()
+    else {
+        panic!("not valid")
+    };
+    let restarted = RotatingCredentials::new(node, *stored, Some(store), None, Metrics::default());
+    let leaf = |rotating_credentials: &RotatingCredentials| {
+        rotating_credentials.identity().own().cert[0].clone()
+    };
+    assert_eq!(leaf(&restarted), newest);
+    for _ in 0..REFUSED_MOST {
+        restarted.refused(restarted.generation());
+    }
+    assert_ne!(leaf(&restarted), newest);
+    restarted.confirm(restarted.generation()).await;
+    assert_eq!(fixture.stored(), leaf(&restarted));
+}

@@ -1,0 +1,131 @@
+//! Trying until there is a certificate: server after server with growing pauses, and by turns where there are two ways.
+
+use std::time::Duration;
+
+use rand::random;
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+use tunnel_proto::wire::code::EnrollCode;
+
+use super::{EndpointRotation, EnrollError, EnrollProof, Enrolled, Enrollment, attempt};
+use crate::connector::backoff::{Backoff, ReconnectEvent};
+use crate::connector::causes;
+
+/// Enrolls, trying again while that may help. Cancel-safe: the key is kept and the request may be repeated.
+///
+/// # Errors
+/// When a person has to act.
+pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Enrolled, EnrollError> {
+    RetryLoop::new(enrollment).run().await
+}
+
+/// Renews a certificate that has ended, or enrolls with a token: each gets a round over all servers by turns, since a
+/// failure that may pass may also never do so, as when the server has another CA now. Cancel-safe as [`enroll`].
+///
+/// # Errors
+/// When a person has to act.
+pub(crate) async fn renew_or_enroll(
+    renewal: &Enrollment,
+    by_token: &Enrollment,
+) -> Result<Enrolled, EnrollError> {
+    let (mut renewal, mut by_token) = (RetryLoop::new(renewal), RetryLoop::new(by_token));
+    loop {
+        match renewal.round().await {
+            Ok(enrolled) => return Ok(enrolled),
+            Err(error) => {
+                let agent = &renewal.enrollment.node;
+                warn!(%agent, error = causes(&error), "cannot renew the certificate; trying the token");
+                if !error.is_retryable() {
+                    return by_token.run().await;
+                }
+            }
+        }
+        match by_token.round().await {
+            Ok(enrolled) => return Ok(enrolled),
+            Err(error) => {
+                let agent = &renewal.enrollment.node;
+                warn!(%agent, error = causes(&error), "cannot enroll with the token; trying the certificate's key");
+                if !error.is_retryable() {
+                    return renewal.run().await;
+                }
+            }
+        }
+    }
+}
+
+/// Attempts of one enrollment, and the pauses between them.
+struct RetryLoop<'a> {
+    enrollment: &'a Enrollment,
+    backoff: Backoff,
+    rotation: EndpointRotation,
+}
+
+impl<'a> RetryLoop<'a> {
+    fn new(enrollment: &'a Enrollment) -> Self {
+        Self {
+            enrollment,
+            backoff: Backoff::new(),
+            rotation: EndpointRotation::default(),
+        }
+    }
+
+    /// Says what is about to be tried.
+    fn log_start(&self) {
+        let node = &self.enrollment.node;
+        match &self.enrollment.proof {
+            EnrollProof::Token(token) => info!(agent = %node, token = token.id(), "enrolling"),
+            EnrollProof::ServiceAccount(..) => {
+                info!(agent = %node, "enrolling with the ServiceAccount token")
+            }
+            EnrollProof::ExpiredCertificate(ended) => {
+                let ended = humantime::format_rfc3339_seconds(ended.not_after);
+                info!(agent = %node, %ended, "certificate has expired; renewing with its key");
+            }
+        }
+    }
+
+    /// Until it works or a person has to act.
+    async fn run(&mut self) -> Result<Enrolled, EnrollError> {
+        loop {
+            match self.round().await {
+                Err(error) if error.is_retryable() => {}
+                ended => return ended,
+            }
+        }
+    }
+
+    /// One attempt per server, each with a pause after a failure. The last failure, or the first that no repetition
+    /// helps against.
+    async fn round(&mut self) -> Result<Enrolled, EnrollError> {
+        if self.rotation.attempts == 0 {
+            self.log_start();
+        }
+        let mut left = self.enrollment.servers.len();
+        loop {
+            let error = match attempt(self.enrollment, &mut self.rotation).await {
+                Err(error) if error.is_retryable() => error,
+                ended => return ended,
+            };
+            let mut retry_in =
+                self.backoff
+                    .next(ReconnectEvent::Failed(None), Instant::now(), random());
+            if let EnrollError::Refused {
+                code: EnrollCode::RateLimited,
+                ..
+            } = error
+            {
+                retry_in += RATE_LIMIT_WAIT;
+            }
+            let agent = &self.enrollment.node;
+            warn!(%agent, error = causes(&error), ?retry_in, "cannot enroll");
+            sleep(retry_in).await;
+            left = left.saturating_sub(1);
+            if left == 0 {
+                return Err(error);
+            }
+        }
+    }
+}
+
+/// Added to the wait after "rate limited": failures are counted over a minute.
+const RATE_LIMIT_WAIT: Duration = Duration::from_secs(15);

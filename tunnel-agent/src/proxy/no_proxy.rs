@@ -1,0 +1,223 @@
+//! NO_PROXY: which servers the environment's proxy is not for. Pure; names are compared, never resolved.
+
+use std::net::IpAddr;
+
+use tunnel_proto::wire::name::Port;
+
+use crate::config::ServerAddress;
+
+/// A list as Go and curl understand it, separated by commas or blanks. What matches nothing is no error: the variable
+/// is shared with other programs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct NoProxy(Vec<NoProxyEntry>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct NoProxyEntry {
+    pattern: HostPattern,
+    /// Absent: any.
+    port: Option<Port>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum HostPattern {
+    /// `*`
+    All,
+    /// `10.0.0.0/8`; an address is a network of one.
+    Network(IpAddr, u32),
+    /// `example.com`: itself and what is below it.
+    Domain(String),
+    /// `.example.com` or `*.example.com`: what is below it, with the dot.
+    Subdomains(String),
+}
+
+impl NoProxy {
+    /// Reads a list; entries that cannot be understood are left out.
+    pub(crate) fn new(list: &str) -> Self {
+        let items = list.split(|character: char| character == ',' || character.is_whitespace());
+        Self(items.filter_map(entry).collect())
+    }
+
+    /// Whether `server` is to be dialled directly. This host always is.
+    pub(crate) fn covers(&self, server: &ServerAddress) -> bool {
+        let host = normalize(&server.host);
+        let ip = address(&host);
+        let is_this_host = host == "localhost" || ip.is_some_and(|ip| ip.is_loopback());
+        is_this_host
+            || self.0.iter().any(|entry| {
+                let port_fits = entry.port.is_none_or(|port| port.get() == server.port);
+                port_fits && entry.pattern.contains(&host, ip)
+            })
+    }
+}
+
+impl HostPattern {
+    fn contains(&self, host: &str, ip: Option<IpAddr>) -> bool {
+        match self {
+            Self::All => true,
+            Self::Network(network, prefix) => ip.is_some_and(|ip| is_within(ip, *network, *prefix)),
+            Self::Domain(_) | Self::Subdomains(_) if ip.is_some() => false,
+            Self::Domain(domain) => host
+                .strip_suffix(domain.as_str())
+                .is_some_and(|front| front.is_empty() || front.ends_with('.')),
+            Self::Subdomains(suffix) => {
+                host.len() > suffix.len() && host.ends_with(suffix.as_str())
+            }
+        }
+    }
+}
+
+fn entry(item: &str) -> Option<NoProxyEntry> {
+    if item == "*" {
+        return Some(NoProxyEntry {
+            pattern: HostPattern::All,
+            port: None,
+        });
+    }
+    let (pattern, port) = match item.strip_prefix('[') {
+        Some(rest) => {
+            let (pattern, port) = rest.split_once(']')?;
+            match port {
+                "" => (pattern, None),
+                port => (pattern, Some(port.strip_prefix(':')?)),
+            }
+        }
+        None => match item.split_once(':') {
+            // More colons are those of an IPv6 address.
+            Some((pattern, port)) if !port.contains(':') => (pattern, Some(port)),
+            _ => (item, None),
+        },
+    };
+    let port = port.map(str::parse).transpose().ok()?;
+    let pattern = network(pattern).or_else(|| domain(pattern))?;
+    Some(NoProxyEntry { pattern, port })
+}
+
+fn network(text: &str) -> Option<HostPattern> {
+    let Some((start, prefix)) = text.split_once('/') else {
+        let ip = address(text)?;
+        return Some(HostPattern::Network(
+            ip,
+            if ip.is_ipv4() { 32 } else { 128 },
+        ));
+    };
+    let start: IpAddr = start.parse().ok()?;
+    let most = if start.is_ipv4() { 32 } else { 128 };
+    let prefix = prefix.parse().ok().filter(|prefix| *prefix <= most)?;
+    Some(HostPattern::Network(start, prefix))
+}
+
+fn domain(text: &str) -> Option<HostPattern> {
+    let name = normalize(text);
+    let suffix = name.strip_prefix('*').unwrap_or(&name);
+    let bare = suffix.strip_prefix('.').unwrap_or(suffix);
+    if bare.is_empty() || bare.contains('/') {
+        return None;
+    }
+    Some(if suffix.starts_with('.') {
+        HostPattern::Subdomains(suffix.to_owned())
+    } else {
+        HostPattern::Domain(name)
+    })
+}
+
+fn address(text: &str) -> Option<IpAddr> {
+    let ip: IpAddr = text.parse().ok()?;
+    Some(ip.to_canonical())
+}
+
+/// In lower case, without the dot of the root.
+fn normalize(name: &str) -> String {
+    let name = name.strip_suffix('.').unwrap_or(name);
+    name.to_ascii_lowercase()
+}
+
+fn is_within(ip: IpAddr, network: IpAddr, prefix: u32) -> bool {
+    match (ip, network) {
+        (IpAddr::V4(ip), IpAddr::V4(network)) => {
+            let differs = ip.to_bits() ^ network.to_bits();
+            differs.leading_zeros() >= prefix
+        }
+        (IpAddr::V6(ip), IpAddr::V6(network)) => {
+            let differs = ip.to_bits() ^ network.to_bits();
+            differs.leading_zeros() >= prefix
+        }
+        (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn list_is_understood_as_by_go_and_curl() {
+        for (list, server, direct) in [
+            ("", "cloud.example.com:10262", false),
+            ("*", "cloud.example.com:10262", true),
+            ("other, *", "10.0.0.1:1", true),
+            ("cloud.example.com", "cloud.example.com:10262", true),
+            ("Cloud.Example.COM", "cloud.example.com:10262", true),
+            ("cloud.example.com", "CLOUD.example.com.:10262", true),
+            ("cloud.example.com.", "cloud.example.com:10262", true),
+            ("example.com", "cloud.example.com:10262", true),
+            ("example.com", "a.b.example.com:10262", true),
+            ("example.com", "example.com:10262", true),
+            ("example.com", "badexample.com:10262", false),
+            ("example.com", "example.com.evil:10262", false),
+            (".example.com", "cloud.example.com:10262", true),
+            (".example.com", "example.com:10262", false),
+            (".example.com", "badexample.com:10262", false),
+            ("*.example.com", "cloud.example.com:10262", true),
+            ("*.example.com", "example.com:10262", false),
+            ("a.com,b.com", "x.b.com:1", true),
+            ("a.com b.com", "b.com:1", true),
+            (" a.com ,\tb.com , ", "b.com:1", true),
+            ("example.com:10262", "cloud.example.com:10262", true),
+            ("example.com:443", "cloud.example.com:10262", false),
+            (".example.com:10262", "cloud.example.com:10262", true),
+            ("example.com:443,example.com", "example.com:10262", true),
+            ("10.1.2.3", "10.1.2.3:10262", true),
+            ("10.1.2.3", "10.1.2.30:10262", false),
+            ("10.1.2.3:10262", "10.1.2.3:10262", true),
+            ("10.1.2.3:443", "10.1.2.3:10262", false),
+            ("10.1.2.3", "[::ffff:10.1.2.3]:10262", true),
+            ("10.0.0.0/8", "10.255.0.1:10262", true),
+            ("10.1.2.3/8", "10.255.0.1:10262", true),
+            ("10.0.0.0/8", "11.0.0.1:10262", false),
+            ("10.0.0.0/31", "10.0.0.2:10262", false),
+            ("10.0.0.0/8:10262", "10.0.0.1:10262", true),
+            ("10.0.0.0/8:443", "10.0.0.1:10262", false),
+            ("0.0.0.0/0", "203.0.113.1:1", true),
+            ("0.0.0.0/0", "[2001:db8::1]:1", false),
+            ("10.0.0.0/33", "10.0.0.1:1", false),
+            ("10.0.0.0/8", "10.example.com:1", false),
+            ("10", "10.0.0.1:1", false),
+            ("0.1", "10.0.0.1:1", false),
+            ("2001:db8::1", "[2001:db8::1]:10262", true),
+            ("2001:db8:0::1", "[2001:db8::1]:10262", true),
+            ("[2001:db8::1]", "[2001:db8::1]:10262", true),
+            ("[2001:db8::1]:10262", "[2001:db8::1]:10262", true),
+            ("[2001:db8::1]:443", "[2001:db8::1]:10262", false),
+            ("2001:db8::/32", "[2001:db8:1::1]:10262", true),
+            ("[2001:db8::]/32", "[2001:db8:1::1]:10262", false),
+            ("2001:db8::/32", "[2001:db9::1]:10262", false),
+            ("::/0", "[2001:db8::1]:1", true),
+            ("example.com:x", "example.com:1", false),
+            (".", "example.com:1", false),
+            ("*com", "example.com:1", false),
+            // This host, whatever the list says.
+            ("", "localhost:10262", true),
+            ("", "LOCALHOST.:10262", true),
+            ("", "127.0.0.1:10262", true),
+            ("", "127.8.8.8:10262", true),
+            ("", "[::1]:10262", true),
+            ("", "[::ffff:127.0.0.1]:10262", true),
+            ("", "localhost.example.com:10262", false),
+            ("", "notlocalhost:10262", false),
+        ] {
+            let address: ServerAddress = server.parse().unwrap();
+            let found = NoProxy::new(list).covers(&address);
+            assert_eq!(found, direct, "NO_PROXY={list:?}, server {server}");
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! What is thought of the server, when to look again, and when a retired session has nothing left to do; pure.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, LivenessState};
+use tunnel_proto::transport::{Health, TransportKind};
+
+/// Watches one ready session.
+#[derive(Debug)]
+pub(super) struct SessionMonitor {
+    liveness: Liveness,
+    state: LivenessState,
+    /// Whether requests were open at the last look.
+    busy: bool,
+    next: Instant,
+    retired: Retired,
+}
+
+/// Whether another session has taken over.
+#[derive(Debug, Clone, Copy)]
+enum Retired {
+    No,
+    /// Streams are open, or the path is not known to carry anything.
+    Busy,
+    /// It leaves then, unless a late stream comes.
+    Idle(Instant),
+}
+
+/// What a look gave.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Observation {
+    /// What became of the session.
+    pub(super) transition: Transition,
+    /// Whether to send a probe.
+    pub(super) probe: bool,
+    /// Whether this end, without the server's word, has stopped hearing from it.
+    pub(super) is_suspect_locally: bool,
+    /// For how long nothing was heard.
+    pub(super) silence: Duration,
+}
+
+/// What became of the session since the last look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Transition {
+    /// Nothing.
+    Unchanged,
+    /// The server is suspect.
+    Suspect,
+    /// The server is live again.
+    Live,
+    /// It was silent for too long: to be closed.
+    Dead,
+    /// It has retired and its last stream has ended: to be closed.
+    Finished,
+}
+
+impl SessionMonitor {
+    /// Of a session that is live and was read at `now`.
+    pub(super) fn new(
+        limits: LivenessLimits,
+        transport: TransportKind,
+        health: Health,
+        now: Instant,
+    ) -> Self {
+        Self {
+            liveness: Liveness::new(limits, transport, health.into(), now),
+            state: LivenessState::Live,
+            busy: false,
+            next: now,
+            retired: Retired::No,
+        }
+    }
+
+    /// When to look.
+    pub(super) fn next(&self) -> Instant {
+        self.next
+    }
+
+    /// A stream was accepted: when it is the first, its time of waiting begins.
+    pub(super) fn stream(&mut self, now: Instant) {
+        if !self.busy {
+            self.next = now;
+        }
+    }
+
+    /// What the server says of this end.
+    pub(super) fn peer_suspects(&mut self, doubts: bool, now: Instant) {
+        self.liveness.peer_suspects(doubts);
+        self.next = now;
+    }
+
+    /// Another session takes the new streams.
+    pub(super) fn retire(&mut self, now: Instant) {
+        self.retired = Retired::Busy;
+        self.next = now;
+    }
+
+    /// Whether [`SessionMonitor::retire`] was called.
+    pub(super) fn is_retired(&self) -> bool {
+        !matches!(self.retired, Retired::No)
+    }
+
+    /// Takes a reading.
+    pub(super) fn check(&mut self, health: Health, now: Instant) -> Observation {
+        let check = self.liveness.check(health.into(), now);
+        self.busy = health.streams > 0;
+        self.next = now + check.next_check;
+        let before = std::mem::replace(&mut self.state, check.state);
+        let transition = match (before, check.state) {
+            (_, LivenessState::Dead) => Transition::Dead,
+            (LivenessState::Live | LivenessState::Dead, LivenessState::Suspect) => {
+                Transition::Suspect
+            }
+            (LivenessState::Suspect | LivenessState::Dead, LivenessState::Live) => Transition::Live,
+            (LivenessState::Suspect, LivenessState::Suspect) => Transition::Unchanged,
+            (LivenessState::Live, LivenessState::Live) if self.can_close(health, now) => {
+                Transition::Finished
+            }
+            (LivenessState::Live, LivenessState::Live) => Transition::Unchanged,
+        };
+        if transition == Transition::Suspect {
+            // What the server opened meanwhile may still come through.
+            self.reset_idle();
+        }
+        Observation {
+            transition,
+            probe: check.probe,
+            is_suspect_locally: check.is_suspect_locally,
+            silence: check.silence,
+        }
+    }
+
+    /// Of a live session.
+    fn can_close(&mut self, health: Health, now: Instant) -> bool {
+        match self.retired {
+            Retired::No => return false,
+            Retired::Busy | Retired::Idle(_) if self.busy => self.reset_idle(),
+            Retired::Busy => self.retired = Retired::Idle(now + health.rtt + LINGER),
+            Retired::Idle(until) if until <= now => return true,
+            Retired::Idle(_) => {}
+        }
+        if let Retired::Idle(until) = self.retired {
+            self.next = self.next.min(until);
+        }
+        false
+    }
+
+    fn reset_idle(&mut self) {
+        if self.is_retired() {
+            self.retired = Retired::Busy;
+        }
+    }
+}
+
+/// Beyond one round trip: how long a retired session without streams waits for those that the server opened before it
+/// read Withdraw. Nobody waits for its end, so a server that is short of time is given some.
+const LINGER: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::*;
+
+    struct Fixture {
+        monitor: SessionMonitor,
+        health: Health,
+        start: Instant,
+        now: Instant,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let now = Instant::now();
+            let health = Health {
+                received: 0,
+                acknowledged: 0,
+                rtt: Duration::from_millis(100),
+                remote: SocketAddr::from(([192, 0, 2, 1], 1)),
+                streams: 0,
+                bytes_in: 0,
+                bytes_out: 0,
+            };
+            let limits = LivenessLimits::default();
+            Self {
+                monitor: SessionMonitor::new(limits, TransportKind::Quic, health, now),
+                health,
+                start: now,
+                now,
+            }
+        }
+
+        /// Looks as told until something happens, for at most a minute, and says when that was.
+        fn run(&mut self, hears: bool) -> (Transition, Duration) {
+            let end = self.now + Duration::from_secs(70);
+            while self.now < end {
+                self.now = self.now.max(self.monitor.next());
+                self.health.received += u64::from(hears);
+                let observation = self.monitor.check(self.health, self.now);
+                if observation.probe && hears {
+                    self.health.acknowledged += 1;
+                }
+                if observation.transition != Transition::Unchanged {
+                    return (observation.transition, self.now - self.start);
+                }
+            }
+            (Transition::Unchanged, self.now - self.start)
+        }
+    }
+
+    #[test]
+    fn transitions_are_reported_once() {
+        let mut fixture = Fixture::new();
+        let (transition, at) = fixture.run(false);
+        assert_eq!(
+            (transition, at.as_secs_f64().round()),
+            (Transition::Suspect, 15.0)
+        );
+        assert_eq!(fixture.run(true).0, Transition::Live);
+        assert_eq!(fixture.run(true).0, Transition::Unchanged);
+        assert_eq!(fixture.run(false).0, Transition::Suspect);
+        assert_eq!(fixture.run(false).0, Transition::Dead);
+    }
+
+    #[test]
+    fn first_stream_is_sampled_at_once_and_others_are_not() {
+        let mut fixture = Fixture::new();
+        fixture.monitor.check(fixture.health, fixture.now);
+        let soon = fixture.now + Duration::from_millis(10);
+        fixture.monitor.stream(soon);
+        assert_eq!(fixture.monitor.next(), soon);
+        fixture.health.streams = 1;
+        fixture.monitor.check(fixture.health, soon);
+        let next = fixture.monitor.next();
+        fixture.monitor.stream(soon);
+        assert_eq!(fixture.monitor.next(), next);
+    }
+
+    #[test]
+    fn retired_session_closes_after_a_while_without_streams() {
+        let mut fixture = Fixture::new();
+        fixture.health.streams = 1;
+        fixture.monitor.retire(fixture.now);
+        assert_eq!(fixture.run(true).0, Transition::Unchanged);
+        fixture.health.streams = 0;
+        let ended = fixture.now - fixture.start;
+        let (transition, at) = fixture.run(true);
+        assert_eq!(transition, Transition::Finished);
+        let linger = at - ended;
+        assert!((1100..=1400).contains(&linger.as_millis()), "{linger:?}");
+    }
+
+    #[test]
+    fn late_stream_keeps_a_retired_session() {
+        let mut fixture = Fixture::new();
+        fixture.monitor.retire(fixture.now);
+        fixture.monitor.check(fixture.health, fixture.now);
+        fixture.now += Duration::from_millis(900);
+        fixture.monitor.stream(fixture.now);
+        fixture.health.streams = 1;
+        assert_eq!(fixture.run(true).0, Transition::Unchanged);
+        fixture.health.streams = 0;
+        assert_eq!(fixture.run(true).0, Transition::Finished);
+    }
+
+    #[test]
+    fn retired_session_that_was_in_doubt_waits_again() {
+        let mut fixture = Fixture::new();
+        fixture.monitor.retire(fixture.now);
+        fixture.monitor.check(fixture.health, fixture.now);
+        for (doubts, transition) in [(true, Transition::Suspect), (false, Transition::Live)] {
+            fixture.now += Duration::from_secs(1);
+            fixture.monitor.peer_suspects(doubts, fixture.now);
+            assert_eq!(fixture.run(true).0, transition);
+        }
+        let live = fixture.now - fixture.start;
+        let (transition, at) = fixture.run(true);
+        assert_eq!(transition, Transition::Finished);
+        assert!(at - live >= LINGER + fixture.health.rtt, "{:?}", at - live);
+    }
+
+    #[test]
+    fn retired_session_that_is_suspect_stays_until_it_is_live_or_dead() {
+        let mut fixture = Fixture::new();
+        assert_eq!(fixture.run(false).0, Transition::Suspect);
+        fixture.monitor.retire(fixture.now);
+        let (transition, at) = fixture.run(false);
+        assert_eq!(
+            (transition, at.as_secs_f64().round()),
+            (Transition::Dead, 60.0)
+        );
+
+        let mut fixture = Fixture::new();
+        assert_eq!(fixture.run(false).0, Transition::Suspect);
+        fixture.monitor.retire(fixture.now);
+        assert_eq!(fixture.run(true).0, Transition::Live);
+        assert_eq!(fixture.run(true).0, Transition::Finished);
+    }
+}

@@ -1,0 +1,331 @@
+//! The Secret of our CA: made by whoever writes first, adopted by all others, put back when it was emptied; and the
+//! ConfigMap of its certificates, which follows it.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use kube::api::PostParams;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tracing::info;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::super::failure::{ApiError, ApiErrorKind, Backoff};
+use super::super::metrics::Object;
+use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY};
+use super::super::watches::Observed;
+use super::{
+    CONFLICTS_MAX, ClusterObjects, ca_bundle, conflicts, follow_one, pause_after_conflict,
+};
+use crate::ca::CaMaterial;
+use crate::cluster::conditions::Condition;
+use crate::config::{KubernetesSettings, ObjectNames};
+
+/// The Secret and the ConfigMap are read anew, whatever was watched.
+const RESYNC: Duration = Duration::from_secs(300);
+
+/// What follows from the Secret as found; pure.
+#[derive(Debug)]
+enum Plan {
+    /// It has a CA.
+    Adopt(Box<CaMaterial>),
+    /// It has none yet.
+    Fill,
+    /// It has something else, which nobody should overwrite.
+    Refuse(String),
+}
+
+/// Keeps this server's CA equal to the Secret's.
+pub(super) struct CaReconciler {
+    cluster_objects: ClusterObjects,
+    secret: String,
+    map: String,
+    current: watch::Sender<Option<Arc<CaMaterial>>>,
+}
+
+impl CaReconciler {
+    pub(super) fn new(
+        cluster_objects: &ClusterObjects,
+        names: &ObjectNames,
+        current: watch::Sender<Option<Arc<CaMaterial>>>,
+    ) -> Self {
+        Self {
+            cluster_objects: cluster_objects.clone(),
+            secret: names.ca_secret.clone(),
+            map: names.ca_config_map.clone(),
+            current,
+        }
+    }
+
+    /// Follows both objects until `stop`.
+    pub(super) fn start(self, settings: &KubernetesSettings, shutdown: &Shutdown) {
+        let due = Arc::new(watch::Sender::new(()));
+        let when = due.subscribe();
+        let (secrets, name) = (self.cluster_objects.secrets.clone(), self.secret.clone());
+        let (context, changed) = (self.cluster_objects.context(Object::Ca), due.clone());
+        shutdown.spawn_service(async move {
+            follow_one(secrets, &name, context, |_: Observed<Secret>| {
+                changed.send_replace(());
+            })
+            .await;
+        });
+        let (maps, name) = (
+            self.cluster_objects.maps.clone(),
+            settings.names.ca_config_map.clone(),
+        );
+        let context = self.cluster_objects.context(Object::CaBundle);
+        shutdown.spawn_service(async move {
+            follow_one(maps, &name, context, |_: Observed<ConfigMap>| {
+                due.send_replace(());
+            })
+            .await;
+        });
+        shutdown.spawn_service(self.run(when));
+    }
+
+    async fn run(self, mut due: watch::Receiver<()>) {
+        let mut backoff = Backoff::default();
+        loop {
+            // An event that comes while the objects are looked at makes another look due.
+            due.mark_unchanged();
+            let reconciled = self.reconcile().await;
+            let now = Instant::now();
+            let wait = match reconciled {
+                Ok(()) => {
+                    backoff.reset();
+                    RESYNC
+                }
+                Err(failure) => {
+                    let wait = backoff.next_delay(&failure, now, rand::random());
+                    wait.max(
+                        self.cluster_objects
+                            .cluster
+                            .connection
+                            .throttle
+                            .remaining(now),
+                    )
+                }
+            };
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                changed = due.changed() => {
+                    if changed.is_err() { return }
+                    let asked = self.cluster_objects.cluster.connection.throttle.remaining(Instant::now());
+                    tokio::time::sleep(asked).await;
+                }
+            }
+        }
+    }
+
+    /// Brings this server to the Secret's CA and the ConfigMap to its certificates. Both are tried.
+    async fn reconcile(&self) -> Result<(), ApiError> {
+        let adopted = self.adopt().await;
+        self.report(Condition::CaSecret, Object::Ca, &self.secret, &adopted);
+        let material = adopted?;
+        self.current.send_if_modified(|current| {
+            let is_other = current
+                .as_ref()
+                .is_none_or(|current_ca| !current_ca.is_same(&material));
+            if is_other {
+                *current = Some(material.clone());
+            }
+            is_other
+        });
+        let written = ca_bundle::write(
+            &self.cluster_objects,
+            &self.map,
+            material.certificates_pem(),
+        )
+        .await;
+        self.report(Condition::CaBundle, Object::CaBundle, &self.map, &written);
+        written
+    }
+
+    fn report<T>(
+        &self,
+        condition: Condition,
+        object: Object,
+        name: &str,
+        result: &Result<T, ApiError>,
+    ) {
+        let line = match result {
+            Ok(_) => {
+                self.cluster_objects.cluster.metrics.synced(object);
+                None
+            }
+            Err(failure) => Some(format!(
+                "{} {}/{name} cannot be used: {failure}",
+                object.kind(),
+                self.cluster_objects.namespace
+            )),
+        };
+        self.cluster_objects.condition(condition, line);
+    }
+
+    /// The CA of the Secret. An empty one gets the CA that this server has already, or else a new one.
+    async fn adopt(&self) -> Result<Arc<CaMaterial>, ApiError> {
+        for _ in 0..CONFLICTS_MAX {
+            // Looked at before the Secret, since servers write it after the Secret.
+            let current_ca = self.current.borrow().clone();
+            let has_agents = current_ca.is_none()
+                && ca_bundle::is_filled(&self.cluster_objects, &self.map).await?;
+            let mut secret = self.cluster_objects.secret(&self.secret).await?;
+            match plan(&secret, &self.cluster_objects.describe_secret(&self.secret)) {
+                Plan::Adopt(material) => return Ok(Arc::from(material)),
+                Plan::Refuse(condition) => {
+                    return Err(ApiError::new(ApiErrorKind::Invalid, condition));
+                }
+                Plan::Fill => {}
+            }
+            let material = match current_ca {
+                Some(current_ca) => current_ca,
+                None if has_agents => {
+                    let condition = format!(
+                        "it is empty, and ConfigMap {}/{} has the certificates of a CA that agents trust: put the CA back from a \
+                         backup, or empty that ConfigMap, too, to begin anew with new agents",
+                        self.cluster_objects.namespace, self.map
+                    );
+                    return Err(ApiError::new(ApiErrorKind::Invalid, condition));
+                }
+                None => Arc::new(
+                    CaMaterial::generate(SystemTime::now())
+                        .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?,
+                ),
+            };
+            fill(&mut secret, &material);
+            // The version in it makes the API server refuse this when anybody was faster.
+            let parameters = PostParams::default();
+            let replaced = self
+                .cluster_objects
+                .secrets
+                .replace(&self.secret, &parameters, &secret);
+            let written = self.cluster_objects.call(replaced).await;
+            if self
+                .cluster_objects
+                .record_write(Object::Ca, written)?
+                .is_some()
+            {
+                info!(secret = self.secret, ca = ?material, "wrote the CA");
+                return Ok(material);
+            }
+            pause_after_conflict().await;
+        }
+        Err(conflicts())
+    }
+}
+
+fn plan(secret: &Secret, name: &str) -> Plan {
+    let value = |key: &str| {
+        let data = secret.data.as_ref()?;
+        let value = &data.get(key)?.0;
+        Some(value.as_slice()).filter(|value| !value.trim_ascii().is_empty())
+    };
+    let (certificates, key) = (value(CA_CERTIFICATE_KEY), value(CA_PRIVATE_KEY));
+    let (certificates, key) = match (certificates, key) {
+        (Some(certificates), Some(key)) => (certificates, key),
+        (None, None) => return Plan::Fill,
+        (Some(_), None) => {
+            return Plan::Refuse(format!(
+                "key {CA_PRIVATE_KEY} is missing; add it next to {CA_CERTIFICATE_KEY}, or remove both to create a new CA"
+            ));
+        }
+        (None, Some(_)) => {
+            return Plan::Refuse(format!(
+                "key {CA_CERTIFICATE_KEY} is missing; add it next to {CA_PRIVATE_KEY}, or remove both to create a new CA"
+            ));
+        }
+    };
+    let names = (
+        format!("{name}, key {CA_CERTIFICATE_KEY}"),
+        format!("{name}, key {CA_PRIVATE_KEY}"),
+    );
+    match CaMaterial::parse(certificates, key, (&names.0, &names.1)) {
+        Ok(material) => Plan::Adopt(Box::new(material)),
+        Err(error) => Plan::Refuse(error.to_string()),
+    }
+}
+
+fn fill(secret: &mut Secret, material: &CaMaterial) {
+    let data = secret.data.get_or_insert_default();
+    let put = |text: &str| ByteString(text.as_bytes().to_vec());
+    data.insert(CA_CERTIFICATE_KEY.into(), put(material.certificates_pem()));
+    data.insert(CA_PRIVATE_KEY.into(), put(material.key_pem()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(values: &[(&str, &str)]) -> Secret {
+        let put = |(key, value): &(&str, &str)| {
+            ((*key).to_owned(), ByteString(value.as_bytes().to_vec()))
+        };
+        Secret {
+            data: (!values.is_empty()).then(|| values.iter().map(put).collect()),
+            ..Secret::default()
+        }
+    }
+
+    fn refused(secret: &Secret) -> String {
+        match plan(secret, "Secret ns/ca") {
+            Plan::Refuse(condition) => condition,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn only_a_secret_without_a_ca_is_filled() {
+        let ca = CaMaterial::generate(SystemTime::now()).unwrap();
+        let mut empty = secret(&[]);
+        assert!(matches!(plan(&empty, ""), Plan::Fill));
+        let blank = secret(&[(CA_CERTIFICATE_KEY, ""), (CA_PRIVATE_KEY, "\n"), ("x", "y")]);
+        assert!(matches!(plan(&blank, ""), Plan::Fill));
+        fill(&mut empty, &ca);
+        let Plan::Adopt(adopted) = plan(&empty, "") else {
+            panic!("not adopted");
+        };
+        assert!(adopted.is_same(&ca));
+    }
+
+    #[test]
+    fn incomplete_or_damaged_secrets_are_reported_and_not_changed() {
+        let (ca, other) = (
+            CaMaterial::generate(SystemTime::now()).unwrap(),
+            CaMaterial::generate(SystemTime::now()).unwrap(),
+        );
+        let half = secret(&[(CA_CERTIFICATE_KEY, ca.certificates_pem())]);
+        assert!(refused(&half).contains("ca.key is missing"));
+        let half = secret(&[(CA_PRIVATE_KEY, ca.key_pem())]);
+        assert!(refused(&half).contains("ca.crt is missing"));
+        let damaged = secret(&[
+            (CA_CERTIFICATE_KEY, ca.certificates_pem()),
+            (CA_PRIVATE_KEY, "x"),
+        ]);
+        assert!(refused(&damaged).contains("Secret ns/ca, key ca.key"));
+        let pair = secret(&[
+            (CA_CERTIFICATE_KEY, ca.certificates_pem()),
+            (CA_PRIVATE_KEY, other.key_pem()),
+        ]);
+        assert!(refused(&pair).contains("do not belong together"));
+    }
+
+    #[test]
+    fn both_are_trusted_while_a_ca_is_replaced() {
+        let (old, new) = (
+            CaMaterial::generate(SystemTime::now()).unwrap(),
+            CaMaterial::generate(SystemTime::now()).unwrap(),
+        );
+        let both = format!("{}{}", old.certificates_pem(), new.certificates_pem());
+        let by = |key: &str| {
+            let secret = secret(&[(CA_CERTIFICATE_KEY, &both), (CA_PRIVATE_KEY, key)]);
+            let Plan::Adopt(material) = plan(&secret, "") else {
+                panic!("not adopted");
+            };
+            material
+        };
+        assert!(!by(old.key_pem()).is_same(&by(new.key_pem())));
+        assert!(!by(old.key_pem()).is_same(&old));
+    }
+}

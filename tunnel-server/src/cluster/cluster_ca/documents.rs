@@ -1,0 +1,228 @@
+//! The Secret with the documents that servers change together: heard by a watch, written by compare-and-swap.
+
+use std::sync::Arc;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use kube::api::PostParams;
+use tokio::sync::{mpsc, watch};
+use tracing::{debug, warn};
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::super::failure::ApiError;
+use super::super::metrics::Object;
+use super::super::watches::Observed;
+use super::{CONFLICTS_MAX, ClusterObjects, follow_one, pause_after_conflict};
+use crate::cluster::cluster_ca::snapshot::SharedSnapshot;
+use crate::cluster::conditions::Condition;
+use crate::store::document::{
+    CasOutcome, ClusterDocument, CompareAndSwap, SharedDocument, Snapshot,
+};
+
+/// Join tokens.
+pub(super) const TOKENS: &str = "tokens.json";
+/// Revoked nodes.
+pub(super) const REVOKED: &str = "revoked.json";
+/// QUIC keys of all replicas.
+pub(super) const REPLICAS: &str = "replicas.json";
+/// All of them.
+pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, REPLICAS];
+/// Changes that wait to be written; one more is refused.
+const SWAPS_MAX: usize = 64;
+
+/// What was heard of all documents, and the way to change them. Clones share it.
+#[derive(Debug, Clone)]
+pub(super) struct SharedDocuments {
+    name: String,
+    swaps: mpsc::Sender<CompareAndSwap>,
+    contents: Arc<[(&'static str, watch::Sender<Snapshot>)]>,
+    is_observed: watch::Sender<bool>,
+}
+
+impl SharedDocuments {
+    /// Begins to follow the Secret.
+    pub(super) fn new(
+        cluster_objects: &ClusterObjects,
+        name: &str,
+        kept: &SharedSnapshot,
+        shutdown: &Shutdown,
+    ) -> Self {
+        let (swaps, swap_requests) = mpsc::channel(SWAPS_MAX);
+        let content = |key: &'static str| {
+            let content = kept.documents.get(key);
+            let content = content.map(|text| Arc::from(text.as_bytes()));
+            let heard = Snapshot {
+                sequence: 0,
+                content,
+            };
+            (key, watch::Sender::new(heard))
+        };
+        let documents = Self {
+            name: cluster_objects.describe_secret(name),
+            swaps,
+            contents: DOCUMENTS.map(content).into(),
+            is_observed: watch::Sender::new(kept.is_whole()),
+        };
+        let (watched, writer) = (documents.clone(), documents.clone());
+        let (watched_objects, secret) = (cluster_objects.clone(), name.to_owned());
+        shutdown.spawn_service(async move {
+            let secrets = watched_objects.secrets.clone();
+            let context = watched_objects.context(Object::State);
+            follow_one(
+                secrets,
+                &secret,
+                context,
+                |observed: Observed<Secret>| match observed {
+                    Observed::Present(found) => {
+                        watched.observe(&found);
+                        watched_objects.cluster.metrics.synced(Object::State);
+                        watched_objects.condition(Condition::State, None);
+                    }
+                    Observed::Absent => {
+                        let namespace = &watched_objects.namespace;
+                        let absent = ApiError::absent(Object::State, namespace, &secret);
+                        watched_objects.condition(Condition::State, Some(absent.to_string()));
+                    }
+                    Observed::Unknown => {}
+                },
+            )
+            .await;
+        });
+        let (cluster_objects, secret) = (cluster_objects.clone(), name.to_owned());
+        shutdown.spawn_service(async move {
+            writer.write(cluster_objects, secret, swap_requests).await
+        });
+        documents
+    }
+
+    /// Waits until the Secret was heard, or is known from before.
+    pub(super) async fn heard(&self) {
+        let mut is_observed = self.is_observed.subscribe();
+        // The sender is in `self`.
+        let _never_closed = is_observed.wait_for(|is_observed| *is_observed).await;
+    }
+
+    /// Whether the Secret was heard.
+    pub(super) fn is_observed(&self) -> bool {
+        *self.is_observed.borrow()
+    }
+
+    /// One of them.
+    pub(super) fn document(&self, key: &'static str) -> SharedDocument {
+        SharedDocument::Cluster(self.plain(key))
+    }
+
+    /// As [`SharedDocuments::document`].
+    fn plain(&self, key: &'static str) -> ClusterDocument {
+        let contents = self.contents.iter().find(|(known, _)| *known == key);
+        let heard = contents.map(|(_, heard)| heard.subscribe());
+        // A key that is none of them has no content, ever.
+        let heard = heard.unwrap_or_else(|| watch::Sender::new(Snapshot::default()).subscribe());
+        let name = format!("{}, key {key}", self.name);
+        ClusterDocument::new(name, key, heard, self.swaps.clone())
+    }
+
+    /// What is kept of them on disk.
+    pub(super) fn texts(&self) -> Vec<(&'static str, String)> {
+        let text = |(key, heard): &(&'static str, watch::Sender<Snapshot>)| {
+            let content = heard.borrow().content.clone()?;
+            Some((*key, String::from_utf8(content.to_vec()).ok()?))
+        };
+        self.contents.iter().filter_map(text).collect()
+    }
+
+    /// Waits until any of them changes. Cancel-safe.
+    pub(super) async fn changed(observed: &mut [watch::Receiver<Snapshot>]) {
+        let all = observed.iter_mut().map(|heard| Box::pin(heard.changed()));
+        let _any = futures_util::future::select_all(all).await;
+    }
+
+    /// For [`SharedDocuments::changed`].
+    pub(super) fn subscribe(&self) -> Vec<watch::Receiver<Snapshot>> {
+        let senders = self.contents.iter().map(|(_, heard)| heard);
+        senders.map(watch::Sender::subscribe).collect()
+    }
+
+    /// Takes in the Secret as it was found. A document that is gone takes nothing back.
+    fn observe(&self, secret: &Secret) {
+        for (key, heard) in self.contents.iter() {
+            let Some(content) = content(secret, key) else {
+                continue;
+            };
+            heard.send_if_modified(|heard| {
+                let is_changed = heard.content.as_deref() != Some(&*content);
+                if is_changed {
+                    heard.sequence += 1;
+                    heard.content = Some(content);
+                }
+                is_changed
+            });
+        }
+        self.is_observed.send_if_modified(|is_observed| {
+            let is_first = !*is_observed;
+            *is_observed = true;
+            is_first
+        });
+    }
+
+    fn sequence(&self, key: &str) -> u64 {
+        let contents = self.contents.iter().find(|(known, _)| *known == key);
+        contents.map_or(0, |(_, heard)| heard.borrow().sequence)
+    }
+
+    async fn write(
+        self,
+        cluster_objects: ClusterObjects,
+        secret: String,
+        mut swap_requests: mpsc::Receiver<CompareAndSwap>,
+    ) {
+        while let Some(swap) = swap_requests.recv().await {
+            let swapped = match self.swap(&cluster_objects, &secret, &swap).await {
+                Ok(swapped) => swapped,
+                Err(failure) => {
+                    warn!(secret, key = swap.key, error = %failure, "cannot write");
+                    CasOutcome::Failed(failure.to_string())
+                }
+            };
+            let _nobody_waits_any_more = swap.done.try_send(swapped);
+        }
+    }
+
+    async fn swap(
+        &self,
+        cluster_objects: &ClusterObjects,
+        name: &str,
+        swap: &CompareAndSwap,
+    ) -> Result<CasOutcome, ApiError> {
+        for _ in 0..CONFLICTS_MAX {
+            let mut secret = cluster_objects.secret(name).await?;
+            let now = content(&secret, swap.key);
+            if now.as_deref() != swap.expected.as_deref() {
+                self.observe(&secret);
+                return Ok(CasOutcome::Conflict(now));
+            }
+            if now.as_deref() == Some(&*swap.content) {
+                self.observe(&secret);
+                return Ok(CasOutcome::Written(self.sequence(swap.key)));
+            }
+            let data = secret.data.get_or_insert_default();
+            data.insert(swap.key.to_owned(), ByteString(swap.content.to_vec()));
+            let parameters = PostParams::default();
+            let replaced = cluster_objects.secrets.replace(name, &parameters, &secret);
+            let written = cluster_objects.call(replaced).await;
+            if let Some(written) = cluster_objects.record_write(Object::State, written)? {
+                debug!(secret = name, key = swap.key, "wrote");
+                self.observe(&written);
+                return Ok(CasOutcome::Written(self.sequence(swap.key)));
+            }
+            pause_after_conflict().await;
+        }
+        Err(super::conflicts())
+    }
+}
+
+fn content(secret: &Secret, key: &str) -> Option<Arc<[u8]>> {
+    let value = &secret.data.as_ref()?.get(key)?.0;
+    let is_blank = value.trim_ascii().is_empty();
+    (!is_blank).then(|| Arc::from(value.as_slice()))
+}

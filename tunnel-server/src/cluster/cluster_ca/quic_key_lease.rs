@@ -1,0 +1,443 @@
+//! QUIC's reset and connection-id keys of each replica: an entry in the shared document, held by a Lease of its own, so
+//! that a server that comes back without its disk still answers its agents with stateless resets, and two never use one.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use kube::Api;
+use kube::api::{ObjectMeta, PostParams};
+use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+use tunnel_proto::process::files;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::quic::QuicKeys;
+use tunnel_proto::wire::enroll::hex;
+
+use super::super::failure::{ApiError, ApiErrorKind};
+use super::super::metrics::Object;
+use super::super::objects::{REPLICAS_MAX, replica_lease};
+use super::documents::{REPLICAS, SharedDocuments};
+use super::{CALL_LIMIT, ClusterObjects};
+use crate::ca::CaError;
+use crate::cluster::conditions::Condition;
+use crate::store::data_dir::{DataDir, random};
+
+/// `leaseDurationSeconds` of the Leases.
+const DURATION_SECONDS: i32 = 15;
+/// Between renewals.
+const RENEW_EVERY: Duration = Duration::from_secs(4);
+/// A Lease that was not renewed for this long by the clock is free. Clocks differ by less.
+const STALE: SignedDuration = SignedDuration::from_secs(60);
+/// Finding keys at the start takes this long at most; it goes on with its own.
+const CLAIM_LIMIT: Duration = Duration::from_secs(8);
+/// The same for a server that remembers keys: names are to be answered within a second of a start, also while the API
+/// server is away.
+const CLAIM_LIMIT_PERSISTED: Duration = Duration::from_millis(500);
+/// Giving them back at a clean stop.
+const RELEASE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Finds and holds the keys of this server.
+pub(super) struct QuicKeyLeases {
+    pub(super) cluster_objects: ClusterObjects,
+    /// How the Leases' names begin.
+    pub(super) lease: String,
+    /// Nobody else runs at the same time, so that no Lease is needed.
+    pub(super) is_single: bool,
+    /// Who this is, unless the data directory says it.
+    pub(super) holder: String,
+}
+
+/// The right to an entry.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct LeaseClaim {
+    entry: u8,
+    holder: String,
+}
+
+/// The keys to use.
+#[derive(Debug)]
+pub(super) struct ClaimedKeys {
+    pub(super) keys: QuicKeys,
+    /// To be renewed, when a Lease stands for it.
+    pub(super) claim: Option<LeaseClaim>,
+}
+
+/// The form of the document.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct ReplicaKeysDocument {
+    #[serde(default)]
+    replicas: BTreeMap<u8, ReplicaEntry>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct ReplicaEntry {
+    /// Hexadecimal.
+    keys: String,
+}
+
+/// What this server remembers: so it has its entry again at once, also without the API server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct PersistedClaim {
+    claim: LeaseClaim,
+    keys: String,
+}
+
+impl QuicKeyLeases {
+    /// Finds an entry, and its keys. Where that fails, the keys are the remembered ones or new ones, and the failure is
+    /// told.
+    pub(super) async fn claim(
+        &self,
+        documents: &SharedDocuments,
+        data: &DataDir,
+    ) -> Result<ClaimedKeys, CaError> {
+        let mut persisted_claim = persisted_claim(data);
+        let limit = match persisted_claim {
+            Some(_) => CLAIM_LIMIT_PERSISTED,
+            None => CLAIM_LIMIT,
+        };
+        let finding = self.find(documents, &mut persisted_claim);
+        let found = tokio::time::timeout(limit, finding).await;
+        let found = found
+            .unwrap_or_else(|_elapsed| Err("the API server did not answer in time".to_owned()));
+        let found = match found {
+            Ok(found) => {
+                self.cluster_objects
+                    .condition(Condition::QuicKeyLease, None);
+                found
+            }
+            Err(condition) => {
+                let line = format!(
+                    "cannot claim QUIC keys: {condition}; agents detect a restart of this server late"
+                );
+                self.cluster_objects
+                    .condition(Condition::QuicKeyLease, Some(line));
+                match persisted_claim {
+                    Some(persisted_claim) => persisted_claim,
+                    None => {
+                        let keys = random::<{ QuicKeys::LEN }>()?;
+                        return Ok(ClaimedKeys {
+                            keys: QuicKeys::from_bytes(&keys),
+                            claim: None,
+                        });
+                    }
+                }
+            }
+        };
+        let keys = parse_keys(&found.keys)
+            .ok_or_else(|| io::Error::other("QUIC keys of the cluster have the wrong length"))?;
+        if let Err(error) = persist_claim(data, &found) {
+            warn!(%error, "cannot persist the claim on QUIC keys");
+        }
+        info!(entry = found.claim.entry, "claimed QUIC keys");
+        Ok(ClaimedKeys {
+            keys: QuicKeys::from_bytes(&keys),
+            claim: (!self.is_single).then_some(found.claim),
+        })
+    }
+
+    async fn find(
+        &self,
+        documents: &SharedDocuments,
+        persisted_claim: &mut Option<PersistedClaim>,
+    ) -> Result<PersistedClaim, String> {
+        let claim = if self.is_single {
+            LeaseClaim {
+                entry: 0,
+                holder: self.holder.clone(),
+            }
+        } else {
+            let claim = self.acquire_any(persisted_claim).await;
+            claim.map_err(|failure| failure.to_string())?
+        };
+        let keys = load_or_create_keys(documents, claim.entry).await?;
+        Ok(PersistedClaim { claim, keys })
+    }
+
+    /// Gets the Lease of the entry that it had, of a free one, or of a new one. An entry that another server has by now
+    /// is not remembered any more: its keys are that server's.
+    async fn acquire_any(
+        &self,
+        persisted_claim: &mut Option<PersistedClaim>,
+    ) -> Result<LeaseClaim, ApiError> {
+        let before = persisted_claim
+            .as_ref()
+            .map(|persisted_claim| &persisted_claim.claim);
+        let holder = before.map_or_else(|| self.holder.clone(), |claim| claim.holder.clone());
+        let first = before.map(|claim| claim.entry);
+        let mut absent = None;
+        let others = (0..REPLICAS_MAX).filter(|entry| Some(*entry) != first);
+        for entry in first.into_iter().chain(others) {
+            let claim = LeaseClaim {
+                entry,
+                holder: holder.clone(),
+            };
+            match self.acquire_or_renew(&claim).await {
+                Ok(true) => return Ok(claim),
+                Ok(false) => {}
+                // There may be fewer Leases than entries.
+                Err(failure) if failure.kind == ApiErrorKind::NotFound => {
+                    absent.get_or_insert(failure);
+                    continue;
+                }
+                Err(failure) => return Err(failure),
+            }
+            if Some(entry) == first {
+                *persisted_claim = None;
+            }
+        }
+        Err(absent.unwrap_or_else(|| {
+            let text = format!("all {REPLICAS_MAX} entries are held by other servers");
+            ApiError::new(ApiErrorKind::Conflict, text)
+        }))
+    }
+
+    fn leases(&self) -> Api<Lease> {
+        let cluster_objects = &self.cluster_objects;
+        Api::namespaced(
+            cluster_objects.cluster.connection.client.clone(),
+            &cluster_objects.namespace,
+        )
+    }
+
+    /// Takes or renews the Lease of an entry. Says whether this server has it.
+    async fn acquire_or_renew(&self, claim: &LeaseClaim) -> Result<bool, ApiError> {
+        let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
+        let found = self.cluster_objects.call(leases.get_opt(&name)).await?;
+        let wall = Timestamp::now();
+        let before = found.as_ref().and_then(|lease| lease.spec.clone());
+        if before
+            .as_ref()
+            .is_some_and(|spec| !is_free(spec, &claim.holder, wall))
+        {
+            return Ok(false);
+        }
+        let spec = spec(before.as_ref(), &claim.holder, wall);
+        let parameters = PostParams::default();
+        let written = match found {
+            Some(mut lease) => {
+                lease.spec = Some(spec);
+                self.cluster_objects
+                    .call(leases.replace(&name, &parameters, &lease))
+                    .await
+            }
+            None => {
+                let lease = Lease {
+                    metadata: ObjectMeta {
+                        name: Some(name.clone()),
+                        ..ObjectMeta::default()
+                    },
+                    spec: Some(spec),
+                };
+                let created = self
+                    .cluster_objects
+                    .call(leases.create(&parameters, &lease))
+                    .await;
+                created.map_err(|failure| {
+                    failure.of_creation(Object::Lease, &self.cluster_objects.namespace, &name)
+                })
+            }
+        };
+        Ok(self
+            .cluster_objects
+            .record_write(Object::Lease, written)?
+            .is_some())
+    }
+
+    /// Renews the Lease until it is given back.
+    pub(super) fn renew_until_released(self, claim: LeaseClaim, shutdown: &Shutdown) -> LeaseGuard {
+        let end = CancellationToken::new();
+        let (ended, done) = tokio::sync::oneshot::channel();
+        let asked = end.clone();
+        shutdown.spawn_service(async move {
+            let every = RENEW_EVERY.mul_f64(0.9 + rand::random::<f64>() * 0.2);
+            while tokio::time::timeout(every, asked.cancelled()).await.is_err() {
+                match self.acquire_or_renew(&claim).await {
+                    Ok(true) => self.cluster_objects.condition(Condition::QuicKeyLease, None),
+                    Ok(false) => {
+                        let line = format!(
+                            "another server holds the QUIC keys of entry {}, because this server could not renew the Lease; restart this server",
+                            claim.entry
+                        );
+                        self.cluster_objects.condition(Condition::QuicKeyLease, Some(line));
+                    }
+                    Err(failure) if failure.needs_operator() => {
+                        let line = format!("the Lease of the QUIC keys cannot be renewed: {failure}");
+                        self.cluster_objects.condition(Condition::QuicKeyLease, Some(line));
+                    }
+                    Err(failure) => {
+                        debug!(error = %failure, "cannot renew the Lease of the QUIC keys");
+                    }
+                }
+            }
+            let released = tokio::time::timeout(RELEASE_LIMIT, self.clear_holder(&claim)).await;
+            debug!(?released, "released the Lease of the QUIC keys");
+            let _nobody_waits = ended.send(());
+        });
+        LeaseGuard { end, done }
+    }
+
+    async fn clear_holder(&self, claim: &LeaseClaim) -> Result<(), ApiError> {
+        let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
+        let mut lease = self.cluster_objects.call(leases.get(&name)).await?;
+        let spec = lease.spec.get_or_insert_default();
+        if spec.holder_identity.as_deref() == Some(&claim.holder) {
+            spec.holder_identity = Some(String::new());
+            let parameters = PostParams::default();
+            let replaced = leases.replace(&name, &parameters, &lease);
+            self.cluster_objects.call(replaced).await?;
+        }
+        Ok(())
+    }
+}
+
+/// The right to QUIC keys, renewed until it is given back.
+#[derive(Debug)]
+pub struct LeaseGuard {
+    end: CancellationToken,
+    done: tokio::sync::oneshot::Receiver<()>,
+}
+
+impl LeaseGuard {
+    /// Gives the keys back, for a server that comes after this one; new sessions must not be given them any more. Takes 2 s
+    /// at most.
+    pub async fn release(self) {
+        self.end.cancel();
+        let _either_way = tokio::time::timeout(RELEASE_LIMIT + CALL_LIMIT, self.done).await;
+    }
+}
+
+/// Whether somebody may take a Lease; pure.
+fn is_free(spec: &LeaseSpec, holder: &str, wall: Timestamp) -> bool {
+    let held_by = spec.holder_identity.as_deref().unwrap_or_default();
+    let renewed = spec.renew_time.as_ref().map(|time| time.0);
+    let is_stale = renewed.is_none_or(|renewed| wall.duration_since(renewed) > STALE);
+    held_by.is_empty() || held_by == holder || is_stale
+}
+
+fn spec(before: Option<&LeaseSpec>, holder: &str, wall: Timestamp) -> LeaseSpec {
+    let is_ours = before.is_some_and(|spec| spec.holder_identity.as_deref() == Some(holder));
+    let transitions = before
+        .and_then(|spec| spec.lease_transitions)
+        .unwrap_or_default();
+    let acquired = before.and_then(|spec| spec.acquire_time.clone());
+    LeaseSpec {
+        holder_identity: Some(holder.to_owned()),
+        lease_duration_seconds: Some(DURATION_SECONDS),
+        acquire_time: acquired.filter(|_| is_ours).or(Some(MicroTime(wall))),
+        renew_time: Some(MicroTime(wall)),
+        lease_transitions: Some(transitions.saturating_add(i32::from(!is_ours))),
+        ..LeaseSpec::default()
+    }
+}
+
+/// The keys of an entry; made by whoever asks first.
+async fn load_or_create_keys(documents: &SharedDocuments, entry: u8) -> Result<String, String> {
+    let document = documents.document(REPLICAS);
+    let finding = tokio::task::spawn_blocking(move || {
+        let read = |content: Option<ReplicaKeysDocument>| {
+            let stored = content?.replicas.get(&entry)?.keys.clone();
+            parse_keys(&stored).map(|_| stored)
+        };
+        if let Some(keys) = read(document.read()?) {
+            return Ok(keys);
+        }
+        let fresh = hex(&random::<{ QuicKeys::LEN }>()?);
+        let mut keys = fresh.clone();
+        document.change(|content: Option<ReplicaKeysDocument>| {
+            let mut content = content.unwrap_or_default();
+            match content
+                .replicas
+                .get(&entry)
+                .filter(|stored| parse_keys(&stored.keys).is_some())
+            {
+                Some(stored) => keys.clone_from(&stored.keys),
+                None => {
+                    keys.clone_from(&fresh);
+                    let fresh = ReplicaEntry {
+                        keys: fresh.clone(),
+                    };
+                    content.replicas.insert(entry, fresh);
+                }
+            }
+            Ok(content)
+        })?;
+        Ok(keys)
+    });
+    let found: io::Result<String> = finding
+        .await
+        .unwrap_or_else(|panic| Err(io::Error::other(panic)));
+    found.map_err(|error| error.to_string())
+}
+
+fn persisted_claim(data: &DataDir) -> Option<PersistedClaim> {
+    let stored = files::read_secret(&data.replica()).ok()??;
+    let persisted_claim: PersistedClaim = serde_json::from_slice(&stored).ok()?;
+    parse_keys(&persisted_claim.keys).map(|_| persisted_claim)
+}
+
+fn persist_claim(data: &DataDir, found: &PersistedClaim) -> io::Result<()> {
+    if persisted_claim(data).as_ref() == Some(found) {
+        return Ok(());
+    }
+    let content = serde_json::to_vec(found).map_err(io::Error::other)?;
+    files::replace(&data.replica(), &content)
+}
+
+fn parse_keys(text: &str) -> Option<[u8; QuicKeys::LEN]> {
+    let mut bytes = [0; QuicKeys::LEN];
+    if text.len() != 2 * QuicKeys::LEN || !text.is_ascii() {
+        return None;
+    }
+    for (index, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * index..2 * index + 2)?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(holder: &str, renewed: Timestamp) -> LeaseSpec {
+        spec(None, holder, renewed)
+    }
+
+    #[test]
+    fn a_lease_is_free_when_nobody_holds_it_or_its_holder_is_gone_for_long() {
+        let now = Timestamp::now();
+        let ago = |seconds| now - SignedDuration::from_secs(seconds);
+        assert!(is_free(&LeaseSpec::default(), "a", now));
+        assert!(is_free(&lease("", now), "a", now));
+        assert!(is_free(&lease("a", now), "a", now));
+        assert!(!is_free(&lease("b", ago(50)), "a", now));
+        assert!(is_free(&lease("b", ago(61)), "a", now));
+        // A holder whose clock is ahead.
+        assert!(!is_free(&lease("b", ago(-300)), "a", now));
+    }
+
+    #[test]
+    fn renewals_keep_the_beginning_and_takers_count() {
+        let first = lease("a", Timestamp::UNIX_EPOCH);
+        let renewed = spec(Some(&first), "a", Timestamp::now());
+        assert_eq!(renewed.acquire_time, first.acquire_time);
+        assert_eq!(renewed.lease_transitions, first.lease_transitions);
+        let taken = spec(Some(&renewed), "b", Timestamp::now());
+        assert_ne!(taken.acquire_time, first.acquire_time);
+        assert_eq!(taken.lease_transitions, Some(2));
+    }
+
+    #[test]
+    fn keys_are_read_as_they_were_written_or_not_at_all() {
+        let keys = random::<{ QuicKeys::LEN }>().unwrap();
+        assert_eq!(parse_keys(&hex(&keys)), Some(keys));
+        for damaged in ["", "00", &"x".repeat(144), &"é".repeat(72)] {
+            assert_eq!(parse_keys(damaged), None);
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! What all servers share, as this one heard it last, in its data directory: a server that starts without the API server
+//! has the same CA and refuses the same nodes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tracing::warn;
+use tunnel_proto::process::files;
+use tunnel_proto::process::shutdown::Shutdown;
+use zeroize::Zeroizing;
+
+use super::documents::SharedDocuments;
+use crate::ca::CaMaterial;
+use crate::store::data_dir::DataDir;
+
+/// Changes within this time are written together.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The form of the file.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct SharedSnapshot {
+    /// The Secret that the CA is of; another one's is of no use.
+    secret: String,
+    certificates: String,
+    #[serde(with = "wiped")]
+    key: Zeroizing<String>,
+    pub(super) documents: BTreeMap<String, String>,
+    /// Whether the documents were heard.
+    is_whole: bool,
+}
+
+impl SharedSnapshot {
+    /// The CA, if there is a usable one.
+    pub(super) fn material(&self) -> Option<CaMaterial> {
+        if self.key.is_empty() {
+            return None;
+        }
+        let names = ("persisted certificates", "persisted key");
+        CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), names)
+            .inspect_err(|error| warn!(%error, "cannot use the persisted CA"))
+            .ok()
+    }
+
+    /// Whether it is enough to start with.
+    pub(super) fn is_whole(&self) -> bool {
+        self.is_whole
+    }
+}
+
+/// What was kept of the Secret of this name; nothing when there is no file or it cannot be understood, since the cluster
+/// tells it again.
+pub(super) fn load(data: &DataDir, secret: &str) -> SharedSnapshot {
+    let path = data.authority();
+    let read = files::read_secret(&path).map_err(|error| error.to_string());
+    let persisted = read.and_then(|content| match content {
+        None => Ok(SharedSnapshot::default()),
+        Some(content) => serde_json::from_slice(&content).map_err(|error| error.to_string()),
+    });
+    let persisted: SharedSnapshot = persisted.unwrap_or_else(|error| {
+        warn!(error, path = %path.display(), "cannot load the persisted CA state; waiting for the API server");
+        SharedSnapshot::default()
+    });
+    if data.ca_key().exists() {
+        warn!(
+            path = %data.ca_key().display(),
+            secret, "the CA in the data directory is not used in a cluster; to continue with this CA, store it in the Secret"
+        );
+    }
+    if persisted.secret == secret {
+        return persisted;
+    }
+    SharedSnapshot {
+        secret: secret.to_owned(),
+        ..SharedSnapshot::default()
+    }
+}
+
+/// Puts the certificates where people look for them.
+pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
+    let path = data.ca_certificate();
+    let writing =
+        tokio::task::spawn_blocking(move || write_certificates(&path, material.certificates_pem()));
+    match writing.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "cannot write the certificates of the CA"),
+        Err(error) => warn!(%error, "writing the certificates of the CA failed"),
+    }
+}
+
+/// Keeps what is heard, as soon as it changes.
+pub(super) fn start(
+    data: &DataDir,
+    mut last: SharedSnapshot,
+    (mut known, documents): (watch::Receiver<Option<Arc<CaMaterial>>>, &SharedDocuments),
+    shutdown: &Shutdown,
+) {
+    let (path, certificate) = (data.authority(), data.ca_certificate());
+    let documents = documents.clone();
+    shutdown.spawn_service(async move {
+        let mut contents = documents.subscribe();
+        let secret = last.secret.clone();
+        loop {
+            let now = state(&secret, known.borrow_and_update().as_deref(), &documents);
+            if now != last && !now.key.is_empty() {
+                let (path, certificate, persisted) =
+                    (path.clone(), certificate.clone(), now.clone());
+                let saving =
+                    tokio::task::spawn_blocking(move || save(&path, &certificate, &persisted))
+                        .await;
+                match saving {
+                    Ok(Ok(())) => last = now,
+                    Ok(Err(error)) => warn!(%error, "cannot persist the shared CA state"),
+                    Err(error) => warn!(%error, "task that persists the shared CA state failed"),
+                }
+            }
+            tokio::select! {
+                changed = known.changed() => if changed.is_err() { return },
+                () = SharedDocuments::changed(&mut contents) => {}
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    });
+}
+
+fn state(
+    secret: &str,
+    material: Option<&CaMaterial>,
+    documents: &SharedDocuments,
+) -> SharedSnapshot {
+    let texts = documents.texts();
+    SharedSnapshot {
+        secret: secret.to_owned(),
+        certificates: material.map_or_else(String::new, |ca| ca.certificates_pem().to_owned()),
+        key: material.map_or_else(Zeroizing::default, |ca| ca.key_pem().to_owned().into()),
+        is_whole: documents.is_observed(),
+        documents: texts
+            .into_iter()
+            .map(|(key, text)| (key.to_owned(), text))
+            .collect(),
+    }
+}
+
+/// A text that is wiped when it is dropped.
+mod wiped {
+    use serde::{Deserialize as _, Deserializer, Serializer};
+    use zeroize::Zeroizing;
+
+    pub(super) fn serialize<S: Serializer>(
+        text: &Zeroizing<String>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(text)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Zeroizing<String>, D::Error> {
+        String::deserialize(deserializer).map(Zeroizing::new)
+    }
+}
+
+/// The file, and the certificates where people look for them.
+fn save(path: &Path, certificate: &Path, persisted: &SharedSnapshot) -> std::io::Result<()> {
+    let content = Zeroizing::new(serde_json::to_vec(persisted).map_err(std::io::Error::other)?);
+    files::replace(path, &content)?;
+    write_certificates(certificate, &persisted.certificates)
+}
+
+fn write_certificates(path: &Path, pem: &str) -> std::io::Result<()> {
+    if files::read(path)?.as_deref() == Some(pem.as_bytes()) {
+        return Ok(());
+    }
+    files::replace(path, pem.as_bytes())
+}

@@ -1,0 +1,120 @@
+//! The CA of kubelets' client certificates, as the API server publishes it: followed, handed to those who judge agents, and
+//! kept on disk for a start without the API server.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::{Api, Client};
+use tokio::sync::watch;
+use tracing::{info, warn};
+use tunnel_proto::process::files;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::{self, AgentTrust};
+
+use super::objects::{CLIENT_CA, CLIENT_CA_KEY};
+use super::watches::{Observed, WatchContext, follow_one};
+use crate::cluster::conditions::{Condition, Conditions};
+
+/// Begins with what was kept, and follows what the API server says.
+pub(super) fn start(
+    client: &Client,
+    trust: Arc<AgentTrust>,
+    persisted: PathBuf,
+    (context, problems): (WatchContext, Conditions),
+    shutdown: &Shutdown,
+) {
+    let mut is_in_use = match files::read(&persisted).map_err(|error| error.to_string()) {
+        Ok(None) => false,
+        Ok(Some(content)) => match adopt(&trust, &content) {
+            Ok(()) => true,
+            Err(error) => {
+                warn!(error, path = %persisted.display(), "cannot use the persisted kubelet client CA");
+                false
+            }
+        },
+        Err(error) => {
+            warn!(error, "cannot read the persisted kubelet client CA");
+            false
+        }
+    };
+    let (namespace, name) = CLIENT_CA;
+    let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+    let (latest, updates) = watch::channel(None::<String>);
+    shutdown.spawn_service(persist(persisted, updates));
+    shutdown.spawn_service(async move {
+        follow_one(maps, name, context, |observed| {
+            let adopted = match published_ca(&observed) {
+                PublishedCa::Nothing => return,
+                // An API server that knows its clients by tokens alone has none.
+                PublishedCa::None if !is_in_use => Ok(()),
+                PublishedCa::None => Err(format!("no longer has {CLIENT_CA_KEY}")),
+                PublishedCa::Pem(pem) => adopt(&trust, pem.as_bytes()).map(|()| {
+                    is_in_use = true;
+                    if latest.send_replace(Some(pem.to_owned())).as_deref() != Some(pem) {
+                        info!("kubelet client CA updated from the cluster");
+                    }
+                }),
+            };
+            let line = adopted.err().map(|problem| {
+                let stays = if is_in_use {
+                    "; the previous CA stays in use"
+                } else {
+                    ""
+                };
+                format!("ConfigMap {namespace}/{name} {problem}{stays}")
+            });
+            problems.set(Condition::KubeletCa, line.into_iter().collect());
+        })
+        .await;
+    });
+}
+
+/// What the API server says.
+#[derive(Debug, PartialEq, Eq)]
+enum PublishedCa<'a> {
+    /// It was not heard yet.
+    Nothing,
+    /// There is no CA.
+    None,
+    /// This is it.
+    Pem(&'a str),
+}
+
+fn published_ca(observed: &Observed<ConfigMap>) -> PublishedCa<'_> {
+    match observed {
+        Observed::Unknown => PublishedCa::Nothing,
+        Observed::Absent => PublishedCa::None,
+        Observed::Present(map) => {
+            let text = map.data.as_ref().and_then(|data| data.get(CLIENT_CA_KEY));
+            text.map_or(PublishedCa::None, |text| PublishedCa::Pem(text))
+        }
+    }
+}
+
+fn adopt(trust: &AgentTrust, pem: &[u8]) -> Result<(), String> {
+    let roots = tls::files::chain(pem)
+        .map_err(|error| format!("holds no certificate in {CLIENT_CA_KEY}: {error}"))?;
+    tls::roots(roots)
+        .and_then(|roots| trust.replace_cluster(roots))
+        .map_err(|error| format!("holds a CA that cannot be used: {error}"))
+}
+
+/// Writes the latest text to disk.
+async fn persist(path: PathBuf, mut latest: watch::Receiver<Option<String>>) {
+    while latest.changed().await.is_ok() {
+        let Some(pem) = latest.borrow_and_update().clone() else {
+            continue;
+        };
+        let path = path.clone();
+        let write = move || match files::read(&path) {
+            Ok(Some(persisted)) if persisted == pem.as_bytes() => Ok(()),
+            Ok(_) | Err(_) => files::replace(&path, pem.as_bytes()),
+        };
+        match tokio::task::spawn_blocking(write).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => warn!(%error, "cannot persist the kubelet client CA"),
+            Err(error) => warn!(%error, "task that persists the kubelet client CA failed"),
+        }
+    }
+}

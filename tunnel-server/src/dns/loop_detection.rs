@@ -1,0 +1,151 @@
+//! Finds resolvers that send what they are asked back to us, directly or through others: each is asked for a name that
+//! nobody else knows, and whoever makes us hear that name is a loop.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use hickory_proto::op::{Edns, Message, Query};
+use hickory_proto::rr::{Name, RecordType};
+use tracing::{error, info};
+use tunnel_proto::wire::name::NodeName;
+
+use super::Names;
+use super::answer::Transport;
+use super::upstream;
+use crate::store::data_dir::random;
+
+/// A resolver sends what it is asked back to us.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "resolver {0} forwards queries back to this server; set another one with --dns-upstream, or turn forwarding off \
+     with --dns-upstream off (in a pod: dnsPolicy Default, so that the host's resolvers are used and not the cluster's)"
+)]
+pub struct LoopError(SocketAddr);
+
+/// Probes under way, and what they found.
+#[derive(Debug, Default)]
+pub(super) struct LoopDetector {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Names that were asked for, with the resolver that was asked.
+    probes: HashMap<String, SocketAddr>,
+    /// Whose probes came back, of those.
+    returned: BTreeSet<SocketAddr>,
+    looping: BTreeSet<SocketAddr>,
+}
+
+impl LoopDetector {
+    /// Whether this query is one of ours come back; then its resolver is not asked any more.
+    pub(super) fn is_own_probe(&self, name: &Name) -> bool {
+        let mut state = self.state();
+        if state.probes.is_empty() {
+            return false;
+        }
+        let Some(resolver) = state
+            .probes
+            .get(&name.to_ascii().to_ascii_lowercase())
+            .copied()
+        else {
+            return false;
+        };
+        state.returned.insert(resolver);
+        state.looping.insert(resolver);
+        true
+    }
+
+    /// Those of `resolvers` that may be asked.
+    pub(super) fn without_loops(&self, resolvers: &[SocketAddr]) -> Vec<SocketAddr> {
+        let state = self.state();
+        let mut addresses = resolvers.to_vec();
+        addresses.retain(|resolver| !state.looping.contains(resolver));
+        addresses
+    }
+
+    /// Asks each resolver once; returns when each has answered, or after a second.
+    pub(super) async fn probe(&self, names: &Names) -> Result<(), LoopError> {
+        let probes = probe_names(names);
+        let by_name = probes
+            .iter()
+            .map(|(resolver, name)| (name.to_ascii(), *resolver));
+        self.state().probes = by_name.collect();
+        let asking = probes.into_iter().map(async |(resolver, name)| {
+            let question = question(name);
+            upstream::resolve(&[resolver], &question, Transport::Udp, WINDOW).await
+        });
+        futures_util::future::join_all(asking).await;
+        let mut state = self.state();
+        state.probes.clear();
+        let returned = std::mem::take(&mut state.returned);
+        for resolver in state.looping.difference(&returned) {
+            info!(%resolver, "resolver no longer forwards queries back to this server");
+        }
+        state.looping = returned;
+        state
+            .looping
+            .first()
+            .copied()
+            .map_or(Ok(()), |resolver| Err(LoopError(resolver)))
+    }
+
+    /// Probes again and again: a loop can be closed long after the start.
+    pub(super) async fn run(&self, names: &Names) {
+        let mut known = false;
+        loop {
+            tokio::time::sleep(PAUSE).await;
+            let probed = self.probe(names).await;
+            if let Err(error) = &probed
+                && !known
+            {
+                error!(%error, "forwarding loop detected; no queries are sent to this resolver");
+            }
+            known = probed.is_err();
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// For each resolver a name that is asked there: a cluster's resolver is only asked for names of its domain, and may
+/// well send all others to us.
+fn probe_names(names: &Names) -> Vec<(SocketAddr, Name)> {
+    let default_resolvers = names
+        .default_resolvers
+        .iter()
+        .map(|resolver| (*resolver, None));
+    let clusters = names.clusters.iter().flat_map(|cluster| {
+        let domain = Some(&cluster.domain);
+        cluster
+            .resolvers
+            .iter()
+            .map(move |resolver| (*resolver, domain))
+    });
+    let name = |domain: Option<&NodeName>| {
+        let secret = u128::from_be_bytes(random().ok()?);
+        let (first, second) = (secret >> 64, secret & u128::from(u64::MAX));
+        let end = domain.map_or_else(String::new, |domain| format!("svc.{domain}."));
+        Name::from_ascii(format!("{first:016x}.{second:016x}.{end}")).ok()
+    };
+    default_resolvers
+        .chain(clusters)
+        .filter_map(|(resolver, domain)| Some((resolver, name(domain)?)))
+        .collect()
+}
+
+fn question(name: Name) -> Message {
+    let mut message = Message::query();
+    message.metadata.recursion_desired = true;
+    message.add_query(Query::query(name, RecordType::TXT));
+    message.set_edns(Edns::new());
+    message
+}
+
+/// A loop answers at once, since we do.
+const WINDOW: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_secs(60);

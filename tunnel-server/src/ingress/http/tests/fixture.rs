@@ -1,0 +1,338 @@
+//! A plain door, callers, and agents that the test plays.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::{BufferPool, Session, Stream};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::StreamHeader;
+use tunnel_proto::wire::name::InstanceId;
+
+use crate::ingress::caller_stream::CallerClosed;
+use crate::ingress::client_auth::DelegationPolicy;
+use crate::ingress::connect::ConnectProxy;
+use crate::ingress::http::serve;
+use crate::ingress::peer::CallerIdentity;
+use crate::ingress::target_tls::TargetTls;
+use crate::ingress::{CallerConn, HttpListener, IngressContext, ListenerKind, ListenerLimits};
+use crate::metrics::Metrics;
+use crate::policy::{PortPolicy, SharedPortPolicy};
+use crate::routing::decision::Scheme;
+use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
+
+/// A plain door, and agents that the test plays.
+pub(in crate::ingress) struct Fixture {
+    pub(in crate::ingress) ingress: Arc<IngressContext>,
+    counters: MetricsRegistry,
+}
+
+/// An agent's end, newest first.
+pub(in crate::ingress) struct Agent {
+    pub(in crate::ingress) far: Arc<dyn Session>,
+    _registered: Registration,
+}
+
+impl Agent {
+    /// The next stream, and what it is for.
+    pub(in crate::ingress) async fn asked(&self) -> (StreamHeader, Stream) {
+        let incoming = within(self.far.accept()).await.unwrap();
+        incoming.header(Instant::now() + PATIENCE).await.unwrap()
+    }
+
+    pub(in crate::ingress) async fn stream(&self) -> Stream {
+        self.asked().await.1
+    }
+
+    pub(in crate::ingress) async fn refuses(&self, code: RefusalCode) {
+        self.stream().await.refuse(code, "as the agent says").await;
+    }
+
+    /// Takes a request and returns it as it came.
+    pub(in crate::ingress) async fn answers(&self) -> String {
+        self.answers_with(HI).await
+    }
+
+    /// The same with an answer of the test's, after which the target closes.
+    pub(in crate::ingress) async fn answers_with(&self, answer: &str) -> String {
+        let mut stream = self.accepts().await;
+        let head = head(&mut stream).await;
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        stream.shutdown().await.unwrap();
+        head
+    }
+
+    /// The next stream, its target connected.
+    pub(in crate::ingress) async fn accepts(&self) -> Stream {
+        let mut stream = self.stream().await;
+        stream.accept("").await.unwrap();
+        stream
+    }
+
+    /// Whether no stream comes for a while.
+    pub(in crate::ingress) async fn is_left_alone(&self) -> bool {
+        tokio::time::timeout(Duration::from_millis(20), self.far.accept())
+            .await
+            .is_err()
+    }
+}
+
+impl Fixture {
+    pub(in crate::ingress) fn new() -> Self {
+        Self::with_callers(64)
+    }
+
+    /// A bench with this many places for callers.
+    pub(in crate::ingress) fn with_callers(callers: usize) -> Self {
+        let routes = Routes::default();
+        let known = RouteNode {
+            name: node(),
+            hostname: None,
+            addresses: Vec::new(),
+            kubelet_port: None,
+        };
+        routes.set(RouteSource::Known, vec![known]);
+        let policy = SharedPortPolicy::default();
+        policy.replace(PortPolicy {
+            http: "9100, 9101".parse().unwrap(),
+            ..PortPolicy::default()
+        });
+        let limits = RegistryLimits {
+            streams_per_agent: STREAMS,
+            buffer_pool: POOL,
+        };
+        let mut counters = MetricsRegistry::default();
+        let ingress = IngressContext {
+            routes,
+            registry: Arc::new(Registry::new(limits)),
+            policy,
+            pods: None,
+            targets: TargetTls::new(None).unwrap(),
+            delegation_callers: DelegationPolicy::default(),
+            limits: ListenerLimits {
+                handshake: Duration::from_secs(5),
+                request_head_time: Duration::from_secs(10),
+                request_head_bytes: 64 << 10,
+                idle: Duration::from_secs(180),
+                open: Duration::from_secs(10),
+            },
+            callers: ConnLimiter::new(ConnLimits {
+                per_source: callers + 1,
+                total: callers,
+            }),
+            verified_callers: ConnLimiter::new(ConnLimits {
+                per_source: 1,
+                total: 1,
+            }),
+            metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+            shutdown: Shutdown::new(),
+            drivers: TaskTracker::new(),
+        };
+        Self {
+            ingress: Arc::new(ingress),
+            counters,
+        }
+    }
+
+    pub(in crate::ingress) fn agent(&self) -> Agent {
+        let (near, far) = session();
+        let id = self.ingress.registry.next_id();
+        let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
+        Agent {
+            far,
+            _registered: self.ingress.registry.register(entry, &[]).unwrap(),
+        }
+    }
+
+    /// The sum of a metric's series.
+    pub(in crate::ingress) fn metric(&self, series: &str) -> u64 {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(series));
+        line.map_or(0, |value| value.trim().parse().unwrap())
+    }
+
+    /// The whole answer to a request.
+    pub(in crate::ingress) async fn ask(&self, request: &str) -> String {
+        self.ask_at(http_listener(), request).await
+    }
+
+    /// The same at a door for https targets, behind its TLS.
+    pub(in crate::ingress) async fn ask_secure(&self, request: &str) -> String {
+        self.ask_at(https_listener(), request).await
+    }
+
+    /// The same for a caller with client-certificate delegation, whose TLS asked for this name.
+    pub(in crate::ingress) async fn ask_delegated(
+        &self,
+        server_name: Option<&str>,
+        request: &str,
+    ) -> String {
+        let delegated = |line: &mut CallerConn| {
+            line.has_delegation = true;
+            line.server_name = server_name.map(|name| name.parse().unwrap());
+        };
+        let caller = self.connect_with(https_listener(), delegated);
+        Self::exchange(caller, request).await
+    }
+
+    /// A CONNECT door with this gate, without TLS.
+    pub(in crate::ingress) fn connect_proxy(connect_proxy: ConnectProxy) -> Arc<HttpListener> {
+        Arc::new(HttpListener {
+            name: "connect",
+            scheme: Scheme::Http,
+            implied_port: None,
+            tls: None,
+            connect: Some(connect_proxy),
+        })
+    }
+
+    pub(in crate::ingress) async fn ask_at(
+        &self,
+        http_listener: Arc<HttpListener>,
+        request: &str,
+    ) -> String {
+        Self::exchange(self.connect_at(http_listener), request).await
+    }
+
+    async fn exchange(mut caller: DuplexStream, request: &str) -> String {
+        let ask = async {
+            caller.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            caller.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        within(ask).await
+    }
+
+    /// A caller's connection in memory.
+    pub(in crate::ingress) fn connect(&self) -> DuplexStream {
+        self.connect_at(http_listener())
+    }
+
+    pub(in crate::ingress) fn connect_at(&self, http_listener: Arc<HttpListener>) -> DuplexStream {
+        self.connect_with(http_listener, |_| {})
+    }
+
+    /// The same of a caller who comes from this address and has proved this name.
+    pub(in crate::ingress) fn connect_as(
+        &self,
+        http_listener: Arc<HttpListener>,
+        from: &str,
+        name: CallerIdentity,
+    ) -> DuplexStream {
+        let peer: SocketAddr = from.parse().unwrap();
+        self.connect_with(http_listener, |line| {
+            (line.peer, line.name) = (peer.into(), name);
+        })
+    }
+
+    fn connect_with(
+        &self,
+        http_listener: Arc<HttpListener>,
+        change: impl FnOnce(&mut CallerConn),
+    ) -> DuplexStream {
+        let (caller, served) = tokio::io::duplex(64 << 10);
+        let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
+        let mut line = CallerConn {
+            peer: peer.into(),
+            name: CallerIdentity::Anonymous,
+            close_mode: Arc::default(),
+            caller_closed: CallerClosed::never(),
+            permit: Arc::new(self.ingress.callers.acquire(peer.ip()).unwrap()),
+            has_delegation: false,
+            server_name: None,
+            refused: None,
+        };
+        change(&mut line);
+        let serve = serve(self.ingress.clone(), http_listener, served, line);
+        self.ingress.shutdown.spawn_work(serve);
+        caller
+    }
+
+    /// A caller's connection over TCP.
+    pub(in crate::ingress) async fn dial(&self) -> TcpStream {
+        self.dial_at(http_listener()).await
+    }
+
+    pub(in crate::ingress) async fn dial_at(&self, http_listener: Arc<HttpListener>) -> TcpStream {
+        TcpStream::connect(self.listen(http_listener).await)
+            .await
+            .unwrap()
+    }
+
+    /// The address of a listener on loopback.
+    pub(in crate::ingress) async fn listen(&self, http_listener: Arc<HttpListener>) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        self.ingress
+            .start(listener, ListenerKind::Http(http_listener));
+        address
+    }
+}
+
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        self.ingress.shutdown.drain().cancel();
+        self.ingress.shutdown.stop().cancel();
+    }
+}
+
+fn https_listener() -> Arc<HttpListener> {
+    Arc::new(HttpListener {
+        name: "https",
+        scheme: Scheme::Https,
+        implied_port: None,
+        tls: None,
+        connect: None,
+    })
+}
+
+pub(in crate::ingress) fn http_listener() -> Arc<HttpListener> {
+    Arc::new(HttpListener {
+        name: "http",
+        scheme: Scheme::Http,
+        implied_port: None,
+        tls: None,
+        connect: None,
+    })
+}
+
+/// A short answer whose connection may go on.
+pub(in crate::ingress) const HI: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi";
+
+/// A request that asks for nothing after it, without its empty line.
+pub(in crate::ingress) fn get(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: worker-1:9100\r\n")
+}
+
+/// Reads through the next empty line.
+pub(in crate::ingress) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(within(stream.read_u8()).await.unwrap());
+    }
+    String::from_utf8(head).unwrap()
+}
+
+/// Sends a request and reads exactly the answer [`HI`].
+pub(in crate::ingress) async fn expect_hi<S>(caller: &mut S, request: &str)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    caller.write_all(request.as_bytes()).await.unwrap();
+    let head = head(caller).await;
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    let mut body = [0; 2];
+    within(caller.read_exact(&mut body)).await.unwrap();
+    assert_eq!(&body, b"hi");
+}

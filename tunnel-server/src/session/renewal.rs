@@ -1,0 +1,96 @@
+//! A live session's next certificate: one request at a time, signed off the runtime's own threads.
+
+use std::time::{Duration, SystemTime};
+
+use tokio::task::{JoinError, JoinHandle};
+use tokio::time::Instant;
+use tracing::{info, warn};
+use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::EnrollReply;
+
+use super::Sessions;
+use crate::ca::renewal::{EnrollRefusal, RenewedCertificate};
+use crate::routing::registry::AgentSession;
+
+/// An agent that asks sooner than this after its last request has lost its mind.
+const RENEWAL_INTERVAL_MIN: Duration = Duration::from_secs(1);
+
+/// What one request came to.
+type RenewalResult = Result<Result<RenewedCertificate, EnrollRefusal>, JoinError>;
+
+/// The request that is being worked on.
+#[derive(Debug, Default)]
+pub(super) struct RenewalTask {
+    work: Option<JoinHandle<Result<RenewedCertificate, EnrollRefusal>>>,
+    last: Option<Instant>,
+}
+
+impl RenewalTask {
+    /// Begins with a request.
+    pub(super) fn begin(
+        &mut self,
+        sessions: &Sessions,
+        agent: &AgentSession,
+        csr: Vec<u8>,
+    ) -> Result<(), EnrollRefusal> {
+        let Some(renewals) = sessions.renewals.clone() else {
+            let detail = "this server accepts certificates of --agent-ca only";
+            return Err((EnrollCode::NotOffered, detail.to_owned()));
+        };
+        let too_soon = self
+            .last
+            .is_some_and(|last| last.elapsed() < RENEWAL_INTERVAL_MIN);
+        if self.work.is_some() || too_soon {
+            let detail = "too many certificate requests; try again later";
+            return Err((EnrollCode::RateLimited, detail.to_owned()));
+        }
+        self.last = Some(Instant::now());
+        let peer = agent.session.peer().clone();
+        self.work = Some(tokio::task::spawn_blocking(move || {
+            renewals.renew_on_session(&peer, &csr, SystemTime::now())
+        }));
+        Ok(())
+    }
+
+    /// What the request came to; waits for ever while there is none. Cancel-safe.
+    pub(super) async fn done(&mut self) -> RenewalResult {
+        match &mut self.work {
+            Some(work) => {
+                let issued = work.await;
+                self.work = None;
+                issued
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Sessions {
+    /// Notes what was issued, and makes the answer of it.
+    pub(super) fn renewed(&self, agent: &AgentSession, issued: RenewalResult) -> EnrollReply {
+        let node = &agent.node;
+        let issued = issued.unwrap_or_else(|panic| {
+            warn!(agent = %node, error = %panic, "renewal task failed");
+            Err((EnrollCode::Unavailable, "internal server error".to_owned()))
+        });
+        match issued {
+            Ok(renewed) => {
+                agent.renewed(renewed.not_after, renewed.chain);
+                self.nodes.record_connection(node, renewed.not_after);
+                self.metrics.renewal("issued");
+                let not_after = crate::store::data_dir::rfc3339(renewed.not_after);
+                info!(agent = %node, session = %agent.id, not_after, "certificate renewed");
+                renewed.reply
+            }
+            Err((code, detail)) => {
+                self.metrics.renewal(code.label());
+                static REFUSED: LogRateLimit = LogRateLimit::new("renewals refused");
+                if REFUSED.admit() {
+                    warn!(agent = %node, session = %agent.id, %code, detail, "renewal refused");
+                }
+                EnrollReply::Refused(code, detail)
+            }
+        }
+    }
+}
