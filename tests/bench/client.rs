@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::parts::edge::length;
+use crate::components::edge::length;
 
 /// Where a caller connects, and what it says there.
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use crate::client::{Caller, Endpoint};
 
 /// A request that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(10);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Requests of one run.
 #[derive(Debug, Default, Clone)]
@@ -153,7 +153,7 @@ async fn one(endpoint: &Endpoint, idle_caller: Option<Caller>, size: u64) -> Res
         caller.get(size).await?;
         anyhow::Ok(caller)
     };
-    timeout(PATIENCE, exchange).await.context("no answer")?
+    timeout(WAIT_TIMEOUT, exchange).await.context("no answer")?
 }
 
 /// `rate` requests a second for `length`, each timed from the moment at which it was due: a system that stalls makes all
@@ -238,7 +238,7 @@ pub(crate) async fn stall(endpoint: &Endpoint, readers: usize) -> Result<Vec<Cal
         connecting.spawn(async move {
             let mut caller = Caller::connect(&endpoint).await?;
             caller.ask(u64::MAX >> 1).await?;
-            let first = timeout(PATIENCE, caller.read())
+            let first = timeout(WAIT_TIMEOUT, caller.read())
                 .await
                 .context("no answer")??;
             ensure!(first > 0, "the answer is cut");

@@ -9,12 +9,12 @@ use clap::{Parser, Subcommand};
 mod bench;
 mod cases;
 mod client;
+mod components;
 mod driver;
 mod guards;
 mod load;
 mod machine;
 mod metric;
-mod parts;
 mod report;
 mod systems;
 mod target;
@@ -50,13 +50,13 @@ enum Verb {
     #[command(hide = true)]
     Work(guards::Worker),
     #[command(hide = true)]
-    Edge(parts::edge::Edge),
+    Edge(components::edge::Edge),
     #[command(hide = true)]
-    Relay(parts::relay::Relay),
+    Relay(components::relay::Relay),
     #[command(hide = true)]
-    Raw(parts::raw::Sender),
+    Raw(components::raw::Sender),
     #[command(hide = true)]
-    Agents(parts::agents::Agents),
+    Agents(components::agents::Agents),
 }
 
 #[tokio::main]

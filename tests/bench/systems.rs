@@ -14,7 +14,7 @@ use tunnel_tests::link::Link;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 
 use crate::client::{Endpoint, TARGET_NAME};
-use crate::parts::{self, raw};
+use crate::components::{self, raw};
 
 /// The node of every stack.
 pub(crate) const NODE: &str = "worker-1";
@@ -37,9 +37,9 @@ impl Edge {
         let scratch = ScratchDir::new()?;
         let ca = TestCa::new("bench")?;
         let (chain, key) = pair(&ca, TARGET_NAME, scratch.path())?;
-        let (plain, plain_address) = parts::start(&to_args(&["edge"])).await?;
+        let (plain, plain_address) = components::start(&to_args(&["edge"])).await?;
         let (secure, secure_address) =
-            parts::start(&to_args(&["edge", "--tls", &chain, "--tls", &key])).await?;
+            components::start(&to_args(&["edge", "--tls", &chain, "--tls", &key])).await?;
         Ok(Self {
             plain,
             secure,
@@ -264,7 +264,7 @@ impl Systems {
         let edge = Edge::start().await?;
         let waste = humantime::format_duration(waste).to_string();
         let relay = async |to: SocketAddr| {
-            parts::start(&to_args(&[
+            components::start(&to_args(&[
                 "relay",
                 "--to",
                 &to.to_string(),
@@ -288,7 +288,7 @@ impl Systems {
             let (chain, key) = pair(&edge.ca, raw::name(), edge.scratch.path())?;
             for (kind, word) in [(raw::Kind::Quic, "quic"), (raw::Kind::H2, "h2")] {
                 let (process, address) =
-                    parts::start(&to_args(&["raw", word, &chain, &key])).await?;
+                    components::start(&to_args(&["raw", word, &chain, &key])).await?;
                 raw.push((kind, process, address));
             }
         }

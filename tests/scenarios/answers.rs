@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tunnel_tests::client::{HttpReply, RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, SilentTarget};
 
@@ -183,7 +183,7 @@ async fn target_answers() -> Result<()> {
         let reply = request(env.http(), &upgrade(path)).await?;
         check(&reply, 502, "target_bad_response", &["worker-1"]);
         let closed = async || (kubelet.traffic().open() == 0).then_some(());
-        eventually("the target's connection is closed", PATIENCE, closed).await;
+        eventually("the target's connection is closed", WAIT_TIMEOUT, closed).await;
     }
     let refused = request(env.http(), &upgrade("/exec/a/b/c?refuse=403")).await?;
     assert_eq!(
@@ -245,7 +245,7 @@ async fn full_agent_answers_503_and_recovers() -> Result<()> {
             .await?;
         open_conns.push(stream);
     }
-    eventually("three streams are open", PATIENCE, async || {
+    eventually("three streams are open", WAIT_TIMEOUT, async || {
         (silent.traffic().open() == 3).then_some(())
     })
     .await;
@@ -257,7 +257,7 @@ async fn full_agent_answers_503_and_recovers() -> Result<()> {
     drop(open_conns);
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    eventually("the agent takes streams again", PATIENCE, async || {
+    eventually("the agent takes streams again", WAIT_TIMEOUT, async || {
         let status = get(&env, &host, "/metrics").await?.status;
         anyhow::ensure!(status == 200, "{status}");
         anyhow::Ok(())
@@ -274,12 +274,12 @@ async fn draining_agent_answers_503_and_keeps_its_streams() -> Result<()> {
     let host = format!("worker-1:{}", exporter.addr().port());
     let follow = RawRequest::get(&host, "/follow");
     let mut follow = tunnel_tests::client::Exchange::start(env.http(), &follow).await?;
-    eventually("the follower is there", PATIENCE, async || {
+    eventually("the follower is there", WAIT_TIMEOUT, async || {
         (exporter.followers() == 1).then_some(())
     })
     .await;
     agent.drain();
-    eventually("new requests are refused", PATIENCE, async || {
+    eventually("new requests are refused", WAIT_TIMEOUT, async || {
         let reply = get(&env, &host, "/metrics").await?;
         anyhow::ensure!(
             reply.header("x-tunnel-error") == Some("draining"),

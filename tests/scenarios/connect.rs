@@ -25,7 +25,7 @@ use tunnel_tests::targets::{FakeKubelet, TargetTls};
 
 const NODE: &str = "worker-1";
 /// What the door over TCP is called.
-const DOOR: &str = "tunnel.example";
+const LISTENER: &str = "tunnel.example";
 
 /// A world with a CONNECT door on a Unix socket, which may also dial this host's loopback itself.
 struct ConnectFixture {
@@ -54,11 +54,11 @@ impl ConnectFixture {
         })
     }
 
-    /// With a door over TCP too, which serves TLS as [`DOOR`] and takes callers with certificates of the CA in this file.
+    /// With a door over TCP too, which serves TLS as [`LISTENER`] and takes callers with certificates of the CA in this file.
     async fn mutual(pki: &Pki, scratch: &ScratchDir, ca: &Path) -> Result<Self> {
         let serving = pki.ca.issue(&Leaf {
             uri: None,
-            dns: Some(DOOR.to_owned()),
+            dns: Some(LISTENER.to_owned()),
             ..Leaf::server()
         })?;
         let (certificate, key) = serving.write(scratch.path(), "door")?;
@@ -109,11 +109,15 @@ impl Pki {
     fn tls(&self, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
         let mut roots = RootCertStore::empty();
         roots.add(self.ca.root().clone())?;
-        ClientTls::verifying(name, roots, certificate.map(parts).transpose()?)
+        ClientTls::verifying(
+            name,
+            roots,
+            certificate.map(client_certificate).transpose()?,
+        )
     }
 }
 
-fn parts(issued: &Issued) -> Result<ClientCertificate> {
+fn client_certificate(issued: &Issued) -> Result<ClientCertificate> {
     let chain = CertificateDer::from_pem_slice(issued.certificate.as_bytes())?;
     let key = PrivateKeyDer::from_pem_slice(issued.key.as_bytes())?;
     Ok((vec![chain], key))

@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_server::config::RawService;
 use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
     EchoTarget, Exporter, FakeKubelet, HalfCloseTarget, ResetTarget, deterministic_bytes,
@@ -259,7 +259,7 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
     }
     // Nothing is left behind of the requests that nobody took to their end.
     let session = env.registry().of_node(&"worker-1".parse()?).remove(0);
-    eventually("all streams are gone", PATIENCE, async || {
+    eventually("all streams are gone", WAIT_TIMEOUT, async || {
         let streams = session.session.health().streams;
         (streams == 0).then_some(()).ok_or(streams)
     })

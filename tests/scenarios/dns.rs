@@ -21,7 +21,7 @@ use tunnel_server::dns::{
 };
 use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::DnsClient;
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 
 /// What edge nodes answer with in worlds of these scenarios.
@@ -54,7 +54,7 @@ fn client(env: &TestEnv) -> Result<DnsClient> {
 async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
     env.nodes().record(&node.parse()?, &[]);
     let client = client(env)?;
-    eventually(node, PATIENCE, async || {
+    eventually(node, WAIT_TIMEOUT, async || {
         ensure!(!client.addresses(node).await?.is_empty(), "no address yet");
         anyhow::Ok(())
     })

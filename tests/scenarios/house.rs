@@ -75,3 +75,222 @@ fn configuration_reference_is_that_of_the_code() {
         );
     }
 }
+
+/// What a name says instead of a word that readers of this field do not know. Names are split into their words.
+const GLOSSARY: &[(&str, &[&str])] = &[
+    ("listener", &["door", "doors"]),
+    ("unauthenticated", &["stranger", "strangers"]),
+    ("dial policy", &["ceiling"]),
+    (
+        "delegation of the client certificate",
+        &["lend", "lends", "lent", "borrow", "borrows", "borrowers"],
+    ),
+    ("fallback, upgrade", &["ladder", "rung", "climb"]),
+    ("happy eyeballs, session task", &["lane", "lanes", "tether"]),
+    ("session monitor", &["vigil"]),
+    ("control sender", &["voice"]),
+    ("rotating credentials", &["keeper"]),
+    ("close, shutdown, reset", &["farewell", "fate"]),
+    ("timeouts", &["course", "patience"]),
+    ("authenticate", &["vouch", "vouches", "vouched"]),
+    ("report, log, send", &["tell", "tells", "told"]),
+    ("receive, handle", &["heard", "heed"]),
+    ("request, target", &["goal"]),
+    ("enrollment", &["enrol", "enrolment"]),
+    ("dialed", &["dialled"]),
+];
+
+/// Whole names that say nothing. `line` stays for a line of text.
+const EMPTY_NAMES: &[&str] = &[
+    "place", "places", "way", "ways", "side", "turn", "step", "rest", "goal", "kept", "held",
+    "seen", "given", "found", "news", "word", "words", "part", "parts", "thing",
+];
+
+/// Names that others fix: a key of the configuration file, under its old name.
+const FIXED_NAMES: &[&str] = &["borrow_allowed_callers"];
+
+#[test]
+fn names_are_those_of_the_glossary() {
+    let mut findings = Vec::new();
+    for file in sources() {
+        for name in defined_names(&code_of(&std::fs::read_to_string(&file).unwrap())) {
+            if FIXED_NAMES.contains(&name.as_str()) {
+                continue;
+            }
+            let words = words_of(&name);
+            let row = GLOSSARY.iter().find(|(_, banned)| {
+                banned
+                    .iter()
+                    .any(|word| words.iter().any(|own| own == word))
+            });
+            if let Some((say, _)) = row {
+                findings.push(format!("{}: {name}: say {say}", file.display()));
+            } else if EMPTY_NAMES.contains(&name.to_lowercase().as_str()) {
+                findings.push(format!("{}: {name} says nothing", file.display()));
+            }
+        }
+    }
+    assert!(findings.is_empty(), "{}", findings.join("\n"));
+}
+
+#[test]
+fn glossary_is_checked_in_names_and_not_in_comments_or_texts() {
+    let code = code_of(
+        "struct Kept { door_name: u8 } // fn told() {}\nfn heard() { let s = \"fn voice() {}\"; }",
+    );
+    assert_eq!(defined_names(&code), ["Kept", "door_name", "heard"]);
+    assert_eq!(words_of("HTTPDoorTls_x"), ["http", "door", "tls", "x"]);
+}
+
+/// The Rust files of all crates.
+fn sources() -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders: Vec<_> = [
+        "proto/src",
+        "tunnel-server/src",
+        "tunnel-agent/src",
+        "tests",
+    ]
+    .map(|folder| root().join(folder))
+    .into();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+/// The source without its comments and the contents of its string literals.
+fn code_of(source: &str) -> String {
+    let (mut code, mut rest) = (String::new(), source);
+    while let Some(next) = rest.chars().next() {
+        let length = if rest.starts_with("//") {
+            rest.find('\n').unwrap_or(rest.len())
+        } else if rest.starts_with("/*") {
+            rest.find("*/").map_or(rest.len(), |end| end + 2)
+        } else if next == '"' {
+            string_length(rest)
+        } else if next == 'r' && (rest.starts_with("r\"") || rest.starts_with("r#\"")) {
+            let end = if rest.starts_with("r#") { "\"#" } else { "\"" };
+            let open = end.len() + 1;
+            rest[open..]
+                .find(end)
+                .map_or(rest.len(), |at| open + at + end.len())
+        } else {
+            // A quote in a character literal begins no string.
+            let length = if rest.starts_with("'\"'") {
+                3
+            } else {
+                next.len_utf8()
+            };
+            code.push_str(&rest[..length]);
+            length
+        };
+        rest = &rest[length..];
+    }
+    code
+}
+
+fn string_length(text: &str) -> usize {
+    let mut is_escaped = false;
+    for (at, next) in text.char_indices().skip(1) {
+        match next {
+            _ if is_escaped => is_escaped = false,
+            '\\' => is_escaped = true,
+            '"' => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+/// The names of types, functions, constants, modules, and of fields of structs.
+fn defined_names(code: &str) -> Vec<String> {
+    let is_name = |next: char| next.is_alphanumeric() || next == '_';
+    let (mut names, mut rest, mut before) = (Vec::new(), code, "");
+    // The depth of braces at which the fields of a struct are.
+    let (mut depth, mut fields_at, mut is_struct) = (0, None, false);
+    while let Some(next) = rest.chars().next() {
+        let length = rest.find(|next| !is_name(next)).unwrap_or(rest.len());
+        if length > 0 {
+            let name = &rest[..length];
+            let after = rest[length..].trim_start();
+            let is_field =
+                fields_at == Some(depth) && after.starts_with(':') && !after.starts_with("::");
+            if is_field || DEFINING.contains(&before) {
+                names.push(name.to_owned());
+            }
+            is_struct |= before == "struct";
+            before = name;
+            rest = &rest[length..];
+            continue;
+        }
+        match next {
+            '{' => {
+                depth += 1;
+                if std::mem::take(&mut is_struct) {
+                    fields_at = Some(depth);
+                }
+            }
+            '}' => {
+                if fields_at == Some(depth) {
+                    fields_at = None;
+                }
+                depth -= 1;
+            }
+            ';' => is_struct = false,
+            _ => {}
+        }
+        if !next.is_whitespace() {
+            before = "";
+        }
+        rest = &rest[next.len_utf8()..];
+    }
+    names
+}
+
+const DEFINING: &[&str] = &[
+    "struct", "enum", "trait", "type", "fn", "mod", "const", "static",
+];
+
+/// The words of a name in snake or camel case, in lower case.
+fn words_of(name: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let letters: Vec<char> = name.chars().collect();
+    for (at, &letter) in letters.iter().enumerate() {
+        let is_after_lower = at > 0 && letters[at - 1].is_lowercase();
+        let is_before_lower = letters.get(at + 1).is_some_and(|next| next.is_lowercase());
+        let begins = letter == '_'
+            || letter.is_uppercase() && (is_after_lower || (at > 0 && is_before_lower));
+        if begins {
+            words.push(String::new());
+        }
+        if letter != '_' {
+            words.last_mut().unwrap().extend(letter.to_lowercase());
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
+/// Only one folder of the server speaks to Kubernetes.
+#[test]
+fn only_the_cluster_folder_names_kube() {
+    for file in sources() {
+        let path = file.display().to_string();
+        let is_server = path.contains("tunnel-server/src/");
+        if !is_server || path.contains("/src/cluster") {
+            continue;
+        }
+        let code = code_of(&std::fs::read_to_string(&file).unwrap());
+        let names = ["kube::", "k8s_openapi::"];
+        assert!(names.iter().all(|name| !code.contains(name)), "{path}");
+    }
+}

@@ -11,7 +11,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv, server_address};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT, server_address};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
 
@@ -41,7 +41,7 @@ async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Res
         200
     );
     let counted = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"} 1";
-    eventually("the refusal is counted", PATIENCE, async || {
+    eventually("the refusal is counted", WAIT_TIMEOUT, async || {
         let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         anyhow::ensure!(metrics.text().contains(counted), "{}", metrics.text());
         anyhow::Ok(())
@@ -89,7 +89,7 @@ async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
         };
     eventually(
         "another instance gets in after the first has gone",
-        PATIENCE,
+        WAIT_TIMEOUT,
         next,
     )
     .await;
@@ -160,7 +160,7 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
     let given_up = "tunnel_server_enrollments_total{result=\"handshake_failed\"} 1";
     eventually(
         "the imposter has counted the connection",
-        PATIENCE,
+        WAIT_TIMEOUT,
         async || {
             let metrics = request(imposter.bound().meta, &RawRequest::get("meta", "/metrics"))
                 .await?
@@ -224,7 +224,7 @@ async fn stored_certificate_is_used_again_and_the_token_ignored() -> Result<()> 
     let env = TestEnv::start().await?;
     env.agent("worker-1").await?.stop().await?;
     let gone = async || env.registry().all().is_empty().then_some(());
-    eventually("the agent has left", PATIENCE, gone).await;
+    eventually("the agent has left", WAIT_TIMEOUT, gone).await;
     let _again = env
         .agent_with("worker-1", |config| config.token = None)
         .await?;

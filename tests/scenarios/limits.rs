@@ -13,7 +13,7 @@ use tunnel_proto::process::settings::ConfigErrors;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::dns::{DnsClient, RecordType, query};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
@@ -23,7 +23,7 @@ const CROWD_SIZE: usize = 5000;
 /// The first byte of a TLS handshake.
 const TLS_RECORD: u8 = 22;
 /// `limits.preAuthPerSource` by default.
-const PLACES: usize = 1024;
+const CONNS: usize = 1024;
 /// `limits.callersTotal` of the test at the listeners, below the size of the crowd.
 const CALLERS: usize = 4096;
 /// `limits.handshakeTimeout` or `requestHeadTimeout` by default, and some more.
@@ -78,16 +78,20 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
     let mut crowd = slow_crowd(meta, b'G').await?;
     let probe = RawRequest::get("meta", "/livez");
     assert_eq!(request(meta, &probe).await?.status, 200);
-    eventually("the crowd's address is answered", PATIENCE, async || {
-        let mut neighbour = from_crowd(meta).await?;
-        let close = probe.clone().header("Connection", "close");
-        neighbour.write_all(&close.bytes()).await?;
-        let mut answer = Vec::new();
-        neighbour.read_to_end(&mut answer).await?;
-        let answer = String::from_utf8_lossy(&answer);
-        ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-        anyhow::Ok(())
-    })
+    eventually(
+        "the crowd's address is answered",
+        WAIT_TIMEOUT,
+        async || {
+            let mut neighbour = from_crowd(meta).await?;
+            let close = probe.clone().header("Connection", "close");
+            neighbour.write_all(&close.bytes()).await?;
+            let mut answer = Vec::new();
+            neighbour.read_to_end(&mut answer).await?;
+            let answer = String::from_utf8_lossy(&answer);
+            ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+            anyhow::Ok(())
+        },
+    )
     .await;
     disperses(&mut crowd).await
 }
@@ -108,13 +112,17 @@ async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result
     let answers = client.over_tcp(std::slice::from_ref(&asked)).await?;
     assert_eq!(answers.len(), 1);
     let bytes = asked.to_vec()?;
-    eventually("the crowd's address is answered", PATIENCE, async || {
-        let mut neighbour = from_crowd(dns).await?;
-        neighbour.write_u16(u16::try_from(bytes.len())?).await?;
-        neighbour.write_all(&bytes).await?;
-        ensure!(neighbour.read_u16().await? > 12);
-        anyhow::Ok(())
-    })
+    eventually(
+        "the crowd's address is answered",
+        WAIT_TIMEOUT,
+        async || {
+            let mut neighbour = from_crowd(dns).await?;
+            neighbour.write_u16(u16::try_from(bytes.len())?).await?;
+            neighbour.write_all(&bytes).await?;
+            ensure!(neighbour.read_u16().await? > 12);
+            anyhow::Ok(())
+        },
+    )
     .await;
     disperses(&mut crowd).await
 }
@@ -137,7 +145,7 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
                 open_conns.push(from_crowd(env.bound().agents).await?);
             }
             // Whoever has connected later, and been seen, shows that those before were seen.
-            eventually("all are seen", PATIENCE, async || {
+            eventually("all are seen", WAIT_TIMEOUT, async || {
                 let value = metric(&env, &series).await?;
                 ensure!(value == expected, "{reached} is {value} for {count}");
                 anyhow::Ok(())
@@ -191,7 +199,7 @@ async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
     );
     assert_eq!(metric(&env, waited).await?, 1);
     open_conns.pop();
-    timeout(scaled(PATIENCE), waiting).await??;
+    timeout(scaled(WAIT_TIMEOUT), waiting).await??;
     Ok(())
 }
 
@@ -210,7 +218,7 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     let exporter = Exporter::start("worker-1").await?;
     let mut crowd = slow_crowd(env.bound().agents, TLS_RECORD).await?;
     let _agent = env.agent("worker-1").await?;
-    eventually("the crowd's address gets in", PATIENCE, async || {
+    eventually("the crowd's address gets in", WAIT_TIMEOUT, async || {
         handshake_from_crowd(&env).await
     })
     .await;
@@ -219,7 +227,7 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     assert_eq!(scrape.status, 200);
     eventually(
         "all above the share are pushed out or turned away",
-        PATIENCE,
+        WAIT_TIMEOUT,
         async || {
             let mut gone = 0;
             for result in ["evicted", "overloaded", "timeout"] {
@@ -227,7 +235,7 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
                 gone += metric(&env, &series).await?;
             }
             ensure!(
-                gone >= u64::try_from(CROWD_SIZE - PLACES)?,
+                gone >= u64::try_from(CROWD_SIZE - CONNS)?,
                 "{gone} are gone"
             );
             anyhow::Ok(())
@@ -264,7 +272,7 @@ async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Re
         let scrape = request(endpoint, asked).await?;
         assert_eq!(scrape.status, status);
         let endpoint = http.context("http")?;
-        eventually("the crowd's address is served", PATIENCE, async || {
+        eventually("the crowd's address is served", WAIT_TIMEOUT, async || {
             let mut neighbour = from_crowd(endpoint).await?;
             neighbour.write_all(&get.head_bytes()).await?;
             let mut answer = Vec::new();

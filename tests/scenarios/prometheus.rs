@@ -28,7 +28,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     let fleet = Fleet::start(&sites, &arguments).await?;
     let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES, API)?;
 
-    eventually("four targets to be up", SCRAPE_PATIENCE, async || {
+    eventually("four targets to be up", SCRAPE_TIMEOUT, async || {
         let targets = active_targets(&sites).await?;
         let up = |job: &str, instance: &str| {
             targets.iter().any(|target| {
@@ -56,20 +56,16 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
         .flat_map(|node| [(node, "plain"), (node, "guide")])
     {
         let query = format!("culvert_site{{instance=\"{node}:9100\",job=\"{job}\"}}");
-        eventually(
-            "the sample of the right node",
-            SCRAPE_PATIENCE,
-            async || {
-                let found = query_prometheus(&sites, &query).await?;
-                let results = found["data"]["result"].as_array().context("no result")?;
-                let names: Vec<_> = results
-                    .iter()
-                    .map(|sample| &sample["metric"]["name"])
-                    .collect();
-                ensure!(names == [node], "{query} found {found}");
-                Ok(())
-            },
-        )
+        eventually("the sample of the right node", SCRAPE_TIMEOUT, async || {
+            let found = query_prometheus(&sites, &query).await?;
+            let results = found["data"]["result"].as_array().context("no result")?;
+            let names: Vec<_> = results
+                .iter()
+                .map(|sample| &sample["metric"]["name"])
+                .collect();
+            ensure!(names == [node], "{query} found {found}");
+            Ok(())
+        })
         .await;
     }
 
@@ -120,7 +116,7 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
     let prometheus = prometheus(sites.cloud(), &scratch, MONITORS, API)?;
     eventually(
         "the targets of the guide and the spared one",
-        SCRAPE_PATIENCE,
+        SCRAPE_TIMEOUT,
         async || {
             let targets = active_targets(&sites).await?;
             let mut found: Vec<_> = targets
@@ -289,7 +285,7 @@ scrape_configs:
 const API: &str = "127.0.0.1:9090";
 
 /// Start of Prometheus and a few scrapes.
-const SCRAPE_PATIENCE: Duration = Duration::from_secs(30);
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Larger than what one read or one packet carries.
 const PAGE_BYTES: usize = 300_000;

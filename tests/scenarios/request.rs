@@ -102,7 +102,7 @@ async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
         // The next line is only sent after the one before has arrived: nothing may wait for more.
         tunnel_tests::eventually::eventually(
             "the follower is there",
-            tunnel_tests::env::PATIENCE,
+            tunnel_tests::env::WAIT_TIMEOUT,
             async || (exporter.emit(&line) > 0).then_some(()),
         )
         .await;
@@ -224,7 +224,7 @@ async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
         let open = async || (exporter.traffic().open() == 1).then_some(());
         tunnel_tests::eventually::eventually(
             "target is reached",
-            tunnel_tests::env::PATIENCE,
+            tunnel_tests::env::WAIT_TIMEOUT,
             open,
         )
         .await;
@@ -232,7 +232,7 @@ async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
         let closed = async || (exporter.traffic().open() == 0).then_some(());
         tunnel_tests::eventually::eventually(
             "target's side closes",
-            tunnel_tests::env::PATIENCE,
+            tunnel_tests::env::WAIT_TIMEOUT,
             closed,
         )
         .await;

@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 use tunnel_agent::config::{Config, TransportChoice};
 use tunnel_proto::transport::TransportKind;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv, server_address};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT, server_address};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::targets::Exporter;
@@ -89,7 +89,7 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
         ensure!(site.transport()? == TransportKind::H2, "UDP is blocked");
         site.link.set(TrafficClass::UDP, Impairment::lossy(LOSS));
         // Answers without a pause, so that one is on its way when the agent climbs.
-        let climbed = eventually("the agent climbs to QUIC", PATIENCE, async || {
+        let climbed = eventually("the agent climbs to QUIC", WAIT_TIMEOUT, async || {
             site.whole_answer(round).await?;
             ensure!(site.transport()? == TransportKind::Quic, "still on h2");
             Ok(())

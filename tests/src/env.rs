@@ -28,7 +28,7 @@ use crate::eventually::{eventually, scaled};
 use crate::process::ScratchDir;
 
 /// Patience for things that take milliseconds on an idle machine.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long tokens of a world are good for.
 const TOKEN_TTL: Duration = Duration::from_secs(3600);
 
@@ -311,7 +311,7 @@ impl TestEnv {
     /// # Panics
     /// When it does not connect in time.
     pub async fn connected(&self, node: &str) {
-        eventually(&format!("{node} connects"), PATIENCE, async || {
+        eventually(&format!("{node} connects"), WAIT_TIMEOUT, async || {
             let sessions = self.registry().of_node(&node.parse()?);
             anyhow::ensure!(
                 sessions.iter().any(|session| !session.is_withdrawn()),
@@ -357,7 +357,7 @@ impl TestEnv {
     pub async fn start_server_at(&mut self, agents: SocketAddr) -> Result<()> {
         self.config.agent_listen = vec![agents];
         // The endpoint's own task closes its socket a moment after the server has ended.
-        let deadline = tokio::time::Instant::now() + scaled(PATIENCE);
+        let deadline = tokio::time::Instant::now() + scaled(WAIT_TIMEOUT);
         loop {
             match self.start_server().await {
                 Err(error)

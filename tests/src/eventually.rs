@@ -91,9 +91,9 @@ pub fn scaled(patience: Duration) -> Duration {
 pub fn calibration() -> f64 {
     static FACTOR: OnceLock<f64> = OnceLock::new();
     *FACTOR.get_or_init(|| {
-        let wish = std::env::var(PATIENCE_VARIABLE).ok();
+        let wish = std::env::var(TIMEOUT_SCALE_VARIABLE).ok();
         let (factor, origin) = match wish.as_deref().and_then(parse_factor) {
-            Some(factor) => (factor, PATIENCE_VARIABLE),
+            Some(factor) => (factor, TIMEOUT_SCALE_VARIABLE),
             None => (factor_for(measure()), "measured"),
         };
         announce(factor, origin);
@@ -144,7 +144,7 @@ fn give_up(what: &str, limit: Duration, last: &str, caller: &Location<'_>) -> ! 
 /// Short beside every patience in use, long enough to leave the processor to what is waited for.
 const PAUSE: Duration = Duration::from_millis(20);
 
-const PATIENCE_VARIABLE: &str = "CULVERT_TEST_PATIENCE";
+const TIMEOUT_SCALE_VARIABLE: &str = "CULVERT_TEST_PATIENCE";
 
 /// Beyond this a wish is a mistake; it also keeps the arithmetic on durations from overflowing.
 const LARGEST_WISH: f64 = 1000.0;

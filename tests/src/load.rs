@@ -13,7 +13,7 @@ use crate::client::{Endpoint, Exchange, RawRequest, request};
 use crate::eventually::scaled;
 
 /// A request that takes longer has failed.
-const REQUEST_PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Requests and streams under way until [`Load::end`].
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl Load {
         self.asking.spawn(async move {
             let mut failures = Vec::new();
             while !stop.is_cancelled() {
-                match timeout(scaled(REQUEST_PATIENCE), request(endpoint.clone(), &wanted)).await {
+                match timeout(scaled(REQUEST_TIMEOUT), request(endpoint.clone(), &wanted)).await {
                     Ok(Ok(reply)) if reply.status == 200 => {
                         answered.fetch_add(1, Ordering::Relaxed);
                     }
@@ -92,7 +92,7 @@ impl Load {
             loop {
                 tokio::select! {
                     () = stop.cancelled() => return Ok(lines),
-                    line = timeout(scaled(REQUEST_PATIENCE), stream.line()) => {
+                    line = timeout(scaled(REQUEST_TIMEOUT), stream.line()) => {
                         ensure!(matches!(line, Ok(Some(_))), "cut or stuck after {lines} lines: {:?}", stream.ended());
                         lines += 1;
                     }

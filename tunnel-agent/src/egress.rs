@@ -45,7 +45,7 @@ pub(crate) struct Egress {
 pub(crate) struct SessionParams {
     /// The session, for logs.
     pub(crate) session: SessionId,
-    /// Where targets of class node are dialled.
+    /// Where targets of class node are dialed.
     pub(crate) node_ip: Option<NodeIp>,
     /// How long the server waits for a dial; zero when it did not say.
     pub(crate) dial_timeout: Duration,
@@ -57,7 +57,7 @@ static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("streams without a 
 /// How a stream ended, for the access record.
 struct StreamOutcome {
     end: StreamEnd,
-    dialled: String,
+    dialed: String,
     to_target: u64,
     from_target: u64,
     detail: String,
@@ -75,7 +75,7 @@ impl StreamOutcome {
     fn without_bytes(end: StreamEnd) -> Self {
         Self {
             end,
-            dialled: String::new(),
+            dialed: String::new(),
             to_target: 0,
             from_target: 0,
             detail: String::new(),
@@ -139,7 +139,7 @@ impl Egress {
             agent = %self.node,
             session = %params.session,
             target,
-            dialled = non_empty(&outcome.dialled),
+            dialed = non_empty(&outcome.dialed),
             code = outcome.end.label(),
             error = non_empty(&outcome.detail),
             trace_parent = non_empty(&trace_parent),
@@ -211,7 +211,7 @@ impl Egress {
                 let socket = TargetSocket::new(tcp, &self.metrics);
                 let outcome = relay_stream(stream, socket, &address.to_string()).await;
                 StreamOutcome {
-                    dialled: address.to_string(),
+                    dialed: address.to_string(),
                     ..outcome
                 }
             }
@@ -227,12 +227,8 @@ impl Egress {
 }
 
 /// Accepts the stream and relays until both sides have ended or one was cut.
-async fn relay_stream(
-    mut stream: Stream,
-    mut socket: TargetSocket,
-    dialled: &str,
-) -> StreamOutcome {
-    if let Err(error) = stream.accept(dialled).await {
+async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str) -> StreamOutcome {
+    if let Err(error) = stream.accept(dialed).await {
         return StreamOutcome {
             detail: error.to_string(),
             ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
@@ -257,7 +253,7 @@ async fn relay_stream(
     };
     StreamOutcome {
         end,
-        dialled: String::new(),
+        dialed: String::new(),
         to_target: relayed.left_to_right,
         from_target: relayed.right_to_left,
         detail,

@@ -159,7 +159,7 @@ impl Metrics {
     }
 
     /// Counts an attempt to connect to an address of a target.
-    pub(crate) fn dialled(&self, result: DialResult) {
+    pub(crate) fn dialed(&self, result: DialResult) {
         self.dials.get_or_create(&DialLabels { result }).inc();
     }
 
@@ -474,7 +474,7 @@ mod tests {
         let session = metrics.session(TransportKind::Quic);
         metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
         metrics.bytes(Direction::ToTarget).inc_by(5);
-        metrics.dialled(DialResult::Connected);
+        metrics.dialed(DialResult::Connected);
         metrics.connect_attempt(TransportKind::Quic, ConnectResult::NoAnswer);
         metrics.connect_attempt(TransportKind::H2, ConnectResult::Ready);
         metrics.fallback();

@@ -89,7 +89,7 @@ fn denied(flag: &'static str, reason: String) -> Result<(), Denied> {
 
 /// Whether no setting makes this agent dial `ip`.
 #[must_use]
-pub fn is_never_dialled(ip: IpAddr) -> bool {
+pub fn is_never_dialed(ip: IpAddr) -> bool {
     forbidden_kind(effective_ip(ip)).is_some()
 }
 

@@ -209,7 +209,7 @@ fn create_token(
         )
         .map_err(|error| match error {
             CreateTokenError::InvalidTtl => RequestError::bad_request(error.to_string()),
-            CreateTokenError::File(_) | CreateTokenError::Parts(_) => {
+            CreateTokenError::File(_) | CreateTokenError::Token(_) => {
                 RequestError::internal(&error)
             }
         })?;

@@ -34,7 +34,7 @@ use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
 
 /// Beyond every limit of the code under test.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 /// Streams that an agent of a [`Bench`] may have.
 pub(crate) const STREAMS: usize = 8;
 /// Size of the pool that texts name.
@@ -281,7 +281,7 @@ impl Bench {
         let registry = &self.sessions.registry;
         let operator = CallerKey::Local(None);
         registry
-            .open(&node(), &header(), &operator, PATIENCE, None)
+            .open(&node(), &header(), &operator, WAIT_TIMEOUT, None)
             .await
     }
 
@@ -313,7 +313,10 @@ impl Bench {
         self.sessions.shutdown.spawn_service(serve);
         let incoming =
             IncomingStream::new(Box::new(Pipe(agent_end)), Arc::default(), Arc::default());
-        let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+        let (_, mut stream) = incoming
+            .header(Instant::now() + WAIT_TIMEOUT)
+            .await
+            .unwrap();
         stream.accept("").await.unwrap();
         let (reader, mut writer) = control::split(stream);
         let hello = Hello {
@@ -354,7 +357,11 @@ impl Agent {
     /// The next stream of the server, its header read.
     pub(crate) async fn stream(&self) -> Stream {
         let incoming = within(self.far.accept()).await.unwrap();
-        incoming.header(Instant::now() + PATIENCE).await.unwrap().1
+        incoming
+            .header(Instant::now() + WAIT_TIMEOUT)
+            .await
+            .unwrap()
+            .1
     }
 
     /// The next message of the server.
@@ -368,5 +375,5 @@ impl Agent {
 }
 
 pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("timed out")
+    timeout(WAIT_TIMEOUT, future).await.expect("timed out")
 }

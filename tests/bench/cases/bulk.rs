@@ -5,13 +5,13 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::bench::{BenchRun, GIB};
+use crate::components::raw;
 use crate::load;
 use crate::machine::CpuUsage;
 use crate::metric::{
     DOWN, DOWN_CPU, DOWN_CPU_AGENT, DOWN_CPU_SERVER, MANY, MANY_CPU, MANY_SLOWEST, Metric, UP,
     UP_CPU,
 };
-use crate::parts::raw;
 use crate::systems::{
     DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RAW_H2, RAW_QUIC, System,
 };

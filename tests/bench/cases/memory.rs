@@ -7,13 +7,13 @@ use tunnel_tests::process::{Listener, Process};
 
 use super::growth::{self, Costs};
 use crate::bench::BenchRun;
+use crate::components::{self, agents::ALL_READY};
 use crate::load;
 use crate::machine::{CpuMonitor, cpu_seconds, private_kib, resident_kib};
 use crate::metric::{
     AGENT_MEMORY, AGENT_PRIVATE, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE,
     GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_MEMORY, SERVER_PRIVATE, STREAM_AGENT, STREAM_SERVER,
 };
-use crate::parts::{self, agents::ALL_READY};
 use crate::systems::{Culvert, H2, QUIC, Shape};
 use crate::target::Bound::AtMost;
 use crate::target::Of::Itself;
@@ -38,7 +38,7 @@ pub(super) const TARGETS: &[Target] = &[
 const STREAMS: usize = 1000;
 const LIMITS: [&str; 1] = ["streamsPerAgent: 2048"];
 /// Time for what was started to come to rest.
-const REST: Duration = Duration::from_secs(1);
+const SETTLE_TIME: Duration = Duration::from_secs(1);
 const GIVE_BACK: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(10);
 /// For ten thousand handshakes on two busy processors.
@@ -95,14 +95,14 @@ async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> R
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;
     let agent = stack.agent_process().context("no agent")?;
-    tokio::time::sleep(REST).await;
+    tokio::time::sleep(SETTLE_TIME).await;
     let before = (resident_kib(server), resident_kib(agent));
     bench.record(name, &SERVER_MEMORY, before.0 / 1024.0, 0.0);
     bench.record(name, &AGENT_MEMORY, before.1 / 1024.0, 0.0);
     bench.record(name, &SERVER_PRIVATE, private_kib(server) / 1024.0, 0.0);
     bench.record(name, &AGENT_PRIVATE, private_kib(agent) / 1024.0, 0.0);
     let idle_callers = load::hold(&stack.endpoint(), STREAMS).await?;
-    tokio::time::sleep(REST).await;
+    tokio::time::sleep(SETTLE_TIME).await;
     let with = (resident_kib(server), resident_kib(agent));
     #[expect(clippy::cast_precision_loss, reason = "a thousand")]
     let each = |with: f64, before: f64| (with - before) / STREAMS as f64;
@@ -142,10 +142,10 @@ async fn agents(
     };
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;
-    tokio::time::sleep(REST).await;
+    tokio::time::sleep(SETTLE_TIME).await;
     let (before, cpu) = (resident_kib(server), cpu_seconds(server));
     let simulator = simulate(&stack, transport, count).await?;
-    tokio::time::sleep(REST).await;
+    tokio::time::sleep(SETTLE_TIME).await;
     let each = (resident_kib(server) - before) / count as f64;
     if let Some(metric) = memory {
         bench.record(name, metric, each, 0.0);
@@ -171,7 +171,7 @@ pub(super) async fn simulate(stack: &Culvert, transport: &str, count: usize) -> 
     let server = stack.server()?.address(Listener::Agents).to_string();
     let data = stack.data.to_string_lossy().into_owned();
     let to_args = ["agents", transport, &server, &data, &count.to_string()].map(str::to_owned);
-    let (mut simulator, _) = parts::start(&to_args).await?;
+    let (mut simulator, _) = components::start(&to_args).await?;
     let all = |line: &str| line.starts_with(ALL_READY).then_some(());
     simulator
         .wait_for_line("all agents", ALL_CONNECT, all)

@@ -7,9 +7,9 @@ use tunnel_tests::process::{Process, ServerSetup};
 
 use super::memory::simulate;
 use crate::bench::BenchRun;
+use crate::components::agents::ALL_READY;
 use crate::load::probe;
 use crate::metric::{AFTER_KILL, AFTER_TERM, ALL_BACK, Metric, START};
-use crate::parts::agents::ALL_READY;
 use crate::systems::{Culvert, H2, QUIC, Shape};
 use crate::target::Bound::AtMost;
 use crate::target::Of::Itself;
@@ -29,8 +29,8 @@ pub(super) const TARGETS: &[Target] = &[
     Target::new(QUIC, &ALL_BACK, Itself, AtMost(QUIC_KILL_MILLIS)),
 ];
 
-const PATIENCE: Duration = Duration::from_secs(30);
-const ALL_PATIENCE: Duration = Duration::from_secs(90);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
+const ALL_TIMEOUT: Duration = Duration::from_secs(90);
 /// A drain without streams ends within this.
 const STOP: Duration = Duration::from_secs(10);
 const AGENTS: usize = 1000;
@@ -62,12 +62,12 @@ pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
 
 async fn one_agent(bench: &mut BenchRun, name: &'static str, stack: &mut Culvert) -> Result<()> {
     let endpoint = stack.endpoint();
-    probe(&endpoint, PATIENCE).await?;
+    probe(&endpoint, WAIT_TIMEOUT).await?;
     let agent = stack.agent.take().context("no agent")?;
     agent.stop(STOP).await?;
     // From the start of the process on, as whoever starts it sees it.
     stack.agent = Some(stack.agent_setup.start()?);
-    let took = probe(&endpoint, PATIENCE).await?;
+    let took = probe(&endpoint, WAIT_TIMEOUT).await?;
     record(bench, name, &START, took);
     restart(bench, name, stack, &AFTER_TERM).await?;
     tokio::time::sleep(SETTLE).await;
@@ -88,7 +88,7 @@ async fn restart(
         old.kill().await?;
     }
     let endpoint = stack.endpoint();
-    let (server, took) = tokio::join!(setup.start(), probe(&endpoint, PATIENCE));
+    let (server, took) = tokio::join!(setup.start(), probe(&endpoint, WAIT_TIMEOUT));
     stack.server = Some(server?);
     record(bench, name, metric, took?);
     Ok(())
@@ -114,7 +114,7 @@ async fn a_thousand(bench: &mut BenchRun, name: &'static str, transport: &str) -
     let again = format!("{ALL_READY}2");
     let all = |line: &str| (line == again).then_some(());
     simulator
-        .wait_for_line("all agents again", ALL_PATIENCE, all)
+        .wait_for_line("all agents again", ALL_TIMEOUT, all)
         .await?;
     record(bench, name, &ALL_BACK, began.elapsed());
     stack.server = Some(server);

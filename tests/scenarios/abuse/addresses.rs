@@ -9,7 +9,7 @@ use tunnel_agent::config::Settings;
 use tunnel_agent::policy::{DialPolicy, TargetClass, check};
 use tunnel_server::config::RawService;
 use tunnel_tests::client::{ByteStream, Endpoint, KeepAliveClient, RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::Exporter;
 
@@ -299,7 +299,7 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
         let Ok(mut caller) = ByteStream::connect(Endpoint::plain(*address)).await else {
             continue;
         };
-        let reading = timeout(scaled(PATIENCE), caller.read_to_end()).await;
+        let reading = timeout(scaled(WAIT_TIMEOUT), caller.read_to_end()).await;
         let reading = reading.with_context(|| format!("{name}: it was dialled"))?;
         ensure!(
             reading.bytes.is_empty() && !reading.ended.is_clean(),
@@ -332,7 +332,7 @@ async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
         let allowed = caller.request(&get(own)).await?;
         ensure!(allowed.status == 200, "{}", allowed.text());
         // A canary that was reached says nothing.
-        let refused = timeout(scaled(PATIENCE), caller.request(&get(port))).await;
+        let refused = timeout(scaled(WAIT_TIMEOUT), caller.request(&get(port))).await;
         let refused = refused.with_context(|| format!("{who}: it was dialled"))??;
         ensure!(refused.status == 403, "{who}: {}", refused.text());
         ensure!(refused.header("X-Tunnel-Error") == Some("refused_by_policy"));

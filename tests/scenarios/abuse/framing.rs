@@ -12,7 +12,7 @@ use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::frame::CONTROL_MESSAGE_MAX;
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::Exporter;
 
@@ -71,7 +71,7 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
     for length in LENGTHS.into_iter().filter(too_long) {
         let (session, _dialer) = dial(&env, agent_key(&env, "worker-1")?).await?;
         let incoming = session.accept().await?;
-        let (_, mut control) = incoming.header(Instant::now() + PATIENCE).await?;
+        let (_, mut control) = incoming.header(Instant::now() + WAIT_TIMEOUT).await?;
         control.accept("").await?;
         control.write_all(&announced(length)).await?;
         let closed = timeout(scaled(Duration::from_secs(1)), session.closed()).await;

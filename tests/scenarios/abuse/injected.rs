@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tunnel_agent::config::Settings;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::link::Link;
 use tunnel_tests::targets::{Exporter, sha256_hex};
@@ -201,7 +201,7 @@ async fn t18_reset_of_tcp_costs_a_reconnect() -> Result<()> {
     for _ in 0..3 {
         let host = format!("worker-1:{}", exporter.addr().port());
         link.reset_tcp();
-        eventually("served again", PATIENCE, async || {
+        eventually("served again", WAIT_TIMEOUT, async || {
             let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
             ensure!(reply.status == 200, "{}", reply.text());
             Ok(())

@@ -7,7 +7,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
@@ -58,7 +58,7 @@ async fn callers_are_answered(env: &TestEnv, exporter: &Exporter) -> Result<()> 
             let endpoint = env.http();
             let get = RawRequest::get(&format!("worker-{number}:9100"), "/metrics");
             callers.spawn(async move {
-                let answer = timeout(scaled(PATIENCE), request(endpoint, &get)).await;
+                let answer = timeout(scaled(WAIT_TIMEOUT), request(endpoint, &get)).await;
                 (answer, began.elapsed())
             });
         }
@@ -76,7 +76,7 @@ async fn callers_are_answered(env: &TestEnv, exporter: &Exporter) -> Result<()> 
         );
         ensure!(took >= OPEN, "{took:?}");
     }
-    eventually("no stream is left", PATIENCE, async || {
+    eventually("no stream is left", WAIT_TIMEOUT, async || {
         let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         let text = metrics.text();
         ensure!(

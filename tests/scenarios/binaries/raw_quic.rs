@@ -74,7 +74,7 @@ const OTHER_FRAMES: [Attack; 12] = [
 ];
 
 /// Without a certificate.
-const STRANGERS: [Attack; 4] = [
+const UNAUTHENTICATED: [Attack; 4] = [
     ("no_certificate", Some(CERTIFICATE_REQUIRED)),
     ("hello_flood", None),
     ("versions_unknown", None),
@@ -152,7 +152,7 @@ async fn raw_floods_of_small_frames_end_the_session() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn raw_packets_of_unauthenticated_peers_cost_a_bounded_amount_and_are_not_amplified()
 -> Result<()> {
-    all(&STRANGERS).await
+    all(&UNAUTHENTICATED).await
 }
 
 async fn all(attacks: &[Attack]) -> Result<()> {
@@ -206,7 +206,7 @@ impl RawQuicFixture {
         let peer = Program::tool(Tool::Aioquic)?.arg(script).arg(attack);
         let peer = peer.args(["--server", &server, "--seconds", &self.seconds.to_string()]);
         let peer = peer.args(["--streams", &STREAMS.to_string()]);
-        if STRANGERS
+        if UNAUTHENTICATED
             .iter()
             .any(|hostile_peer| hostile_peer.0 == attack)
         {

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, edge};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::link::Link;
 use tunnel_tests::targets::Exporter;
@@ -30,7 +30,7 @@ const KUBELET_LAG: Duration = Duration::from_millis(200);
 /// Between two calls.
 const CALL_EVERY: Duration = Duration::from_millis(20);
 /// A call that takes longer has failed.
-const CALL_PATIENCE: Duration = Duration::from_secs(2);
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 /// New calls may fail for this long while agents move from one server to another.
 const MOVE: Duration = Duration::from_secs(3);
 /// `--drain-timeout` of a server that must be gone before the next one comes.
@@ -168,7 +168,7 @@ impl Site {
     /// The streams that were there before are still served, by the server that drains.
     async fn streams_go_on(&mut self) -> Result<()> {
         for stream in &mut self.streams {
-            let line = timeout(scaled(PATIENCE), stream.line()).await?;
+            let line = timeout(scaled(WAIT_TIMEOUT), stream.line()).await?;
             ensure!(line.is_some(), "cut: {:?}", stream.ended());
         }
         Ok(())
@@ -275,7 +275,7 @@ async fn fails(endpoint: Option<SocketAddr>, wanted: &RawRequest) -> Option<Stri
     let Some(endpoint) = endpoint else {
         return Some("no endpoint".into());
     };
-    match timeout(scaled(CALL_PATIENCE), request(endpoint, wanted)).await {
+    match timeout(scaled(CALL_TIMEOUT), request(endpoint, wanted)).await {
         Ok(Ok(reply)) if reply.status == 200 => None,
         Ok(Ok(reply)) => Some(format!("{}: {}", reply.status, reply.text())),
         Ok(Err(error)) => Some(format!("{error:#}")),

@@ -4,12 +4,12 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tunnel_tests::ca::{Issued, replace};
 use tunnel_tests::client::{EgressDialer, Endpoint};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::EchoTarget;
 
-use super::{ConnectFixture, DOOR, NODE, Pki};
+use super::{ConnectFixture, LISTENER, NODE, Pki};
 use crate::credentials::metric_reaches;
 
 async fn echoes(tunnel: &mut (impl AsyncRead + AsyncWrite + Unpin), text: &[u8]) -> Result<()> {
@@ -32,7 +32,7 @@ async fn f20_ca_of_the_connect_listener_is_replaced_and_cuts_no_tunnel() -> Resu
     let direct = echo.addr().to_string();
     let endpoint = fixture.env.bound().connect.context("a door")?;
     let dialer = |caller: &Issued| -> Result<EgressDialer> {
-        let tls = pki.tls(DOOR, Some(caller))?;
+        let tls = pki.tls(LISTENER, Some(caller))?;
         Ok(EgressDialer::tcp(Endpoint::tls(endpoint, tls)))
     };
     let (old, new) = (dialer(&pki.client()?)?, dialer(&next.client()?)?);
@@ -49,11 +49,11 @@ async fn f20_ca_of_the_connect_listener_is_replaced_and_cuts_no_tunnel() -> Resu
     // What cannot be used changes nothing.
     replace(&ca, b"no certificate")?;
     fixture.env.reload();
-    metric_reaches(&fixture.env, &reloads("failed"), 1.0, PATIENCE).await;
+    metric_reaches(&fixture.env, &reloads("failed"), 1.0, WAIT_TIMEOUT).await;
     echoes(&mut old.dial(&by_name).await?, b"still").await?;
     replace(&ca, next.ca.pem().as_bytes())?;
     fixture.env.reload();
-    eventually("the new caller comes in", PATIENCE, async || {
+    eventually("the new caller comes in", WAIT_TIMEOUT, async || {
         echoes(&mut new.dial(&by_name).await?, b"new").await
     })
     .await;

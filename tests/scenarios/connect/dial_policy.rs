@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_tests::client::EgressDialer;
 use tunnel_tests::cluster::{Cluster, Kind, cloud, edge};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::EchoTarget;
 use tunnel_tests::tools::{Skip, or_skip};
@@ -66,13 +66,16 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let node = on_node.addr();
     let named = format!("master-1:{}", node.port());
     for target in [&node.to_string(), &named] {
-        eventually(target, PATIENCE, async || {
+        eventually(target, WAIT_TIMEOUT, async || {
             talk(dialer.dial(target).await?).await
         })
         .await;
     }
     for target in [SERVICE, CLOUD_POD] {
-        eventually(target, PATIENCE, async || is_dialed(&dialer, target).await).await;
+        eventually(target, WAIT_TIMEOUT, async || {
+            is_dialed(&dialer, target).await
+        })
+        .await;
     }
     let mut listeners = Vec::new();
     for address in LOOPBACK {
@@ -104,7 +107,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
 
     // A node that moves to the edge takes its address and its Pods with it.
     objects.set_edge("master-1", true).await?;
-    eventually("the node to be an edge node", PATIENCE, async || {
+    eventually("the node to be an edge node", WAIT_TIMEOUT, async || {
         let error_text = dialer.dial(CLOUD_POD).await.err();
         let error_text = error_text.context("still dialled")?.to_string();
         ensure!(error_text.contains("code 403"), "{error_text}");
@@ -119,7 +122,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let thief = cloud("thief", "192.168.33.221");
     objects.add(&thief).await?;
     for target in [EDGE_NODE, "thief:10250"] {
-        eventually(target, PATIENCE, async || {
+        eventually(target, WAIT_TIMEOUT, async || {
             let error = dialer.dial(target).await.err().context("was dialed")?;
             ensure!(error.to_string().contains("code 400"), "{target}: {error}");
             anyhow::Ok(())
@@ -127,7 +130,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
         .await;
     }
     let meta = fixture.env.bound().meta;
-    eventually("the conditions", PATIENCE, async || {
+    eventually("the conditions", WAIT_TIMEOUT, async || {
         let (_, shown) = tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
         for line in [
             "[!] service networks: ServiceCIDR of-the-test: 127.1.0.0/16 is not used",

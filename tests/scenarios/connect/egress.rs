@@ -9,13 +9,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, Tunnel, ask_through, over_tls};
 use tunnel_tests::cluster::{Cluster, Real};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, TargetTls, sha256_hex};
 use tunnel_tests::tools::or_skip;
 
-use super::{ConnectFixture, DOOR, NODE, Pki, get, kubelet};
+use super::{ConnectFixture, LISTENER, NODE, Pki, get, kubelet};
 
 /// One upgraded stream as exec, attach and port-forward are: it echoes.
 async fn exec(dialer: &EgressDialer, target: &str, tls: &ClientTls, path: &str) -> Result<()> {
@@ -62,12 +62,12 @@ async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not()
     fixture.env.nodes().record(&NODE.parse()?, &[address]);
     let by_address = format!("{address}:{port}");
     let path = "/exec/default/web/app?command=sh";
-    eventually("the address", PATIENCE, async || {
+    eventually("the address", WAIT_TIMEOUT, async || {
         exec(&fixture.dialer(), &by_address, &tls, path).await
     })
     .await;
     fixture.env.nodes().record(&"worker-2".parse()?, &[address]);
-    let refusal = eventually("the twin", PATIENCE, async || {
+    let refusal = eventually("the twin", WAIT_TIMEOUT, async || {
         let refused = fixture.dialer().dial(&by_address).await.err();
         refused.context("still unique")
     })
@@ -283,7 +283,7 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
     let target = exporter.addr().to_string();
     let address = fixture.env.bound().connect.context("a door")?;
     let (good, bad) = (pki.client()?, foreign.client()?);
-    let tls = pki.tls(DOOR, Some(&good))?;
+    let tls = pki.tls(LISTENER, Some(&good))?;
     let dialer = EgressDialer::tcp(Endpoint::tls(address, tls.clone()));
     for _ in 0..2 {
         let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
@@ -300,7 +300,7 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
     }
     drop(tcp);
     for certificate in [None, Some(&bad)] {
-        let tls = pki.tls(DOOR, certificate)?;
+        let tls = pki.tls(LISTENER, certificate)?;
         let dialer = EgressDialer::tcp(Endpoint::tls(address, tls));
         ensure!(dialer.dial(&target).await.is_err(), "a stranger came in");
     }

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::process::base64;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::targets::{
@@ -56,14 +56,16 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
         &caller_ca,
     ]);
     let mut server = setup.start().await?;
-    let endpoint = server.process().wait_for_line("connect", PATIENCE, |line| {
-        let line: serde_json::Value = serde_json::from_str(line).ok()?;
-        let is_it = line["listener"] == "connect";
-        line["address"]
-            .as_str()
-            .filter(|_| is_it)
-            .map(str::to_owned)
-    });
+    let endpoint = server
+        .process()
+        .wait_for_line("connect", WAIT_TIMEOUT, |line| {
+            let line: serde_json::Value = serde_json::from_str(line).ok()?;
+            let is_it = line["listener"] == "connect";
+            line["address"]
+                .as_str()
+                .filter(|_| is_it)
+                .map(str::to_owned)
+        });
     let endpoint = endpoint.await?;
     let token = server.token(NODE, None).await?;
     let agents = server.address(Listener::Agents);
@@ -164,7 +166,7 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
     // To ask again and again would be to guess.
     let changed =
         "tunnel_server_credential_reloads_total{files=\"connect_auth\",result=\"changed\"}";
-    metric_reaches(&fixture.env, changed, 1.0, PATIENCE).await;
+    metric_reaches(&fixture.env, changed, 1.0, WAIT_TIMEOUT).await;
     ensure!(ask(Some(&new)).await?.status == 200);
     ensure!(ask(Some(&old)).await?.status == 407);
     Ok(())
@@ -311,7 +313,7 @@ async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
     let mut tunnel = fixture.dialer().dial(&target).await?;
     fixture.env.drain_server();
     let dialer = fixture.dialer();
-    eventually("the socket to go", PATIENCE, async || {
+    eventually("the socket to go", WAIT_TIMEOUT, async || {
         ensure!(!fixture.socket.exists() && dialer.dial(&target).await.is_err());
         Ok(())
     })

@@ -79,7 +79,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         // Go shows the words of the status line alone.
         ("wrong-https", "down", "password of --connect-auth"),
     ];
-    eventually("the scrapes", PATIENCE, async || {
+    eventually("the scrapes", WAIT_TIMEOUT, async || {
         let targets = active_targets(&sites).await?;
         for (job, health, hint) in expected {
             let target = targets.iter().find(|target| target["labels"]["job"] == job);
@@ -144,4 +144,4 @@ scrape_configs:
 const API: &str = "127.0.0.1:9090";
 
 /// Start of Prometheus and a few scrapes.
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -16,7 +16,7 @@ use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 const PORT: &str = "2222";
 /// One that runs nowhere and is not allowed.
 const FORBIDDEN: &str = "2223";
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An edge each with an sshd, and a server whose host may reach them.
 struct ConnectFixture {
@@ -145,7 +145,7 @@ fn start_sshd(edge: &Edge, scratch: &Path) -> Result<Result<Process>, Skip> {
 
 async fn wait_for_sshd(edge: &Edge) {
     let address = SocketAddr::new(EDGE_ADDRESS.into(), 2222);
-    eventually("sshd", PATIENCE, async || {
+    eventually("sshd", WAIT_TIMEOUT, async || {
         let script = format!("exec 3<>/dev/tcp/{}/{}", address.ip(), address.port());
         let mut bash = edge.node().command("bash");
         let status = bash.args(["-c", &script]).status()?;
@@ -186,7 +186,7 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         refused.err
     );
     // Access records leave the process a moment after they are made.
-    eventually("both access records", PATIENCE, async || {
+    eventually("both access records", WAIT_TIMEOUT, async || {
         let log = fixture.server().log().lines();
         let is_logged = |code: &str, request: &str| {
             let all = [code, request, "\"access\"", "uid:0"];

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use tunnel_tests::client::Tunnel;
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{EchoTarget, HalfCloseTarget};
 
@@ -41,7 +41,7 @@ async fn stalled_readers_1_8_and_64_do_not_harm_others() -> Result<()> {
         let mut slowest = Duration::ZERO;
         for _ in 0..10 {
             slowest = slowest.max(round_trip(&mut before).await?);
-            let mut fresh = timeout(scaled(PATIENCE), dialer.dial(&echo)).await;
+            let mut fresh = timeout(scaled(WAIT_TIMEOUT), dialer.dial(&echo)).await;
             let fresh = fresh.as_mut().ok().context("no new tunnel")?;
             let fresh = fresh.as_mut().map_err(|error| anyhow::anyhow!("{error}"))?;
             slowest = slowest.max(round_trip(fresh).await?);
@@ -59,7 +59,7 @@ async fn round_trip(tunnel: &mut Tunnel) -> Result<Duration> {
     let began = Instant::now();
     tunnel.write_all(b"ping").await?;
     let mut received = [0; 4];
-    timeout(scaled(PATIENCE), tunnel.read_exact(&mut received)).await??;
+    timeout(scaled(WAIT_TIMEOUT), tunnel.read_exact(&mut received)).await??;
     ensure!(&received == b"ping");
     Ok(began.elapsed())
 }

@@ -17,7 +17,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
@@ -95,7 +95,7 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     );
     count += 1.0;
     let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
-    metric_reaches(&env, failed, count, PATIENCE).await;
+    metric_reaches(&env, failed, count, WAIT_TIMEOUT).await;
     // Not one of them came as far as a Hello.
     let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics"))
         .await?
@@ -186,7 +186,7 @@ async fn connect(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<()>
     let tcp = TcpStream::connect(env.bound().agents).await?;
     let name = "tunnel-server.culvert".try_into()?;
     let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
-    timeout(scaled(PATIENCE), stream.read_u8()).await??;
+    timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
     Ok(())
 }
 
@@ -223,7 +223,7 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
         &env,
         "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}",
         20.0,
-        PATIENCE,
+        WAIT_TIMEOUT,
     )
     .await;
     Ok(())
@@ -251,7 +251,7 @@ async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result
                 .any(|session| session.is_routable())
         );
     }
-    eventually("only the last is left", PATIENCE, async || {
+    eventually("only the last is left", WAIT_TIMEOUT, async || {
         (env.registry().of_node(&node).len() == 1).then_some(())
     })
     .await;
@@ -340,7 +340,7 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
         let connector = TlsConnector::from(config.clone());
         let mut stream = connector.connect(name, tcp).await?;
         stream.flush().await?;
-        timeout(scaled(PATIENCE), stream.read_u8()).await??;
+        timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
         ensure!(!stream.get_ref().1.is_early_data_accepted());
     }
     // A whole session's datagrams through a tap, then all of them again.

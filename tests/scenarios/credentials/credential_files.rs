@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use rustls::RootCertStore;
 use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::load::Load;
 use tunnel_tests::process::ScratchDir;
@@ -119,7 +119,7 @@ async fn fifty_rotations(transport: &str) -> Result<()> {
             ensure!(used == Some(expected), "{used:?} is not {expected:?}");
             Ok(())
         };
-        eventually(&format!("rotation {round} is in use"), PATIENCE, moved).await;
+        eventually(&format!("rotation {round} is in use"), WAIT_TIMEOUT, moved).await;
     }
     let outcome = load.end().await?;
     outcome.check()?;
@@ -170,12 +170,12 @@ async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
     ] {
         let unusable = format!("tunnel_server_credential_files_unusable{{files=\"{what}\"}}");
         replace(&files.path(file), bad)?;
-        metric_reaches(&env, &unusable, 1.0, PATIENCE).await;
+        metric_reaches(&env, &unusable, 1.0, WAIT_TIMEOUT).await;
         works().await?;
         // New sessions, too.
         drop(files.agent(&env, "worker-2").await?);
         replace(&files.path(file), good)?;
-        eventually("the alarm ends", PATIENCE, async || {
+        eventually("the alarm ends", WAIT_TIMEOUT, async || {
             let value = metric(&env, &unusable).await?;
             ensure!(value == 0.0, "{value}");
             works().await
@@ -185,7 +185,7 @@ async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
     // Gone altogether, and writable by everyone.
     let unusable = "tunnel_server_credential_files_unusable{files=\"agent_certificate\"}";
     std::fs::remove_file(files.path("server.key"))?;
-    metric_reaches(&env, unusable, 1.0, PATIENCE).await;
+    metric_reaches(&env, unusable, 1.0, WAIT_TIMEOUT).await;
     works().await?;
     agent.stop().await?;
     Ok(())
@@ -222,7 +222,7 @@ async fn operators_own_server_certificate_is_verified_by_name() -> Result<()> {
         let agent = start(wrong).await?;
         let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
         let before = metric(&env, failed).await?;
-        metric_reaches(&env, failed, before + 1.0, PATIENCE).await;
+        metric_reaches(&env, failed, before + 1.0, WAIT_TIMEOUT).await;
         ensure!(env.registry().all().is_empty());
         drop(agent);
     }
@@ -236,7 +236,9 @@ async fn server_with_the_operators_ca_issues_nothing_and_reports_it() -> Result<
     let files = Files::new()?;
     let env = files.env().await?;
     let ended = Agent::start(env.agent_config("worker-1")?).await?.ended();
-    let error = tokio::time::timeout(PATIENCE, ended).await?.unwrap_err();
+    let error = tokio::time::timeout(WAIT_TIMEOUT, ended)
+        .await?
+        .unwrap_err();
     let text = format!("{error:#}");
     ensure!(
         text.contains("not_offered") && text.contains("--cert-file"),
@@ -294,7 +296,7 @@ async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Resul
         };
         tokio::select! {
             failed = asked => failed?,
-            () = eventually("the replacement is in use", PATIENCE, seen) => {}
+            () = eventually("the replacement is in use", WAIT_TIMEOUT, seen) => {}
         }
     }
     ensure!(answered > 0);
@@ -358,7 +360,7 @@ async fn f20_mounted_certificate_of_the_https_listener_is_swapped_under_an_exec_
     let mut running = vec![exec(&authorities[0]).await?];
     for (revision, ca) in (1..).zip(&rest) {
         mount(scratch.path(), revision, &ca.issue(&leaf)?)?;
-        let opened = eventually("the new certificate", PATIENCE, async || exec(ca).await).await;
+        let opened = eventually("the new certificate", WAIT_TIMEOUT, async || exec(ca).await).await;
         running.push(opened);
         let old = request(
             endpoint(&authorities[0])?,

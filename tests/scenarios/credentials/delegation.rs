@@ -8,7 +8,7 @@ use tunnel_tests::client::{
     ByteStream, ClientTls, Endpoint, Exchange, KeepAliveClient, RawRequest, UpgradeClient,
     Upgraded, request,
 };
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
@@ -291,7 +291,7 @@ async fn s11_nothing_but_the_certificate_is_added_to_what_callers_send() -> Resu
 async fn reloaded(env: &TestEnv, files: &str) {
     let name =
         format!("tunnel_server_credential_reloads_total{{files=\"{files}\",result=\"changed\"}}");
-    super::metric_reaches(env, &name, 1.0, PATIENCE).await;
+    super::metric_reaches(env, &name, 1.0, WAIT_TIMEOUT).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -381,10 +381,10 @@ async fn unusable_files_of_targets_and_callers_keep_the_last_good_ones() -> Resu
         let path = site.authorities.path(name);
         let good = std::fs::read(&path)?;
         replace(&path, b"no certificate")?;
-        super::metric_reaches(&site.env, &unusable, 1.0, PATIENCE).await;
+        super::metric_reaches(&site.env, &unusable, 1.0, WAIT_TIMEOUT).await;
         assert_eq!(site.shown(Some(&apiserver)).await?, first, "{files}");
         replace(&path, &good)?;
-        eventually("the alarm ends", PATIENCE, async || {
+        eventually("the alarm ends", WAIT_TIMEOUT, async || {
             let value = metric(&site.env, &unusable).await?;
             ensure!(value == 0.0, "{value}");
             anyhow::Ok(())

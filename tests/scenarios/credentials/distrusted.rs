@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{Exchange, RawRequest, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
 
@@ -53,7 +53,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     let first = env.registry().of_node(&"worker-3".parse()?);
     next.issue(&Leaf::agent("worker-3"))?
         .write(files.path("").as_path(), "worker-3")?;
-    eventually("worker-3 has another session", PATIENCE, async || {
+    eventually("worker-3 has another session", WAIT_TIMEOUT, async || {
         let sessions = env.registry().of_node(&"worker-3".parse()?);
         ensure!(
             sessions.len() == 2 && first.len() == 1,
@@ -67,7 +67,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     env.reload();
     let began = Instant::now();
     for node in ["worker-1", "worker-2"] {
-        eventually(&format!("{node} is out"), PATIENCE, async || {
+        eventually(&format!("{node} is out"), WAIT_TIMEOUT, async || {
             let sessions = env.registry().of_node(&node.parse()?);
             ensure!(sessions.is_empty(), "{} left", sessions.len());
             anyhow::Ok(())

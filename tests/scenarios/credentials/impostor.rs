@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{Endpoint, RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{Captured, ImpostorTarget};
 
@@ -88,7 +88,7 @@ async fn asked(
                 let ends = impostor.traffic().accepted() == round && impostor.traffic().open() == 0;
                 ends.then_some(captured)
             };
-            let captured = eventually("the rogue is done", PATIENCE, settled).await;
+            let captured = eventually("the rogue is done", WAIT_TIMEOUT, settled).await;
             let code = reply.header("x-tunnel-error");
             check(what, reply.status, code, &captured, &own.own.cert[0])
                 .with_context(|| format!("{what} over {transport:?}"))?;

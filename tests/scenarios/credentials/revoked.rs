@@ -14,7 +14,7 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_server::admin::revoke_node;
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
@@ -76,7 +76,7 @@ async fn knock(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<rustl
     let mut stream = TlsConnector::from(config)
         .connect("tunnel-server.culvert".try_into()?, tcp)
         .await?;
-    timeout(scaled(PATIENCE), stream.read_u8()).await??;
+    timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
     let kind = stream.get_ref().1.handshake_kind();
     kind.context("no handshake")
 }
@@ -124,7 +124,7 @@ async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<
     let mut config = env.agent_config("worker-1")?;
     config.token = Some(TokenSource::Inline(token));
     let ended = async { Agent::start(config).await?.ended().await };
-    let error = timeout(scaled(PATIENCE), ended)
+    let error = timeout(scaled(WAIT_TIMEOUT), ended)
         .await?
         .err()
         .context("enrolled")?;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
@@ -96,7 +96,7 @@ fn parties<'a>(files: &Files, env: &'a TestEnv, agents: &'a [Agent]) -> Vec<Part
 async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
     (party.reload)();
     let before = load.answered();
-    eventually("requests go on", PATIENCE, async || {
+    eventually("requests go on", WAIT_TIMEOUT, async || {
         (load.answered() > before + 20).then_some(())
     })
     .await;

@@ -8,7 +8,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::dns::{Addresses, Node, NodeLocation, RecordSet, Records};
 use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, ScratchDir, ServerSetup, own_loopback};
 
@@ -49,7 +49,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
         &[edge("worker-1")?, edge("worker-2")?],
         tunnel,
     ));
-    eventually("the records on disk", PATIENCE, async || {
+    eventually("the records on disk", WAIT_TIMEOUT, async || {
         data.dns_records().exists().then_some(())
     })
     .await;
@@ -96,7 +96,7 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     server.token("worker-1", None).await?;
     let address = dns_address(&mut server).await?;
     let client = DnsClient::new(address).from_source(Ipv4Addr::LOCALHOST.into());
-    eventually("worker-1", PATIENCE, async || {
+    eventually("worker-1", WAIT_TIMEOUT, async || {
         ensure!(!client.addresses("worker-1").await?.is_empty());
         anyhow::Ok(())
     })
@@ -138,6 +138,6 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
 async fn dns_address(server: &mut tunnel_tests::process::Server) -> Result<SocketAddr> {
     let line = server
         .process()
-        .wait_for_line("DNS", PATIENCE, |line| Listener::Dns.opened(line));
+        .wait_for_line("DNS", WAIT_TIMEOUT, |line| Listener::Dns.opened(line));
     line.await.context("DNS listener")
 }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::{Behavior, FakeResolver, RecordType, ResponseCode, addresses, query};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
 
@@ -273,7 +273,7 @@ async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_st
                 .await
         });
     }
-    eventually("four forwarded queries", PATIENCE, async || {
+    eventually("four forwarded queries", WAIT_TIMEOUT, async || {
         let mut asked = black_hole.asked();
         asked.retain(|name| name.ends_with("example.com"));
         asked.sort();
@@ -299,7 +299,7 @@ async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_st
 
     let other = client.from_source("127.0.0.2".parse()?);
     under_way.spawn(async move { other.ask("other.example.com", RecordType::A).await });
-    eventually("the query of another source", PATIENCE, async || {
+    eventually("the query of another source", WAIT_TIMEOUT, async || {
         let asked = black_hole.asked();
         asked
             .iter()

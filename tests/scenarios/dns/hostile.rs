@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tunnel_tests::dns::{Message, RecordType, ResponseCode, corpus, keeps_the_rules, query};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 
@@ -83,7 +83,7 @@ async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> R
     last[0] = !plain[0];
     socket.send(&last).await?;
     let mut reply = [0; 512];
-    timeout(scaled(PATIENCE), socket.recv(&mut reply)).await??;
+    timeout(scaled(WAIT_TIMEOUT), socket.recv(&mut reply)).await??;
     ensure!(reply[..2] == last[..2], "something else was answered first");
     Ok(())
 }
@@ -139,7 +139,7 @@ async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result
     }
     ensure!(closed == 8, "{closed} of 40 were closed at once");
     drop(open_conns);
-    eventually("a connection that is served", PATIENCE, async || {
+    eventually("a connection that is served", WAIT_TIMEOUT, async || {
         let answers = client(&env)?
             .over_tcp(&[query("worker-9", RecordType::A)?])
             .await?;
@@ -151,7 +151,7 @@ async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result
     let mut liar = TcpStream::connect(address).await?;
     liar.write_u16(u16::MAX).await?;
     liar.write_all(&[0; 10]).await?;
-    let ended = timeout(scaled(PATIENCE), liar.read(&mut [0; 1]))
+    let ended = timeout(scaled(WAIT_TIMEOUT), liar.read(&mut [0; 1]))
         .await
         .context("kept open")?;
     ensure!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");

@@ -157,7 +157,7 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
 async fn prometheus_scrapes_by_name(site: &Site) -> Result<()> {
     let scratch = ScratchDir::new()?;
     let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES, API)?;
-    eventually("both nodes up in Prometheus", SCRAPE_PATIENCE, async || {
+    eventually("both nodes up in Prometheus", SCRAPE_TIMEOUT, async || {
         let cloud = Some(site.sites.cloud());
         let (_, body) = get(cloud, API.parse()?, API, "/api/v1/targets?state=active").await?;
         let answer: Value = serde_json::from_str(&body)?;
@@ -241,4 +241,4 @@ scrape_configs:
     static_configs: [{ targets: ["worker-1:9100", "worker-2:9100"] }]
 "#;
 /// Start of Prometheus and a few scrapes.
-const SCRAPE_PATIENCE: Duration = Duration::from_secs(30);
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(30);

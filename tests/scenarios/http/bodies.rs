@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Exchange, KeepAliveClient, RawRequest, request};
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{
     Exporter, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes,
@@ -233,7 +233,7 @@ async fn each_write_of_a_target_arrives_before_the_next() -> Result<()> {
         "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n",
         "HTTP/1.0 200 OK\r\n\r\n",
     ] {
-        let passed = timeout(scaled(PATIENCE), byte_by_byte(&env, &agent, head)).await;
+        let passed = timeout(scaled(WAIT_TIMEOUT), byte_by_byte(&env, &agent, head)).await;
         passed.with_context(|| format!("{head:?}: a byte is held up"))??;
     }
     Ok(())

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
     Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget,
@@ -36,7 +36,7 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
             "one connection for each caller"
         );
         drop(caller);
-        eventually("it closes with its caller", PATIENCE, async || {
+        eventually("it closes with its caller", WAIT_TIMEOUT, async || {
             (target.traffic().open() == 0).then_some(())
         })
         .await;
@@ -142,7 +142,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
                 .fold(asked, |asked, (name, value)| asked.header(name, value));
             let mut caller = KeepAliveClient::connect(site.env.http()).await?;
             for _ in 0..2 {
-                let answered = tokio::time::timeout(PATIENCE, caller.request(&asked)).await;
+                let answered = tokio::time::timeout(WAIT_TIMEOUT, caller.request(&asked)).await;
                 match answered.with_context(|| format!("{name}: the connection was used again"))? {
                     Ok(reply) => ensure!(reply.text() == "abc", "{name}: {}", reply.text()),
                     // The caller's connection may end with the exchange.
@@ -160,7 +160,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
                 "{name}: used again"
             );
         }
-        eventually("all are closed", PATIENCE, async || {
+        eventually("all are closed", WAIT_TIMEOUT, async || {
             (target.traffic().open() == 0).then_some(())
         })
         .await;
@@ -190,9 +190,11 @@ async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<
             "round {round}"
         );
         if round % 2 == 0 {
-            eventually("the target's connection is closed", PATIENCE, async || {
-                (target.traffic().open() == 0).then_some(())
-            })
+            eventually(
+                "the target's connection is closed",
+                WAIT_TIMEOUT,
+                async || (target.traffic().open() == 0).then_some(()),
+            )
             .await;
         }
     }
@@ -272,7 +274,7 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
             let served = exporter.traffic().requests();
             let mut stream = ByteStream::connect(site.env.http()).await?;
             stream.send(sent.as_bytes()).await?;
-            eventually("the target answers", PATIENCE, async || {
+            eventually("the target answers", WAIT_TIMEOUT, async || {
                 (exporter.waiting() + exporter.followers() == 1).then_some(())
             })
             .await;
@@ -283,7 +285,7 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
             }
             eventually(
                 &format!("{name}: the target's side closes, reset {by_reset}"),
-                PATIENCE,
+                WAIT_TIMEOUT,
                 async || (exporter.traffic().open() == 0).then_some(()),
             )
             .await;

@@ -10,7 +10,7 @@ use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
     BodyEnd, ByteStream, Endpoint, HttpReply, KeepAliveClient, RawRequest, request,
 };
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{HostileTarget, RecordingTarget};
 
@@ -47,7 +47,7 @@ async fn all_behaviours(transport: TransportChoice) -> Result<()> {
         .registry()
         .of_node(&"worker-1".parse()?)
         .remove(0);
-    eventually("no stream is left", PATIENCE, async || {
+    eventually("no stream is left", WAIT_TIMEOUT, async || {
         let streams = session.session.health().streams;
         (streams == 0).then_some(()).ok_or(streams)
     })
@@ -83,7 +83,7 @@ impl Site {
         let host = format!("worker-1:{}", target.addr().port());
         let (met, beside) = tokio::join!(
             timeout(
-                scaled(PATIENCE + Duration::from_secs(5)),
+                scaled(WAIT_TIMEOUT + Duration::from_secs(5)),
                 self.meet(behavior, &target, endpoint, &host)
             ),
             self.healthy_answer(None)
@@ -91,7 +91,7 @@ impl Site {
         met.context("no end in time")??;
         beside.context("a caller beside it")?;
         let gone = async || (target.traffic().open() == 0).then_some(());
-        let gone = eventually("the target's connections are gone", PATIENCE, gone);
+        let gone = eventually("the target's connections are gone", WAIT_TIMEOUT, gone);
         gone.await;
         Ok(())
     }
@@ -108,7 +108,7 @@ impl Site {
             let mut stream = ByteStream::connect(endpoint).await?;
             let head = format!("{} / HTTP/1.1\r\nHost: {host}\r\n\r\n", behavior.method);
             stream.send(head.as_bytes()).await?;
-            eventually("the target is reached", PATIENCE, async || {
+            eventually("the target is reached", WAIT_TIMEOUT, async || {
                 (target.traffic().requests() == 1).then_some(())
             })
             .await;

@@ -7,7 +7,7 @@ use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
     BodyEnd, ByteStream, Endpoint, Exchange, RawRequest, UpgradeClient, Upgraded, request,
 };
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::spdy::{Frame, Spdy};
 use tunnel_tests::strict_http::{Parsed, parse};
@@ -90,7 +90,7 @@ impl Caller<'_> {
     async fn has_connections(&self, n: u64) {
         eventually(
             &format!("{n} connections to the kubelet"),
-            PATIENCE,
+            WAIT_TIMEOUT,
             async || {
                 let open = self.kubelet.traffic().open();
                 (open == n).then_some(()).ok_or(open)

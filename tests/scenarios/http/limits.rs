@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tunnel_tests::client::{BodyEnd, ByteStream, ClientTls, RawRequest, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{RecordedInput, RecordingTarget};
 
@@ -94,7 +94,7 @@ async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
         let began = tokio::time::Instant::now();
         let mut stream = ByteStream::connect(address).await?;
         stream.send(&hello[..sent]).await?;
-        let reading = tokio::time::timeout(scaled(PATIENCE), stream.read_to_end()).await?;
+        let reading = tokio::time::timeout(scaled(WAIT_TIMEOUT), stream.read_to_end()).await?;
         let took = began.elapsed();
         assert!(reading.bytes.is_empty(), "{:?}", reading.bytes);
         assert!(took >= limit, "{sent} bytes: {took:?}");

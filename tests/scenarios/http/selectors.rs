@@ -79,7 +79,7 @@ const fn form(text: &'static str, is_name: bool, nodes: &'static [usize], port: 
     }
 }
 
-const PLACES: [Selector; 9] = [
+const SELECTORS: [Selector; 9] = [
     form("worker-1", true, &[0], 0),
     form("worker-2", true, &[1], 0),
     form("WORKER-1.", true, &[0], 1),
@@ -138,9 +138,9 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
     let site = Site::start().await?;
     let mut wrong = Vec::new();
     let nodes: Vec<_> = std::iter::once(None).chain(NODES.map(Some)).collect();
-    let dests: Vec<_> = std::iter::once(None).chain(PLACES.map(Some)).collect();
+    let dests: Vec<_> = std::iter::once(None).chain(SELECTORS.map(Some)).collect();
     let mut asked = 0;
-    for host in PLACES {
+    for host in SELECTORS {
         for node in &nodes {
             for dest in &dests {
                 let at = |form: Selector| format!("{}:{}", form.text, site.ports[form.port]);

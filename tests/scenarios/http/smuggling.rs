@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{RecordedInput, RecordingTarget};
 
@@ -126,10 +126,14 @@ impl Site {
                 other.recorded()
             );
         }
-        eventually("no connection to a target is left", PATIENCE, async || {
-            let open = own.traffic().open() + other.traffic().open();
-            (open == 0).then_some(()).ok_or(open)
-        })
+        eventually(
+            "no connection to a target is left",
+            WAIT_TIMEOUT,
+            async || {
+                let open = own.traffic().open() + other.traffic().open();
+                (open == 0).then_some(()).ok_or(open)
+            },
+        )
         .await;
         Ok(())
     }
@@ -157,7 +161,7 @@ impl Site {
             }
         };
         let both = async { tokio::join!(write, read).1 };
-        timeout(scaled(PATIENCE + Duration::from_secs(5)), both)
+        timeout(scaled(WAIT_TIMEOUT + Duration::from_secs(5)), both)
             .await
             .context("the server does not end the connection")??;
         statuses(&answers)

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
     FakeKubelet, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes, refusal,
@@ -87,7 +87,7 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
                 assert_eq!(reading.bytes, deterministic_bytes(0, 1000), "round {round}");
                 stream.send(&bulk).await?;
                 stream.finish().await?;
-                let received = eventually("the target has all of it", PATIENCE, async || {
+                let received = eventually("the target has all of it", WAIT_TIMEOUT, async || {
                     kubelet.received().into_iter().nth(before)
                 });
                 assert_eq!(received.await.sha256, digest, "round {round}");
@@ -137,7 +137,7 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         try_join_all(refused).await?;
     }
     assert_eq!(kubelet.traffic().requests(), 10_000);
-    eventually("no connection is left", PATIENCE, async || {
+    eventually("no connection is left", WAIT_TIMEOUT, async || {
         let open = kubelet.traffic().open();
         (open == 0).then_some(()).ok_or(open)
     })
@@ -196,7 +196,7 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
     let target = HostileTarget::start(vec![HostileAction::ReadHead, HostileAction::Hold]).await?;
     let mut stream = ByteStream::connect(env.http()).await?;
     stream.send(&upgrade_with_another_behind(&target)).await?;
-    eventually("the target is reached", PATIENCE, async || {
+    eventually("the target is reached", WAIT_TIMEOUT, async || {
         (target.traffic().requests() == 1).then_some(())
     })
     .await;

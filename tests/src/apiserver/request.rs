@@ -135,7 +135,7 @@ impl Request {
         }
         match self.verb {
             "get" => store
-                .read(|content| self.found(content).cloned())
+                .read(|content| self.lookup(content).cloned())
                 .map(|object| Answer::Object(200, object)),
             "list" => self.list(store),
             "create" => store
@@ -157,7 +157,7 @@ impl Request {
         self.address.name.as_deref().unwrap_or_default()
     }
 
-    fn found<'a>(&self, content: &'a Content) -> Result<&'a Arc<Value>, Status> {
+    fn lookup<'a>(&self, content: &'a Content) -> Result<&'a Arc<Value>, Status> {
         content
             .get(&self.key(self.name()))
             .ok_or_else(|| Status::not_found(self.address.kind, self.name()))
@@ -334,7 +334,7 @@ impl Request {
     fn update(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
         let mut object = self.sent()?;
         check_frame(&self.address, &mut object)?;
-        let Ok(old) = self.found(content).cloned() else {
+        let Ok(old) = self.lookup(content).cloned() else {
             let has_revision = object["metadata"]["resourceVersion"]
                 .as_str()
                 .is_some_and(|revision| !revision.is_empty());
@@ -365,7 +365,7 @@ impl Request {
         } else {
             self.sent()?
         };
-        let old = self.found(content).cloned();
+        let old = self.lookup(content).cloned();
         if self.content_type.starts_with(APPLY) {
             if self.query.get("fieldManager").is_none() {
                 return Err(Status::new(
@@ -453,7 +453,7 @@ impl Request {
 
     fn delete(&self, content: &mut Content) -> Result<Answer, Status> {
         let kind = self.address.kind;
-        let old = self.found(content)?.clone();
+        let old = self.lookup(content)?.clone();
         let options: Value = if self.body.is_empty() {
             Value::Null
         } else {

@@ -111,7 +111,7 @@ impl Signer {
             payload["exp"] = seconds(ends).into();
         }
         let head = json!({ "alg": "HS256", "kid": "stand-in" });
-        let signed = format!("{}.{}", part(&head), part(&payload));
+        let signed = format!("{}.{}", encode_segment(&head), encode_segment(&payload));
         let signature = hmac::sign(&self.key, signed.as_bytes());
         format!("{signed}.{}", url(signature.as_ref()))
     }
@@ -196,7 +196,7 @@ fn seconds(time: SystemTime) -> u64 {
     since.unwrap_or(Duration::ZERO).as_secs()
 }
 
-fn part(value: &Value) -> String {
+fn encode_segment(value: &Value) -> String {
     url(value.to_string().as_bytes())
 }
 

@@ -14,7 +14,7 @@ use tunnel_tests::process::{ScratchDir, Server, ServerSetup};
 const SIZES: [usize; 2] = [5000, 20_000];
 
 /// For the records of all nodes; far more than it takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[tokio::main]
 async fn main() -> Result<()> {
@@ -79,7 +79,7 @@ async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
         &cluster.server_kubeconfig()?,
     );
     let mut server = setup.args(&["--namespace", "kube-system"]).start().await?;
-    let records = eventually("all records", PATIENCE, async || {
+    let records = eventually("all records", WAIT_TIMEOUT, async || {
         let records = cluster.objects().records().await?;
         ensure!(
             records.lines().count() == nodes,
@@ -91,7 +91,7 @@ async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
     .await;
     let after = started.elapsed();
     // What was heard is kept on disk a little later, which takes memory once more.
-    eventually("what is kept", PATIENCE, async || {
+    eventually("what is kept", WAIT_TIMEOUT, async || {
         scratch
             .path()
             .join("server/cluster.json")

@@ -27,7 +27,7 @@ const UPGRADES: usize = 100;
 const SCRAPERS: usize = 4;
 const PAGE: usize = 64 * 1024;
 const ROUNDS: usize = 3;
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[tokio::main]
 async fn main() -> Result<ExitCode> {
@@ -124,7 +124,7 @@ impl Stack {
         let mut server = setup.start().await?;
         let service = server
             .process()
-            .wait_for_line("the service", PATIENCE, service_address)
+            .wait_for_line("the service", WAIT_TIMEOUT, service_address)
             .await?;
         let token = server.token(NODE, None).await?;
         let agents = server.address(Listener::Agents);
@@ -168,7 +168,7 @@ impl Stack {
             Through::Endpoint => &self.kubelet,
             Through::Service => &self.plain,
         };
-        eventually("all followers", PATIENCE, async || {
+        eventually("all followers", WAIT_TIMEOUT, async || {
             (target.followers() == READERS).then_some(())
         })
         .await;
@@ -179,14 +179,18 @@ impl Stack {
         }
         // Blocked: nothing more arrives for half a second.
         let last = std::sync::atomic::AtomicU64::new(0);
-        eventually("the readers' answers to be blocked", PATIENCE, async || {
-            tokio::time::sleep(Duration::from_millis(500)).await;
-            let nodes = self.server.nodes().await.ok()?;
-            let received = nodes.first()?["bytesIn"].as_u64()?;
-            let before = last.swap(received, std::sync::atomic::Ordering::Relaxed);
-            let still = received == before && received > 0;
-            still.then_some(())
-        })
+        eventually(
+            "the readers' answers to be blocked",
+            WAIT_TIMEOUT,
+            async || {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+                let nodes = self.server.nodes().await.ok()?;
+                let received = nodes.first()?["bytesIn"].as_u64()?;
+                let before = last.swap(received, std::sync::atomic::Ordering::Relaxed);
+                let still = received == before && received > 0;
+                still.then_some(())
+            },
+        )
         .await;
         Ok(readers)
     }
@@ -228,7 +232,7 @@ impl Stack {
                 };
                 for _ in 0..SCRAPES / SCRAPERS {
                     let asked = Instant::now();
-                    let reply = timeout(PATIENCE, client.request(&get)).await;
+                    let reply = timeout(WAIT_TIMEOUT, client.request(&get)).await;
                     results.push(check_reply(reply.context("no answer").flatten(), asked));
                 }
                 results
@@ -254,26 +258,35 @@ impl Stack {
                 );
                 Ok(asked.elapsed())
             };
-            results.push(timeout(PATIENCE, one).await.context("no answer").flatten());
+            results.push(
+                timeout(WAIT_TIMEOUT, one)
+                    .await
+                    .context("no answer")
+                    .flatten(),
+            );
         }
         results
     }
 
     /// Waits until the readers' streams are gone.
     async fn quiet(&mut self) {
-        eventually("the readers' streams to be gone", PATIENCE, async || {
-            let nodes = self.server.nodes().await?;
-            let streams = nodes
-                .iter()
-                .map(|node| node["streams"].as_u64())
-                .next()
-                .flatten();
-            ensure!(streams == Some(0), "{streams:?}");
-            let endpoint = self.endpoint()?;
-            let reply = request(endpoint, &RawRequest::get(&self.host(), "/healthz")).await?;
-            ensure!(reply.status == 200, "{}", reply.text());
-            Ok(())
-        })
+        eventually(
+            "the readers' streams to be gone",
+            WAIT_TIMEOUT,
+            async || {
+                let nodes = self.server.nodes().await?;
+                let streams = nodes
+                    .iter()
+                    .map(|node| node["streams"].as_u64())
+                    .next()
+                    .flatten();
+                ensure!(streams == Some(0), "{streams:?}");
+                let endpoint = self.endpoint()?;
+                let reply = request(endpoint, &RawRequest::get(&self.host(), "/healthz")).await?;
+                ensure!(reply.status == 200, "{}", reply.text());
+                Ok(())
+            },
+        )
         .await;
     }
 }

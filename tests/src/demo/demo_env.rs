@@ -149,7 +149,7 @@ impl DemoEnv {
     pub(super) async fn stop(self) -> Result<()> {
         let server = self.server.into_process();
         for process in self.agents.into_iter().chain([server]).chain(self.sites) {
-            process.stop(STOP_PATIENCE).await?;
+            process.stop(STOP_TIMEOUT).await?;
         }
         Ok(())
     }
@@ -390,7 +390,7 @@ pub(super) fn quote(arg: &str) -> String {
 const START: Duration = Duration::from_secs(5);
 
 /// For the end of the tour: nothing is under way then.
-const STOP_PATIENCE: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 const EXPORTER_PORT: u16 = 9100;
 const KUBELET_PORT: u16 = 10250;

@@ -189,7 +189,7 @@ pub(super) async fn run(name: &str, args: &[&str]) -> Result<ExitCode> {
         ("apiserver", accounts) => serve_api(accounts).await,
         ("dial", &[address]) => {
             let address: SocketAddr = address.parse()?;
-            timeout(DIAL_PATIENCE, TcpStream::connect(address))
+            timeout(DIAL_TIMEOUT, TcpStream::connect(address))
                 .await
                 .context("no answer")??;
             Ok(())
@@ -424,7 +424,7 @@ const ADMIN: &str = "admin";
 const SITE_START: Duration = Duration::from_secs(5);
 
 /// Long enough for any answer within one machine; a firewall that drops gives none.
-const DIAL_PATIENCE: Duration = Duration::from_secs(1);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Slow enough to read, fast enough not to wait for.
 const LOG_PACE: Duration = Duration::from_millis(200);

@@ -394,7 +394,7 @@ async fn run(line: &str) -> Result<Output> {
         .args(["-c", line])
         .stdin(Stdio::null())
         .kill_on_drop(true);
-    let output = timeout(STEP_PATIENCE, shell.output()).await;
+    let output = timeout(STEP_TIMEOUT, shell.output()).await;
     output
         .with_context(|| format!("no end of {line}"))?
         .context("run sh")
@@ -407,4 +407,4 @@ fn printed(output: &Output) -> String {
 }
 
 /// Each step takes well under a second; the tunnel itself gives up on a target sooner than this.
-const STEP_PATIENCE: Duration = Duration::from_secs(20);
+const STEP_TIMEOUT: Duration = Duration::from_secs(20);

@@ -83,7 +83,7 @@ impl DnsClient {
         socket.connect(self.server).await?;
         socket.send(bytes).await?;
         let mut answer = vec![0; 65_535];
-        match timeout(scaled(PATIENCE), socket.recv(&mut answer)).await {
+        match timeout(scaled(WAIT_TIMEOUT), socket.recv(&mut answer)).await {
             Ok(length) => {
                 answer.truncate(length?);
                 Ok(Some(answer))
@@ -110,7 +110,7 @@ impl DnsClient {
                 stream.read_exact(&mut answer).await?;
                 anyhow::Ok(answer)
             };
-            let answer = timeout(scaled(PATIENCE), read)
+            let answer = timeout(scaled(WAIT_TIMEOUT), read)
                 .await
                 .context("no answer")??;
             answers.push(Message::from_vec(&answer)?);
@@ -147,4 +147,4 @@ pub fn addresses(answer: &Message) -> Vec<IpAddr> {
 }
 
 /// Longer than any budget of the server.
-const PATIENCE: Duration = Duration::from_secs(3);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(3);

@@ -157,7 +157,7 @@ fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findin
             samples.map(|(_, sample)| of(sample))
         };
         let before = values(|at, length| at < length / 2).max();
-        let last = values(|at, length| at + (length / PARTS).max(PART_LEAST) >= length).min();
+        let last = values(|at, length| at + (length / CHUNKS).max(PART_LEAST) >= length).min();
         findings.growth(what, factor, (before.unwrap_or(0), last.unwrap_or(0)));
     };
     compare("sessions, first half and last minute", 1.0, |sample| {
@@ -182,14 +182,14 @@ fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findin
 
 /// How often a file was replaced.
 struct Rewrites {
-    seen: Arc<AtomicU64>,
+    byte_count: Arc<AtomicU64>,
     _watching: AbortOnDropHandle<()>,
 }
 
 impl Rewrites {
     fn watch(file: PathBuf) -> Self {
-        let seen: Arc<AtomicU64> = Arc::default();
-        let counted = seen.clone();
+        let byte_count: Arc<AtomicU64> = Arc::default();
+        let counted = byte_count.clone();
         let watching = spawn(async move {
             let mut last = changed(&file);
             loop {
@@ -202,13 +202,13 @@ impl Rewrites {
             }
         });
         Self {
-            seen,
+            byte_count,
             _watching: watching,
         }
     }
 
     fn count(&self) -> u64 {
-        self.seen.load(Ordering::Relaxed)
+        self.byte_count.load(Ordering::Relaxed)
     }
 }
 
@@ -241,7 +241,7 @@ const HALF: Duration = Duration::from_secs(3);
 const LENGTH: Duration = Duration::from_secs(600);
 const LENGTH_SHORT: Duration = Duration::from_secs(20);
 /// The last tenth counts as the end: a minute, with full clocks.
-const PARTS: u32 = 10;
+const CHUNKS: u32 = 10;
 const PART_LEAST: Duration = Duration::from_secs(5);
 /// What an allocator keeps varies.
 const MEMORY_NOISE: f64 = 1.1;

@@ -392,13 +392,13 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(5);
+    const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 
     #[tokio::test]
     async fn equal_streams_are_equal_and_an_amount_is_respected() {
         let (near, far) = duplex(4096);
         let flow = Flow::start(near, far, 7, Load::Exactly(100_001));
-        let end = flow.finish("x", PATIENCE).await;
+        let end = flow.finish("x", WAIT_TIMEOUT).await;
         assert_eq!(end.unequal(), None);
         assert_eq!(end.hashed(), 100_001);
         assert_eq!(Digest::of_prefix(7, 100_001), end.sent.unwrap());
@@ -408,7 +408,7 @@ mod tests {
     async fn truncation_is_unequal_and_unreported() {
         let (near, far) = duplex(4096);
         let flow = Flow::start(near, far.take(10), 7, Load::Exactly(1000));
-        let end = flow.finish("x", PATIENCE).await;
+        let end = flow.finish("x", WAIT_TIMEOUT).await;
         assert!(
             end.unequal().is_some() && end.unreported_loss().is_some(),
             "{end}"
@@ -420,7 +420,7 @@ mod tests {
         let (near, far) = duplex(4096);
         let cut = Cut(far.take(10));
         let end = Flow::start(near, cut, 7, Load::Exactly(1000))
-            .finish("x", PATIENCE)
+            .finish("x", WAIT_TIMEOUT)
             .await;
         assert!(end.unequal().is_some(), "{end}");
         assert_eq!(end.unreported_loss(), None);

@@ -109,7 +109,7 @@ impl GoodputCurve {
         let length = run.clocks.pick(RECOVERED, RECOVERED_SHORT);
         let mut samples = Vec::new();
         while began.elapsed() < length {
-            let sample = STEP.min(length.saturating_sub(began.elapsed()));
+            let sample = SIZE_INCREMENT.min(length.saturating_sub(began.elapsed()));
             let goodput = towards.goodput(pipe, sample).await;
             samples.push((began.elapsed(), goodput));
         }
@@ -194,6 +194,6 @@ const RECOVERED_SHORT: Duration = Duration::from_secs(6);
 const GETTING_GOING: Duration = Duration::from_secs(2);
 /// Some of BBR's pauses long: it asks for the shortest round trip every 10 s by sending next to nothing for a while.
 const WINDOW: Duration = Duration::from_secs(4);
-const STEP: Duration = Duration::from_millis(500);
+const SIZE_INCREMENT: Duration = Duration::from_millis(500);
 /// For what the buffers on the way hold, and a stall that is not over.
 const FINISH: Duration = Duration::from_secs(120);

@@ -10,13 +10,13 @@ mod udp;
 
 const SEED: u64 = 7;
 /// For things that take milliseconds on an idle machine.
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A glance at a socket from which nothing is expected.
 const GLANCE: Duration = Duration::from_millis(60);
 
 /// What comes within the patience for this machine.
 async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    let Ok(found) = tokio::time::timeout(scaled(PATIENCE), future).await else {
+    let Ok(found) = tokio::time::timeout(scaled(WAIT_TIMEOUT), future).await else {
         panic!("{what}: not in time");
     };
     found

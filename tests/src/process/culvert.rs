@@ -108,7 +108,7 @@ impl ServerSetup {
         };
         let mut process = program.start()?;
         let mut addresses = HashMap::new();
-        for listener in Listener::DOORS {
+        for listener in Listener::LISTENERS {
             let address =
                 process.wait_for_line(listener.name(), START, |line| listener.opened(line));
             addresses.insert(listener, address.await?);
@@ -143,7 +143,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Where one of its [`Listener::DOORS`] is.
+    /// Where one of its [`Listener::LISTENERS`] is.
     ///
     /// # Panics
     /// For a listener that is none of them.
@@ -155,7 +155,7 @@ impl Server {
     /// How to start it again, with its doors on the ports they have.
     pub fn setup_for_restart(&self) -> ServerSetup {
         let mut setup = self.setup.clone();
-        for listener in Listener::DOORS {
+        for listener in Listener::LISTENERS {
             let flag = setup
                 .arguments
                 .iter()
@@ -332,7 +332,7 @@ pub enum Listener {
 
 impl Listener {
     /// Those that every server has.
-    pub const DOORS: [Self; 4] = [Self::Agents, Self::Https, Self::Http, Self::Meta];
+    pub const LISTENERS: [Self; 4] = [Self::Agents, Self::Https, Self::Http, Self::Meta];
 
     fn name(self) -> &'static str {
         match self {

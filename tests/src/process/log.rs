@@ -12,12 +12,12 @@ use tokio::sync::watch;
 /// Clones are handles to the same log.
 #[derive(Debug, Clone)]
 pub struct Log {
-    lines: Arc<Mutex<Lines>>,
+    lines: Arc<Mutex<LogLines>>,
     written: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Lines {
+struct LogLines {
     buffered: VecDeque<String>,
     dropped: usize,
 }
@@ -96,7 +96,7 @@ impl Log {
             .find_map(|line| look(line))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Lines> {
+    fn lock(&self) -> MutexGuard<'_, LogLines> {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

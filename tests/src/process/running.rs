@@ -185,7 +185,7 @@ impl Program {
             }
         };
         let output = async { tokio::join!(child.wait_with_output(), feed).0 };
-        let output = timeout(scaled(RUN_PATIENCE), output).await;
+        let output = timeout(scaled(RUN_TIMEOUT), output).await;
         let output = output.with_context(|| format!("{} does not end", self.label))?;
         let output = output.with_context(|| format!("run {}", self.label))?;
         Ok(Finished {
@@ -425,7 +425,7 @@ impl Signal {
 }
 
 /// For verbs and tools, which are done in well under a second.
-const RUN_PATIENCE: Duration = Duration::from_secs(60);
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A killed process is gone within a few milliseconds, on a busy machine within a second.
 const REAP_TRIES: u32 = 1000;
@@ -440,7 +440,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(5);
+    const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
 
     fn shell(script: &str) -> Program {
         Program::new("sh", "sh").args(["-c", script])
@@ -450,19 +450,19 @@ mod tests {
     async fn a_line_is_found_and_the_process_is_stopped() {
         let script = "trap 'echo bye; exit 3' TERM; echo port=7 >&2; while :; do sleep 0.05; done";
         let mut process = shell(script).start().unwrap();
-        let port = process.wait_for_line("port", PATIENCE, |line| {
+        let port = process.wait_for_line("port", WAIT_TIMEOUT, |line| {
             line.strip_prefix("port=").map(str::to_owned)
         });
         assert_eq!(port.await.unwrap(), "7");
         process.signal(Signal::Term).unwrap();
-        assert_eq!(process.end(PATIENCE).await.unwrap().code(), Some(3));
+        assert_eq!(process.end(WAIT_TIMEOUT).await.unwrap().code(), Some(3));
         assert_eq!(process.log().lines(), ["port=7", "bye"]);
     }
 
     #[tokio::test]
     async fn who_waits_for_a_line_learns_of_the_end() {
         let mut process = shell("echo boom; exit 1").start().unwrap();
-        let missing = process.wait_for_line("port", PATIENCE, |line| {
+        let missing = process.wait_for_line("port", WAIT_TIMEOUT, |line| {
             line.strip_prefix("port=").map(drop)
         });
         let error = missing.await.unwrap_err().to_string();
@@ -477,7 +477,7 @@ mod tests {
         let mut deaf = shell("trap '' TERM; echo deaf; exec sleep 600")
             .start()
             .unwrap();
-        deaf.wait_for_line("word", PATIENCE, |line| (line == "deaf").then_some(()))
+        deaf.wait_for_line("word", WAIT_TIMEOUT, |line| (line == "deaf").then_some(()))
             .await
             .unwrap();
         let ended = deaf.stop(Duration::from_millis(50)).await.unwrap();

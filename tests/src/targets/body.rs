@@ -125,7 +125,7 @@ impl BodyReader {
     /// The next bytes as they come, or `None` once the body has ended. Cancel-safe.
     pub(crate) async fn data(&mut self, wire: &mut Wire) -> Option<Bytes> {
         while self.ended().is_none() {
-            match self.step(wire.ahead()) {
+            match self.advance(wire.ahead()) {
                 Ok(Progress::Data(data)) => return Some(data),
                 Ok(Progress::Again) => {}
                 Ok(Progress::NeedMore) => match wire.fill().await {
@@ -139,7 +139,7 @@ impl BodyReader {
         None
     }
 
-    fn step(&mut self, ahead: &mut BytesMut) -> Result<Progress, String> {
+    fn advance(&mut self, ahead: &mut BytesMut) -> Result<Progress, String> {
         match &mut self.state {
             State::Length { left } => {
                 let data = take(ahead, left);
@@ -253,7 +253,7 @@ mod tests {
         for piece in pieces {
             ahead.extend_from_slice(piece.as_bytes());
             while reader.ended().is_none() {
-                match reader.step(&mut ahead) {
+                match reader.advance(&mut ahead) {
                     Ok(Progress::Data(data)) => text.push_str(&String::from_utf8_lossy(&data)),
                     Ok(Progress::Again) => {}
                     Ok(Progress::NeedMore) => break,

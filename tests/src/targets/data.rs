@@ -76,9 +76,9 @@ impl std::fmt::Debug for Sha256 {
 pub(crate) struct ByteSource {
     seed: u64,
     /// Words handed out so far.
-    words: u64,
+    blocks: u64,
     /// The rest of the last word, to be used from its lowest byte on.
-    rest: u64,
+    tail: u64,
     rest_bytes: u32,
 }
 
@@ -86,8 +86,8 @@ impl ByteSource {
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             seed,
-            words: 0,
-            rest: 0,
+            blocks: 0,
+            tail: 0,
             rest_bytes: 0,
         }
     }
@@ -99,13 +99,13 @@ impl ByteSource {
             let Some(byte) = bytes.next() else { return };
             *byte = self.next_byte();
         }
-        let mut words = bytes.into_slice().chunks_exact_mut(8);
-        for word in &mut words {
+        let mut blocks = bytes.into_slice().chunks_exact_mut(8);
+        for word in &mut blocks {
             word.copy_from_slice(&self.next_word().to_le_bytes());
         }
-        for byte in words.into_remainder() {
+        for byte in blocks.into_remainder() {
             if self.rest_bytes == 0 {
-                self.rest = self.next_word();
+                self.tail = self.next_word();
                 self.rest_bytes = 8;
             }
             *byte = self.next_byte();
@@ -113,18 +113,18 @@ impl ByteSource {
     }
 
     fn next_byte(&mut self) -> u8 {
-        let [byte, ..] = self.rest.to_le_bytes();
-        self.rest >>= 8;
+        let [byte, ..] = self.tail.to_le_bytes();
+        self.tail >>= 8;
         self.rest_bytes -= 1;
         byte
     }
 
     /// SplitMix64 over a counter.
     fn next_word(&mut self) -> u64 {
-        self.words += 1;
+        self.blocks += 1;
         let mut word = self
             .seed
-            .wrapping_add(self.words.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            .wrapping_add(self.blocks.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         word ^ (word >> 31)

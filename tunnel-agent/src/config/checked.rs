@@ -262,7 +262,7 @@ fn node_name(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<Nod
 fn node_ip(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<IpAddr> {
     let text = setting?;
     match text.trim().parse::<IpAddr>() {
-        Ok(ip) if policy::is_never_dialled(ip) => {
+        Ok(ip) if policy::is_never_dialed(ip) => {
             mistakes.add(
                 "--node-ip",
                 format_args!(

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn server_that_admits_and_closes_at_once_is_soon_dialled_every_second() {
+    fn server_that_admits_and_closes_at_once_is_soon_dialed_every_second() {
         let mut random = SmallRng::seed_from_u64(7);
         let start = Instant::now();
         let (mut backoff, mut now, mut dials) = (Backoff::new(), start, 0);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_session_is_dialled_at_once_but_not_in_a_tight_loop() {
+    fn lost_session_is_dialed_at_once_but_not_in_a_tight_loop() {
         let mut backoff = Backoff::new();
         let start = Instant::now();
         assert_eq!(backoff.next(lost_after(1), start, 1.0), Duration::ZERO);

@@ -47,14 +47,14 @@ pub(crate) async fn dial(
         let share = left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX);
         let error = match timeout_at(now + share, TcpStream::connect(address)).await {
             Ok(Ok(socket)) => {
-                context.metrics.dialled(DialResult::Connected);
+                context.metrics.dialed(DialResult::Connected);
                 return Ok((socket, *address));
             }
             Ok(Err(error)) => error,
             Err(_elapsed) => io::ErrorKind::TimedOut.into(),
         };
         let (result, why) = explain(&error, context.limit);
-        context.metrics.dialled(result);
+        context.metrics.dialed(result);
         failures.push(format!("{address}: {why}"));
         code = match result {
             DialResult::Timeout => RefusalCode::TargetTimeout,

@@ -145,7 +145,7 @@ async fn optimistic_data_arrives_and_each_half_ends_by_itself() {
 }
 
 #[tokio::test]
-async fn opener_learns_which_address_was_dialled() {
+async fn opener_learns_which_address_was_dialed() {
     let agent = Agent::start();
     let (listener, port) = target().await;
     let mut stream = agent.open(Target::Node(port)).await;
@@ -278,7 +278,7 @@ async fn silent_target_is_a_timeout() {
 }
 
 #[tokio::test]
-async fn host_is_dialled_at_the_address_that_was_checked() {
+async fn host_is_dialed_at_the_address_that_was_checked() {
     let Some(own) = own_address() else {
         return;
     };

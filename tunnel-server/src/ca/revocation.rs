@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn revocation_of_another_server_covers_what_was_issued_here_before_it_was_heard() {
+    fn revocation_of_another_server_covers_what_was_issued_here_before_it_arrived() {
         let scratch = Scratch::new();
         let open = || Revocations::open(&scratch.0, true).unwrap();
         let (here, there) = (open(), open());

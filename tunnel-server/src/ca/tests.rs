@@ -19,7 +19,7 @@ fn knows_worker_1() -> IsKnown {
     Arc::new(|node| node.as_str() == "worker-1")
 }
 
-fn door(ca: &Arc<LocalCa>) -> cert_resolver::ServingCertResolver {
+fn listener(ca: &Arc<LocalCa>) -> cert_resolver::ServingCertResolver {
     let names = vec!["localhost".into(), "tunnel.example".into(), "ümlaut".into()];
     let ips = vec!["127.0.0.1".parse().unwrap(), "0.0.0.0".parse().unwrap()];
     cert_resolver::ServingCertResolver::new(
@@ -178,11 +178,11 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
 fn serving_certificates_never_act_as_the_tunnel_server() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = ca.serving_resolver(
+    let listener = ca.serving_resolver(
         knows_worker_1(),
         ServingNames::new(vec!["culvert.example".into()], vec![]),
     );
-    let server = tls::enroll_server(door).unwrap();
+    let server = tls::enroll_server(listener).unwrap();
     for name in [
         "worker-1",
         "culvert.example",
@@ -204,10 +204,10 @@ fn serving_certificates_never_act_as_the_tunnel_server() {
 }
 
 #[test]
-fn door_is_verified_by_node_name_own_name_and_own_address() {
+fn listener_is_verified_by_node_name_own_name_and_own_address() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let server = tls::https_server(Arc::new(door(&ca)), None).unwrap();
+    let server = tls::https_server(Arc::new(listener(&ca)), None).unwrap();
     for (name, is_good) in [
         ("worker-1", true),
         ("WORKER-1", true),
@@ -228,12 +228,12 @@ fn certificates_are_kept_and_renewed_at_half_life() {
     let ca = ca(&scratch);
     let now = SystemTime::now();
     let server = cert_resolver::ServerCertResolver::new(ca.clone(), Box::new(|_| {}));
-    let door = door(&ca);
+    let listener = listener(&ca);
     let at = |time| {
         [
             server.credential(time).unwrap(),
-            door.certificate(Some("worker-1"), time).unwrap(),
-            door.certificate(None, time).unwrap(),
+            listener.certificate(Some("worker-1"), time).unwrap(),
+            listener.certificate(None, time).unwrap(),
         ]
     };
     let first = at(now);
@@ -248,22 +248,23 @@ fn certificates_are_kept_and_renewed_at_half_life() {
 }
 
 #[test]
-fn certificates_kept_for_the_door_are_bounded() {
+fn certificates_cached_for_the_listener_are_bounded() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let door = cert_resolver::ServingCertResolver::new(
+    let listener = cert_resolver::ServingCertResolver::new(
         ca,
         Arc::new(|_| true),
         ServingNames::new(vec![], vec![]),
     );
     let now = SystemTime::now();
-    let first = door.certificate(Some("node-0"), now).unwrap();
+    let first = listener.certificate(Some("node-0"), now).unwrap();
     for number in 1..=cert_resolver::CACHED_CERTS_MAX {
-        door.certificate(Some(&format!("node-{number}")), now)
+        listener
+            .certificate(Some(&format!("node-{number}")), now)
             .unwrap();
     }
-    assert_eq!(door.cached_nodes(), cert_resolver::CACHED_CERTS_MAX);
-    let again = door.certificate(Some("node-0"), now).unwrap();
+    assert_eq!(listener.cached_nodes(), cert_resolver::CACHED_CERTS_MAX);
+    let again = listener.certificate(Some("node-0"), now).unwrap();
     assert!(!Arc::ptr_eq(&first, &again), "the oldest was dropped");
 }
 
@@ -272,9 +273,10 @@ fn another_ca_or_name_makes_new_serving_certificates_at_once() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
     let names = ServingNames::new(vec!["localhost".into()], vec![]);
-    let door = cert_resolver::ServingCertResolver::new(ca.clone(), knows_worker_1(), names.clone());
+    let listener =
+        cert_resolver::ServingCertResolver::new(ca.clone(), knows_worker_1(), names.clone());
     let now = SystemTime::now();
-    let leaf = |sni: &str| door.certificate(Some(sni), now).unwrap().cert[0].clone();
+    let leaf = |sni: &str| listener.certificate(Some(sni), now).unwrap().cert[0].clone();
     let (own, node) = (leaf("localhost"), leaf("worker-1"));
     assert_eq!(
         (leaf("localhost"), leaf("worker-1")),
@@ -294,7 +296,7 @@ fn another_ca_or_name_makes_new_serving_certificates_at_once() {
     assert!(ca.replace(next.clone()));
     assert!(!ca.replace(next));
     for sni in ["localhost", "worker-1"] {
-        let chain = door.certificate(Some(sni), now).unwrap().cert.clone();
+        let chain = listener.certificate(Some(sni), now).unwrap().cert.clone();
         assert_eq!(chain[1], ca.root());
     }
     assert_ne!(ca.root(), old);

@@ -86,7 +86,7 @@ pub enum CreateTokenError {
     File(#[from] io::Error),
     /// Its parts do not make a token.
     #[error("cannot encode the token")]
-    Parts(#[from] TokenError),
+    Token(#[from] TokenError),
 }
 
 impl TokenStore {

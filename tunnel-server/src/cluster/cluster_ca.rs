@@ -104,7 +104,7 @@ impl ClusterHandle {
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;
-        documents.heard().await;
+        documents.wait_observed().await;
         snapshot::publish(data, material.clone()).await;
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);

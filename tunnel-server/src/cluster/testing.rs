@@ -12,7 +12,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tower_test::mock::{self, Handle, SendResponse};
 
-use crate::testing::PATIENCE;
+use crate::testing::WAIT_TIMEOUT;
 
 /// The namespace of all objects.
 pub(super) const NAMESPACE: &str = "kube-system";
@@ -40,7 +40,7 @@ pub(super) fn api_server() -> (Client, ApiServer) {
 impl ApiServer {
     /// The next request.
     pub(super) async fn call(&mut self) -> Call {
-        let next = tokio::time::timeout(PATIENCE, self.0.next_request());
+        let next = tokio::time::timeout(WAIT_TIMEOUT, self.0.next_request());
         let (request, answer) = next.await.expect("a request").expect("a client");
         let what = format!("{} {}", request.method(), request.uri());
         let body = request.into_body().collect().await.unwrap().to_bytes();

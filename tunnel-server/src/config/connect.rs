@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn doors_are_off_until_they_are_named() {
+    fn connect_listeners_are_off_until_they_are_configured() {
         assert_eq!(yaml("{}"), Ok(None));
         assert_eq!(
             yaml("connectListen: off\nconnectAuth: /f\nconnectDirect: [10.0.0.0/8]"),
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_door_asks_for_something_or_is_refused() {
+    fn wide_listener_without_authentication_is_refused() {
         let wide = "connectListen: 0.0.0.0:8131\n";
         let refused = yaml(wide).unwrap_err();
         assert!(refused.contains("--connect-listen"), "{refused}");
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn slips_are_told() {
+    fn malformed_settings_are_reported() {
         for (text, hint) in [
             ("connectAuth: /f", "--connect-auth"),
             ("connectUdsMode: '600'", "--connect-uds-mode"),

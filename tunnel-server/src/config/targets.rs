@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_verified_or_lent_unless_asked() {
+    fn nothing_is_verified_or_delegated_unless_configured() {
         let settings = checked("{}", true).unwrap();
         assert_eq!((settings.ca, settings.identity), (None, None));
         assert_eq!(settings.delegation_callers, [APISERVER_NAME]);

@@ -45,7 +45,7 @@ fn flags_win_over_the_file() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_config_errors_are_reported_at_once() {
     let text = "
 agentListen: nowhere
 quicCongestion: reno
@@ -99,7 +99,7 @@ fn unknown_keys_are_refused() {
 }
 
 #[test]
-fn doors_open_to_the_network_need_an_explicit_word() {
+fn listeners_open_to_the_network_need_an_explicit_flag() {
     for text in [
         "httpListen: 0.0.0.0:10264",
         "httpsListen: '[::]:10263'",
@@ -120,7 +120,7 @@ fn doors_open_to_the_network_need_an_explicit_word() {
 }
 
 #[test]
-fn tls_door_that_asks_nobody_is_warned_of() {
+fn https_listener_without_client_certificates_is_warned_of() {
     let warned = |text: &str, in_cluster| {
         let warnings = around(text, in_cluster).unwrap().warnings;
         warnings
@@ -145,7 +145,7 @@ fn tls_door_that_asks_nobody_is_warned_of() {
 }
 
 #[test]
-fn extra_ports_follow_their_door_or_the_given_host() {
+fn extra_ports_follow_their_listener_or_the_configured_host() {
     let listeners = |text: &str| {
         let listeners = yaml(text).unwrap().extra_listeners();
         listeners
@@ -209,7 +209,7 @@ fn limits_of_a_session_must_fit_each_other() {
 }
 
 #[test]
-fn hard_bound_of_an_agent_is_told_when_it_exceeds_the_pool() {
+fn hard_bound_of_an_agent_is_reported_when_it_exceeds_the_pool() {
     assert!(yaml("{}").unwrap().warnings.is_empty());
     let config = yaml("limits: { streamsPerAgent: 300, bufferPool: 64MiB }").unwrap();
     let warning = &config.warnings[0];
@@ -232,7 +232,7 @@ fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
 
 #[cfg(feature = "kubernetes")]
 #[test]
-fn container_of_a_cluster_follows_it_and_opens_the_tls_door() {
+fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
     let config = around("httpListen: '[::]:10264'", true).unwrap();
     let kubernetes = config.kubernetes.clone().unwrap();
     assert_eq!(kubernetes.names, ObjectNames::default());
@@ -250,7 +250,7 @@ fn container_of_a_cluster_follows_it_and_opens_the_tls_door() {
 
 #[cfg(feature = "kubernetes")]
 #[test]
-fn kubeconfig_follows_a_cluster_from_outside_with_narrow_doors() {
+fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
     // Any file that can be read: what it says is looked at when the server starts.
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let text = format!(

@@ -15,7 +15,7 @@ use governor::{Quota, RateLimiter};
 enum ClientKey {
     One(IpAddr),
     /// Everybody who comes while [`SOURCES_MAX`] others are being counted.
-    Rest,
+    Others,
 }
 
 type Rate = RateLimiter<ClientKey, HashMapStateStore<ClientKey>, DefaultClock>;
@@ -80,7 +80,7 @@ impl Limiter {
         if rate.len() >= SOURCES_MAX {
             self.sweep();
             if rate.len() >= SOURCES_MAX {
-                source = ClientKey::Rest;
+                source = ClientKey::Others;
             }
         }
         rate.check_key(&source).is_ok()

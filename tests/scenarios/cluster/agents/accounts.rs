@@ -11,7 +11,7 @@ use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
 use tunnel_tests::ca::replace;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::Cluster;
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
 use super::Site;
@@ -56,7 +56,7 @@ impl Site {
     async fn has_code(&self, word: &str) {
         eventually(
             &format!("an enrolment ends as {word}"),
-            PATIENCE,
+            WAIT_TIMEOUT,
             async || {
                 let count = self.enrolled(word).await?;
                 ensure!(count > 0.0, "{word}: {count}");
@@ -70,7 +70,7 @@ impl Site {
 /// What the agent of `node` ends with.
 async fn refusal(site: &Site, node: &str, token: &str) -> Result<String> {
     let agent = Agent::start(site.agent_with_token(node, token)?).await?;
-    let ended = tokio::time::timeout(scaled(PATIENCE), agent.ended()).await;
+    let ended = tokio::time::timeout(scaled(WAIT_TIMEOUT), agent.ended()).await;
     let error = ended.context("the agent goes on")?;
     Ok(format!("{:#}", error.err().context("no error")?))
 }
@@ -323,7 +323,7 @@ async fn refusal_of_stored(site: &Site) -> Result<bool> {
     let file = site.env.path().join("worker-1-token");
     let token = std::fs::read_to_string(file)?;
     let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
-    eventually("it is refused again", PATIENCE, async || {
+    eventually("it is refused again", WAIT_TIMEOUT, async || {
         let now = site.enrolled("revoked").await?;
         ensure!(now > before, "{now}");
         anyhow::Ok(())
@@ -352,7 +352,7 @@ async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
     site.env.connected("worker-1").await;
     replace(&bundle, site.client_ca.pem().as_bytes())?;
     let node = "worker-1".parse()?;
-    eventually("the server is a stranger", PATIENCE, async || {
+    eventually("the server is a stranger", WAIT_TIMEOUT, async || {
         for session in site.env.registry().of_node(&node) {
             session.close(CloseCode::Normal, "dial again").await;
         }

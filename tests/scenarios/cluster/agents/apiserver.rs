@@ -11,7 +11,7 @@ use tunnel_server::cluster::objects::Scope;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, HttpReply, RawRequest, UpgradeClient, request};
 use tunnel_tests::cluster::{Cluster, cloud, edge, server_roles_of};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Exporter, TargetTls};
@@ -106,14 +106,14 @@ impl ApiServerSite {
         site.put_pod("default", "web-0", "worker-1")?;
         site.put_pod("default", "web-1", "worker-2")?;
         for edge in &site.edges {
-            eventually("the kubelets' ports are known", PATIENCE, async || {
+            eventually("the kubelets' ports are known", WAIT_TIMEOUT, async || {
                 site.serves_pages(edge, OF_ADMIN_CONF).await
             })
             .await;
         }
         // A port that is in no list is refused where the node is known.
         let by_address = RawRequest::get("10.0.0.2:22", "/");
-        eventually("the addresses are known", PATIENCE, async || {
+        eventually("the addresses are known", WAIT_TIMEOUT, async || {
             let reply = request(site.listener(None, None)?, &by_address).await?;
             ensure!(reply.status == 403, "{} {}", reply.status, reply.text());
             anyhow::Ok(())
@@ -200,7 +200,7 @@ impl ApiServerSite {
 
     /// Waits until each kubelet has so many connections.
     async fn open_are(&self, count: u64) {
-        eventually("connections of the kubelets", PATIENCE, async || {
+        eventually("connections of the kubelets", WAIT_TIMEOUT, async || {
             for edge in &self.edges {
                 let open = edge.kubelet.traffic().open();
                 ensure!(open == count, "{} has {open}", edge.node);
@@ -420,7 +420,7 @@ async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<(
         ("unbound", 400, "unknown_node", "bound to no node"),
         ("missing", 400, "unknown_node", "default/missing"),
     ] {
-        eventually(pod, PATIENCE, async || {
+        eventually(pod, WAIT_TIMEOUT, async || {
             let answer = refused(&site, &host, &format!("default/{pod}")).await?;
             ensure!((answer.0, &*answer.1) == (status, code), "{answer:?}");
             ensure!(answer.2.contains(says), "{answer:?}");
@@ -468,7 +468,7 @@ async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
     objects.set_ports(&[("https-proxy-ports", &port)]).await?;
     for server_name in [Some("worker-1"), None] {
         let head = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
-        eventually("the port is allowed", PATIENCE, async || {
+        eventually("the port is allowed", WAIT_TIMEOUT, async || {
             let reply = request(site.listener(Some(&site.prometheus), server_name)?, &head).await?;
             ensure!(reply.status == 200, "{} {}", reply.status, reply.text());
             anyhow::Ok(())
@@ -495,7 +495,7 @@ async fn other_callers_are_routed_by_host_and_never_ask_for_pods() -> Result<()>
     objects.set_ports(&[("https-proxy-ports", &port)]).await?;
     for server_name in [Some("worker-1"), None] {
         let head = RawRequest::get(&other, "/pods");
-        eventually("the port is allowed", PATIENCE, async || {
+        eventually("the port is allowed", WAIT_TIMEOUT, async || {
             let reply = request(site.listener(None, server_name)?, &head).await?;
             ensure!(reply.text().contains("\"worker-2\""), "{}", reply.text());
             anyhow::Ok(())
@@ -527,7 +527,7 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
     ensure!(status == 400 && text.contains("pods get"), "{text}");
     let is_shown = async |expected: bool| {
         let meta = site.site.env.bound().meta;
-        eventually("the condition", PATIENCE, async || {
+        eventually("the condition", WAIT_TIMEOUT, async || {
             let page = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
             let shown = page.text().contains("[!] pod lookup");
             ensure!(shown == expected, "{}", page.text());

@@ -8,7 +8,7 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
 use tunnel_tests::client::{RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{FakeKubelet, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
@@ -22,7 +22,7 @@ const GROUP: (Subject, &str) = (Subject::Organization, "system:nodes");
 
 /// Waits until a kubelet of the site's CA gets a session: the CA was heard.
 async fn ca_is_loaded(site: &Site, ca: &TestCa) {
-    eventually("the CA of kubelets is in use", PATIENCE, async || {
+    eventually("the CA of kubelets is in use", WAIT_TIMEOUT, async || {
         let good = ca.issue(&Leaf::kubelet("probe"))?.own;
         over_tcp(&site.env, Some(good), trust(&site.env)?).await
     })
@@ -143,7 +143,7 @@ async fn rotations_under_an_exec(transport: &str) -> Result<()> {
         let issued = site.client_ca.issue(&leaf)?;
         let (_, expected) = validity(&issued.own.cert[0])?;
         pki.rotate(&round.to_string(), &issued)?;
-        eventually("the new certificate is in use", PATIENCE, async || {
+        eventually("the new certificate is in use", WAIT_TIMEOUT, async || {
             let used = newest().map(|peer| peer.not_after);
             ensure!(used == Some(expected), "{used:?}");
             anyhow::Ok(())
@@ -175,7 +175,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
     // Nonsense changes nothing and is told.
     site.api()?.set_client_ca("nothing")?;
-    eventually("the problem is told", PATIENCE, async || {
+    eventually("the problem is told", WAIT_TIMEOUT, async || {
         let ready = RawRequest::get("meta", "/readyz?verbose");
         let ready_text = request(site.env.bound().meta, &ready).await?.text();
         ensure!(ready_text.contains("[!] kubelet client CA"), "{ready_text}");
@@ -191,7 +191,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     let refused = over_tcp(&site.env, Some(old), trust(&site.env)?).await;
     ensure!(refused.is_err(), "the old CA still vouches");
     // A start without the API server has the last one from disk.
-    eventually("the CA is on disk", PATIENCE, async || {
+    eventually("the CA is on disk", WAIT_TIMEOUT, async || {
         let snapshot = site.env.path().join("server/kubelet-client-ca.crt");
         ensure!(std::fs::read_to_string(snapshot)? == next.pem());
         let shared = site.env.path().join("server/authority.json");
@@ -226,7 +226,7 @@ async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_of
     dial(&env, &ca).await?;
     ensure!(dial(&env, &other).await.is_err());
     replace(&file, other.pem().as_bytes())?;
-    eventually("the other CA is in use", PATIENCE, async || {
+    eventually("the other CA is in use", WAIT_TIMEOUT, async || {
         dial(&env, &other).await
     })
     .await;
@@ -250,7 +250,7 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
     let node = "worker-1".parse()?;
     let now = std::time::SystemTime::now();
     site.env.revocations().revoke(&node, now)?;
-    eventually("the session ends", PATIENCE, async || {
+    eventually("the session ends", WAIT_TIMEOUT, async || {
         ensure!(site.env.registry().of_node(&node).is_empty());
         anyhow::Ok(())
     })
@@ -266,9 +266,11 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
         from: now + Duration::from_secs(1),
         ..Leaf::kubelet("worker-1")
     };
-    eventually("a later certificate is accepted", PATIENCE, async || {
-        dial(&later).await
-    })
+    eventually(
+        "a later certificate is accepted",
+        WAIT_TIMEOUT,
+        async || dial(&later).await,
+    )
     .await;
     drop(agent);
     Ok(())

@@ -12,7 +12,7 @@ use serde_json::Value;
 use tunnel_tests::apiserver::Fault;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Kind, Objects, empty_secrets};
-use tunnel_tests::env::PATIENCE;
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Program;
 use tunnel_tests::tools::or_skip;
@@ -71,7 +71,7 @@ async fn one_ca(seed: u64) -> Result<()> {
         })
         .collect();
     ensure!(made.len() == 1, "{} CAs were written", made.len());
-    eventually("the certificates for agents", PATIENCE, async || {
+    eventually("the certificates for agents", WAIT_TIMEOUT, async || {
         let bundle = cluster.objects().bundle().await?;
         ensure!(bundle == secret["ca.crt"], "another bundle");
         Ok(())
@@ -209,7 +209,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     let [secret, _] = empty_secrets();
     let collection = "/api/v1/namespaces/kube-system/secrets";
     cluster.admin().create(collection, &secret).await?;
-    eventually("the same CA", PATIENCE, async || {
+    eventually("the same CA", WAIT_TIMEOUT, async || {
         let now = cluster.objects().secret(&ca_secret()).await?;
         ensure!(now == first, "not yet");
         Ok(())
@@ -219,7 +219,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     let bundle = Objects::bundle_path();
     let edit = serde_json::json!({ "data": { "ca.crt": "nonsense" } });
     cluster.admin().merge(&bundle, &edit).await?;
-    eventually("repaired certificates", PATIENCE, async || {
+    eventually("repaired certificates", WAIT_TIMEOUT, async || {
         ensure!(cluster.objects().bundle().await? == first["ca.crt"]);
         Ok(())
     })
@@ -229,7 +229,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
         .objects()
         .set_secret(&ca_secret(), &[("ca.key", "nonsense")])
         .await?;
-    eventually("the damage to be told", PATIENCE, async || {
+    eventually("the damage to be told", WAIT_TIMEOUT, async || {
         let reply = request(
             server.bound().meta,
             &RawRequest::get("meta", "/readyz?verbose"),

@@ -10,7 +10,7 @@ use tunnel_server::ca::CaMaterial;
 use tunnel_server::cluster::objects::NAMES_ANNOTATION;
 use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::cluster::{Objects, edge};
-use tunnel_tests::env::{PATIENCE, TestEnv};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::FakeKubelet;
 
@@ -38,7 +38,7 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     let next = CaMaterial::generate(SystemTime::now())?;
     let both = format!("{}{}", old["ca.crt"], next.certificates_pem());
     let adopted = async |what: &str, text: &str| {
-        eventually(what, PATIENCE, async || {
+        eventually(what, WAIT_TIMEOUT, async || {
             let all = servers.iter().all(|server| server.ca().root_pem() == text);
             ensure!(all, "not adopted");
             ensure!(cluster.objects().bundle().await? == text, "bundle");
@@ -71,7 +71,7 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
         .objects()
         .set_secret(&ca_secret(), &[("ca.key", next.key_pem())])
         .await?;
-    eventually("the new CA to sign", PATIENCE, async || {
+    eventually("the new CA to sign", WAIT_TIMEOUT, async || {
         let all = servers
             .iter()
             .all(|server| server.ca().spki_sha256() != signed_by);
@@ -139,7 +139,7 @@ async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Res
         "worker-1",
     ];
     for name in at_start {
-        eventually(name, PATIENCE, async || endpoint(name).await).await;
+        eventually(name, WAIT_TIMEOUT, async || endpoint(name).await).await;
     }
     ensure!(endpoint("later.example").await.is_err());
 
@@ -155,12 +155,12 @@ async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Res
         "198.51.100.4",
         "10.106.217.16",
     ] {
-        eventually(name, PATIENCE, async || endpoint(name).await).await;
+        eventually(name, WAIT_TIMEOUT, async || endpoint(name).await).await;
     }
     exec.goes_on().await?;
     let back = json!({ "metadata": { "annotations": { NAMES_ANNOTATION: null } } });
     cluster.admin().merge(&path, &back).await?;
-    eventually("the name to be gone", PATIENCE, async || {
+    eventually("the name to be gone", WAIT_TIMEOUT, async || {
         ensure!(endpoint("later.example").await.is_err());
         Ok(())
     })

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_tests::apiserver::Fault;
-use tunnel_tests::env::{Agent, PATIENCE, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
 use super::{cluster, server, state_secret};
@@ -37,7 +37,7 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
     );
     let token = one.token("worker-1", &[])?;
     let made = Instant::now();
-    eventually("the token at the other", PATIENCE, async || {
+    eventually("the token at the other", WAIT_TIMEOUT, async || {
         let listed = other.tokens().list(SystemTime::now());
         ensure!(
             listed.iter().any(|known| known.id == token.id()),
@@ -55,7 +55,7 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
     // And a token that is taken back at the other is of no use at the first.
     ensure!(other.tokens().revoke(token.id(), SystemTime::now())?);
     let node = "worker-1".parse()?;
-    eventually("the first to refuse it", PATIENCE, async || {
+    eventually("the first to refuse it", WAIT_TIMEOUT, async || {
         let refused = one
             .tokens()
             .redeem(&token.reveal(), &node, [1; 32], SystemTime::now());
@@ -76,7 +76,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
     let node = "worker-1".parse()?;
     for _ in 0..20 {
         let token = one.token("worker-1", &[])?;
-        eventually("the token at the other", PATIENCE, async || {
+        eventually("the token at the other", WAIT_TIMEOUT, async || {
             let listed = other.tokens().list(SystemTime::now());
             listed
                 .iter()

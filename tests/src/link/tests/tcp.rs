@@ -20,7 +20,7 @@ async fn clean_link_passes_both_ways_and_each_end() {
     drop(path.server);
     assert_eq!(read_to_end(&mut path.agent).await.unwrap(), b"answer");
 
-    eventually("no live connection", PATIENCE, || async {
+    eventually("no live connection", WAIT_TIMEOUT, || async {
         (path.link.counters().tcp_live == 0).then_some(())
     })
     .await;
@@ -142,7 +142,7 @@ async fn frozen_direction_holds_what_was_in_flight() {
     path.link
         .set(TrafficClass::TCP, Impairment::delayed(millis(20)));
     path.agent.write_all(b"under way").await.unwrap();
-    eventually("a piece", PATIENCE, || async {
+    eventually("a piece", WAIT_TIMEOUT, || async {
         (path.link.counters().tcp.up.received.bytes == 9).then_some(())
     })
     .await;
@@ -199,7 +199,7 @@ async fn reset_tcp_resets_both_sides_of_all_connections() {
     assert!(is_reset(read_to_end(&mut path.server).await));
     path.link.heal();
     let (_agent, _server) = path.connect().await;
-    eventually("one live connection", PATIENCE, || async {
+    eventually("one live connection", WAIT_TIMEOUT, || async {
         let counters = path.link.counters();
         (counters.tcp_live == 1 && counters.tcp_total == 2).then_some(())
     })
@@ -273,7 +273,7 @@ async fn dropped_link_cuts_its_connections() {
     drop(path.link);
     assert!(is_reset(read_to_end(&mut path.agent).await));
     assert!(is_reset(read_to_end(&mut path.server).await));
-    eventually("no listener", PATIENCE, || async {
+    eventually("no listener", WAIT_TIMEOUT, || async {
         TcpStream::connect(addr).await.err()
     })
     .await;

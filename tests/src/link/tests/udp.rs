@@ -238,7 +238,7 @@ async fn flapping_script_passes_only_in_its_up_times() {
     let long = Duration::from_secs(3600);
     path.link
         .run(Script::flapping(TrafficClass::UDP, Duration::ZERO, long, 1));
-    eventually("down", PATIENCE, || async {
+    eventually("down", WAIT_TIMEOUT, || async {
         path.agent.send(b"probe").await.unwrap();
         (path.link.counters().udp.up.dropped.packets > 0).then_some(())
     })
@@ -255,7 +255,7 @@ async fn dropped_link_frees_its_port() {
     path.port().await;
     let addr = path.link.addr();
     drop(path);
-    eventually("the free port", PATIENCE, || UdpSocket::bind(addr)).await;
+    eventually("the free port", WAIT_TIMEOUT, || UdpSocket::bind(addr)).await;
 }
 
 /// An agent, a link and a server.
@@ -305,7 +305,7 @@ impl Path {
     }
 
     async fn up(&self, what: &str, packets: u64, pick: fn(Count) -> Tally) {
-        eventually(what, PATIENCE, || async {
+        eventually(what, WAIT_TIMEOUT, || async {
             let found = pick(self.link.counters().udp.up).packets;
             (found == packets).then_some(()).ok_or(found)
         })

@@ -94,7 +94,7 @@ async fn caller_that_leaves_is_noticed_while_nothing_is_sent() {
     assert_eq!((exporter.followers(), exporter.traffic().open()), (2, 2));
     fin.finish().await.unwrap();
     cut.reset().await.unwrap();
-    eventually("both connections end", PATIENCE, || async {
+    eventually("both connections end", WAIT_TIMEOUT, || async {
         let traffic = exporter.traffic();
         let seen = (
             exporter.followers(),
@@ -159,7 +159,7 @@ async fn slow_head_waits_for_its_release() {
     let exporter = Exporter::start("node-a").await.unwrap();
     let slow = RawRequest::get("a", "/slow-head");
     let release = async {
-        eventually("the request waits", PATIENCE, || async {
+        eventually("the request waits", WAIT_TIMEOUT, || async {
             (exporter.waiting() == 1).then_some(())
         })
         .await;
@@ -263,4 +263,4 @@ async fn get(exporter: &Exporter, path: &str) -> HttpReply {
         .unwrap()
 }
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -107,7 +107,7 @@ async fn our_input_after_their_end_arrives_whole() {
         );
         stream.send(b"still here").await.unwrap();
         stream.finish().await.unwrap();
-        let received = eventually("the kubelet has it all", PATIENCE, || async {
+        let received = eventually("the kubelet has it all", WAIT_TIMEOUT, || async {
             kubelet.received().pop()
         })
         .await;
@@ -248,4 +248,4 @@ fn both_protocols(path: &str) -> [UpgradeClient; 2] {
 /// Larger than the buffers between the two ends, so that a missing half-close or a deadlock shows.
 const BULK: usize = 8 << 20;
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(5);

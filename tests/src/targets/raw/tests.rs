@@ -68,7 +68,7 @@ async fn half_close_works_in_both_orders() {
     assert_eq!(reading.ended, BodyEnd::CleanClose);
     stream.send(b"afterwards").await.unwrap();
     stream.finish().await.unwrap();
-    eventually("the target has it all", PATIENCE, || async {
+    eventually("the target has it all", WAIT_TIMEOUT, || async {
         target.received().pop()
     })
     .await;
@@ -83,14 +83,14 @@ async fn silent_target_reports_how_its_peers_closed() {
     let target = SilentTarget::start().await.unwrap();
     let mut fin = ByteStream::connect(target.addr()).await.unwrap();
     let cut = ByteStream::connect(target.addr()).await.unwrap();
-    eventually("both are open", PATIENCE, || async {
+    eventually("both are open", WAIT_TIMEOUT, || async {
         (target.traffic().open() == 2).then_some(())
     })
     .await;
     fin.send(b"unanswered").await.unwrap();
     fin.finish().await.unwrap();
     cut.reset().await.unwrap();
-    eventually("both are gone", PATIENCE, || async {
+    eventually("both are gone", WAIT_TIMEOUT, || async {
         let traffic = target.traffic();
         let seen = (
             traffic.open(),
@@ -132,4 +132,4 @@ async fn dropping_a_target_closes_its_connections() {
     assert_eq!(stream.read_to_end().await.ended, BodyEnd::CleanClose);
 }
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -110,7 +110,7 @@ fn round_does_not_wait_for_the_end_of_the_second() {
 }
 
 #[test]
-fn second_that_fails_between_rounds_is_dialled_in_the_next() {
+fn second_that_fails_between_rounds_is_dialed_in_the_next() {
     let (mut happy_eyeballs, start) = happy_eyeballs();
     happy_eyeballs.start_second();
     happy_eyeballs.failed(SessionTransport::Quic, DialFailure::Timeout);

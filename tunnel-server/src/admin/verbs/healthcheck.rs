@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn readiness_is_told_with_what_it_waits_for() {
+    async fn readiness_is_printed_with_what_it_waits_for() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (readiness, shutdown) = (Readiness::default(), Shutdown::new());

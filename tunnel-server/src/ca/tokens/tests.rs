@@ -166,7 +166,7 @@ fn unknown_ids_are_limited_together_without_memory_of_each() {
 }
 
 #[test]
-fn list_tells_states_and_forgets_ended_tokens_after_a_day() {
+fn list_shows_states_and_forgets_ended_tokens_after_a_day() {
     let fixture = Fixture::new();
     let ip = "192.168.33.221".parse().unwrap();
     let second = fixture

@@ -96,7 +96,7 @@ impl SharedDocuments {
     }
 
     /// Waits until the Secret was heard, or is known from before.
-    pub(super) async fn heard(&self) {
+    pub(super) async fn wait_observed(&self) {
         let mut is_observed = self.is_observed.subscribe();
         // The sender is in `self`.
         let _never_closed = is_observed.wait_for(|is_observed| *is_observed).await;

@@ -40,7 +40,7 @@ pub enum BasicAuthFileError {
     NotText(String),
     /// A line is not `NAME:PASSWORD`; it is not repeated here.
     #[error("{0}: line {1} is not NAME:PASSWORD with both parts")]
-    Line(String, usize),
+    InvalidLine(String, usize),
     /// The password of a line is easily guessed; it is not repeated here.
     #[error(
         "{0}: line {1}: the password of {2:?} is shorter than {PASSWORD_MIN_CHARS} characters; make a random one"
@@ -57,7 +57,7 @@ impl BasicAuthFileError {
     pub fn is_in_content(&self) -> bool {
         match self {
             Self::Read(_) => false,
-            Self::NotText(_) | Self::Line(..) | Self::Short(..) | Self::Empty(_) => true,
+            Self::NotText(_) | Self::InvalidLine(..) | Self::Short(..) | Self::Empty(_) => true,
         }
     }
 }
@@ -93,7 +93,7 @@ impl BasicAuthUsers {
             let parts = line.split_once(':');
             let parts = parts.filter(|(user, password)| !user.is_empty() && !password.is_empty());
             let Some((user, password)) = parts else {
-                return Err(BasicAuthFileError::Line(shown.to_owned(), number));
+                return Err(BasicAuthFileError::InvalidLine(shown.to_owned(), number));
             };
             if password.chars().count() < PASSWORD_MIN_CHARS {
                 let user = user.to_owned();

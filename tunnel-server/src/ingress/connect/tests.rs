@@ -264,7 +264,7 @@ async fn passwords_are_asked_for_and_never_passed_on() {
 }
 
 #[tokio::test]
-async fn what_is_no_node_is_dialled_by_the_server_within_its_list() {
+async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     let fixture = Fixture::new();
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = target.local_addr().unwrap();

@@ -30,7 +30,7 @@ fn pods(node: &str, network: &str) -> PodNetwork {
 
 /// T05: with everything listed, what is still not dialled; and what a narrow list lets through.
 #[test]
-fn t05_table_of_addresses_that_are_never_dialled_directly() {
+fn t05_table_of_addresses_that_are_never_dialed_directly() {
     let all = listed(&["0.0.0.0/0", "::/0"]);
     for ip in [
         "169.254.0.1",
@@ -87,7 +87,7 @@ fn t05_table_of_addresses_that_are_never_dialled_directly() {
 }
 
 #[test]
-fn what_is_judged_is_what_is_dialled() {
+fn checked_address_is_the_dialed_address() {
     let all = listed(&["10.0.0.0/8"]);
     let routes = RouteTable::default();
     let address = "[::ffff:10.0.0.5]:443".parse().unwrap();

@@ -5,7 +5,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
-use crate::testing::{FakeSession, PATIENCE, POOL, header, node, session};
+use crate::testing::{FakeSession, POOL, WAIT_TIMEOUT, header, node, session};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const OPERATOR: CallerKey = CallerKey::Local(None);
@@ -140,7 +140,10 @@ async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_i
     let new = join(&registry);
     assert_eq!(open(&registry).await.unwrap().session, new.id());
     let incoming = old.far.accept().await.unwrap();
-    let (_, mut accepted) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    let (_, mut accepted) = incoming
+        .header(Instant::now() + WAIT_TIMEOUT)
+        .await
+        .unwrap();
     accepted.accept("").await.unwrap();
     accepted.write_all(b"goes on").await.unwrap();
     let mut got = [0; 7];
@@ -232,7 +235,7 @@ async fn session_that_refused_is_left_out() {
 }
 
 #[tokio::test]
-async fn busy_is_told_for_the_first_stream_only() {
+async fn busy_is_reported_for_the_first_stream_only() {
     let registry = registry();
     let member = join(&registry);
     let told = async || {
@@ -249,7 +252,7 @@ async fn busy_is_told_for_the_first_stream_only() {
 }
 
 #[tokio::test]
-async fn end_is_told_with_the_reason_that_closed_it_first_unless_the_agent_or_network_did() {
+async fn end_is_reported_with_the_reason_that_closed_it_first_unless_the_agent_or_network_did() {
     let registry = registry();
     let member = join(&registry);
     let told = |by| CloseReason {

@@ -49,7 +49,7 @@ async fn accepted(listener: &TcpListener) -> bool {
 
 /// S42: whatever a name turns into between calls, one call asks once and dials what it judged.
 #[tokio::test]
-async fn s42_name_that_flips_is_resolved_once_and_only_what_was_judged_is_dialled() {
+async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_dialed() {
     let routes = RouteTable::default();
     let claims = AddressClaims::none(&routes);
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -35,21 +35,21 @@ const HEADS: &[&str] = &[
 ];
 
 /// What was made of one request.
-struct Seen {
+struct Observed {
     method: String,
-    told: Result<(ProxyRequest, bool), ProxyError>,
+    result: Result<(ProxyRequest, bool), ProxyError>,
 }
 
-fn judge(request: &Request<Incoming>) -> Seen {
+fn judge(request: &Request<Incoming>) -> Observed {
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers());
-    let told = proxy_request.and_then(|proxy_request| {
+    let result = proxy_request.and_then(|proxy_request| {
         let route =
             proxy_request.route(&ROUTES, &POLICY, &ClusterNetworks::default(), |_| false)?;
         Ok((proxy_request, matches!(route, Route::Agent(_))))
     });
-    Seen {
+    Observed {
         method: request.method().to_string(),
-        told,
+        result,
     }
 }
 
@@ -61,14 +61,14 @@ fn connect_heads_lead_where_they_say_and_lose_no_byte() {
 /// Says whether the first request would have been carried.
 fn check(input: &[u8]) -> bool {
     let wire = Wire::new(input);
-    let seen = RefCell::new(Vec::new());
+    let observed = RefCell::new(Vec::new());
     let service = service_fn(|request: Request<Incoming>| {
         let judged = judge(&request);
-        let response = match &judged.told {
+        let response = match &judged.result {
             Ok(_) => Response::new(ResponseBody::empty()),
             Err(failure) => failure.response(),
         };
-        seen.borrow_mut().push(judged);
+        observed.borrow_mut().push(judged);
         std::future::ready(Ok::<_, Infallible>(response))
     });
     let mut builder = builder(&LIMITS);
@@ -79,24 +79,24 @@ fn check(input: &[u8]) -> bool {
     let mut ended = false;
     while !ended {
         ended = connection.poll_without_shutdown(&mut cx).is_ready();
-        let now = (wire.progress(), seen.borrow().len());
+        let now = (wire.progress(), observed.borrow().len());
         if std::mem::replace(&mut before, now) == now {
             break;
         }
     }
     let read_ahead = connection.into_parts().read_buf;
-    let seen = seen.into_inner();
-    let Some(Seen { method, told }) = seen.first() else {
+    let observed = observed.into_inner();
+    let Some(Observed { method, result }) = observed.first() else {
         return false;
     };
-    let Ok((proxy_request, by_agent)) = told else {
+    let Ok((proxy_request, by_agent)) = result else {
         return false;
     };
     match proxy_request.kind {
         RequestKind::Connect => {
             assert_eq!(method, "CONNECT");
             assert_eq!(
-                seen.len(),
+                observed.len(),
                 1,
                 "what follows is the target's, and no request"
             );
@@ -111,7 +111,7 @@ fn check(input: &[u8]) -> bool {
             );
             let tail = [&read_ahead[..], &wire.unread()].concat();
             check_split(input, &tail);
-            check_goal(input, proxy_request);
+            check_request(input, proxy_request);
         }
         RequestKind::Read => {
             assert!(method == "GET" || method == "HEAD", "{method}");
@@ -146,7 +146,7 @@ fn check_split(input: &[u8], tail: &[u8]) {
 }
 
 /// The target is that of the request line, whatever the fields say.
-fn check_goal(input: &[u8], proxy_request: &ProxyRequest) {
+fn check_request(input: &[u8], proxy_request: &ProxyRequest) {
     let text = String::from_utf8_lossy(input);
     let line = text
         .lines()
@@ -155,16 +155,16 @@ fn check_goal(input: &[u8], proxy_request: &ProxyRequest) {
     let target = line.split(' ').nth(1).unwrap_or_default();
     let (host, port) = target.rsplit_once(':').expect("a port");
     assert_eq!(port.parse(), Ok(proxy_request.port.get()), "{target}");
-    let told = proxy_request.host.to_string();
+    let result = proxy_request.host.to_string();
     let bare = host.trim_matches(['[', ']']);
     match bare.parse::<Ipv6Addr>() {
         Ok(address) => {
             let address = address.to_canonical().to_string();
-            assert_eq!(told.trim_matches(['[', ']']), address);
+            assert_eq!(result.trim_matches(['[', ']']), address);
         }
         Err(_other) => {
             let host = host.to_ascii_lowercase();
-            assert_eq!(told, host.strip_suffix('.').unwrap_or(&host), "{target}");
+            assert_eq!(result, host.strip_suffix('.').unwrap_or(&host), "{target}");
         }
     }
 }

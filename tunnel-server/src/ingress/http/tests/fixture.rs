@@ -28,7 +28,7 @@ use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::decision::Scheme;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
-use crate::testing::{PATIENCE, POOL, STREAMS, node, session, within};
+use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, session, within};
 
 /// A plain door, and agents that the test plays.
 pub(in crate::ingress) struct Fixture {
@@ -46,7 +46,10 @@ impl Agent {
     /// The next stream, and what it is for.
     pub(in crate::ingress) async fn asked(&self) -> (StreamHeader, Stream) {
         let incoming = within(self.far.accept()).await.unwrap();
-        incoming.header(Instant::now() + PATIENCE).await.unwrap()
+        incoming
+            .header(Instant::now() + WAIT_TIMEOUT)
+            .await
+            .unwrap()
     }
 
     pub(in crate::ingress) async fn stream(&self) -> Stream {

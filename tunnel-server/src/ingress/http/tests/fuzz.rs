@@ -78,7 +78,7 @@ pub(in crate::ingress) fn run(
 fn what_is_routed_is_the_one_request() {
     run(mutate::REQUESTS, &[], |request, answer| {
         let Exchange {
-            seen,
+            request_count,
             routed,
             faults,
             ..
@@ -94,7 +94,10 @@ fn what_is_routed_is_the_one_request() {
         if let Parsed::Whole(_, length) = strict::request(request)
             && length == request.len()
         {
-            assert!(seen <= 1, "{seen} requests were seen");
+            assert!(
+                request_count <= 1,
+                "{request_count} requests were request_count"
+            );
             assert_eq!(faults, 0, "a plain head was refused");
         }
         !routed.is_empty()
@@ -153,7 +156,7 @@ fn protocols_are_switched_only_as_asked_and_granted() {
         } else if asked.is_some() {
             assert!(head.status >= 400, "{}", head.status);
             assert!(head.all("connection").any(|value| value == "close"));
-            assert_eq!(is_routed.seen, 1, "a request behind it was read");
+            assert_eq!(is_routed.request_count, 1, "a request behind it was read");
         }
         let ours = head.all("x-tunnel-error").count();
         assert!(ours == 0 || head.status >= 400);

@@ -13,7 +13,7 @@ use super::fixture::{Agent, Fixture, HI, expect_hi, get, head, http_listener};
 use crate::config::Limit;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
-use crate::testing::{PATIENCE, STREAMS, header, node, within};
+use crate::testing::{STREAMS, WAIT_TIMEOUT, header, node, within};
 
 fn reached(fixture: &Fixture, limit: Limit) -> u64 {
     let name = limit.name();
@@ -34,7 +34,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     for _ in 0..STREAMS / 2 {
         let registry = &fixture.ingress.registry;
         let opened = registry
-            .open(&node(), &header(), &other, PATIENCE, None)
+            .open(&node(), &header(), &other, WAIT_TIMEOUT, None)
             .await;
         others.push((opened.unwrap(), agent.accepts().await));
     }

@@ -25,10 +25,10 @@ use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
 
 const CONNS_PER_SOURCE: usize = 8;
 /// For loopback, on a machine that is busy.
-const PATIENCE: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Port 10262 on TCP.
-struct Door {
+struct Listener {
     bench: Bench,
     ca: Arc<LocalCa>,
     address: SocketAddr,
@@ -47,7 +47,7 @@ fn settings() -> SessionSettings {
     }
 }
 
-impl Door {
+impl Listener {
     async fn open(handshake_limit: Duration) -> Self {
         let (bench, scratch) = (Bench::new(), Scratch::new());
         let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
@@ -169,7 +169,7 @@ fn enrollment_must_be_offered_alone() {
 
 #[tokio::test]
 async fn other_protocols_none_and_both_end_in_the_handshake() {
-    let door = Door::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
     let offers: [&[&[u8]]; 5] = [
         &[],
         &[b"http/1.1"],
@@ -178,62 +178,68 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
         &[ALPN_SESSION_TCP, ALPN_ENROLL],
     ];
     for offer in offers {
-        for key in [None, Some(door.agent_key())] {
-            let told = door.knock(offer, key).await.unwrap_err();
+        for key in [None, Some(test_listener.agent_key())] {
+            let told = test_listener.knock(offer, key).await.unwrap_err();
             assert!(told.contains("NoApplicationProtocol"), "{offer:?}: {told}");
         }
     }
-    assert_eq!(door.handshakes("unknown_protocol"), Some(10));
-    door.all_places_are_free().await;
+    assert_eq!(test_listener.handshakes("unknown_protocol"), Some(10));
+    test_listener.all_places_are_free().await;
 }
 
 #[tokio::test]
 async fn enrollment_needs_no_certificate_and_a_session_does() {
-    let door = Door::open(Duration::from_secs(5)).await;
-    let agreed = door.knock(&[ALPN_ENROLL], None).await;
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let agreed = test_listener.knock(&[ALPN_ENROLL], None).await;
     assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
-    let told = door.knock(&[ALPN_SESSION_TCP], None).await.unwrap_err();
+    let told = test_listener
+        .knock(&[ALPN_SESSION_TCP], None)
+        .await
+        .unwrap_err();
     assert!(told.contains("CertificateRequired"), "{told}");
     eventually("the failure is counted", || {
-        door.handshakes("handshake_failed") == Some(1)
+        test_listener.handshakes("handshake_failed") == Some(1)
     })
     .await;
-    let agreed = door
-        .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
+    let agreed = test_listener
+        .knock(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
         .await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
-    door.all_places_are_free().await;
+    test_listener.all_places_are_free().await;
 }
 
 #[tokio::test]
 async fn certificate_of_another_ca_ends_in_the_handshake() {
-    let (door, other) = (
-        Door::open(Duration::from_secs(5)).await,
-        Door::open(Duration::from_secs(5)).await,
+    let (test_listener, other) = (
+        Listener::open(Duration::from_secs(5)).await,
+        Listener::open(Duration::from_secs(5)).await,
     );
-    let told = door
+    let told = test_listener
         .knock(&[ALPN_SESSION_TCP], Some(other.agent_key()))
         .await;
     assert!(
         told.as_ref().is_err_and(|told| told.contains("UnknownCA")),
         "{told:?}"
     );
-    assert!(door.bench.sessions.registry.all().is_empty());
+    assert!(test_listener.bench.sessions.registry.all().is_empty());
 }
 
 #[tokio::test]
-async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
-    let door = Door::open(Duration::from_secs(5)).await;
-    let trust = Trust::Pin(door.ca.spki_sha256());
-    let tls = tls::session_client(door.agent_key(), trust, ALPN_SESSION_TCP).unwrap();
+async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let trust = Trust::Pin(test_listener.ca.spki_sha256());
+    let tls = tls::session_client(test_listener.agent_key(), trust, ALPN_SESSION_TCP).unwrap();
     let dialer = H2Dialer::new(tls, settings(), Arc::new(Direct));
     let remote = ServerAddr {
-        name: door.address.to_string(),
-        address: Some(door.address),
+        name: test_listener.address.to_string(),
+        address: Some(test_listener.address),
     };
     let session = within(dialer.dial(&remote)).await.unwrap();
     let incoming = within(session.accept()).await.unwrap();
-    let (_, mut stream) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    let (_, mut stream) = incoming
+        .header(Instant::now() + WAIT_TIMEOUT)
+        .await
+        .unwrap();
     stream.accept("").await.unwrap();
     let (mut reader, mut writer) = control::split(stream);
     let hello = Hello {
@@ -247,73 +253,82 @@ async fn agent_is_admitted_over_h2_and_holds_no_place_of_a_stranger() {
     writer.send(&ControlMessage::Hello(hello)).await.unwrap();
     let answer = within(reader.receive()).await.unwrap();
     assert!(matches!(answer, Some(ControlMessage::Welcome(_))));
-    let registered = door.bench.sessions.registry.of_node(&node());
+    let registered = test_listener.bench.sessions.registry.of_node(&node());
     assert_eq!(registered[0].session.transport(), TransportKind::H2);
     assert_eq!(
         registered[0].session.health().remote.ip(),
-        door.address.ip()
+        test_listener.address.ip()
     );
     eventually("the agent is counted", || {
-        door.bench.metric("tunnel_server_agents{transport=\"h2\"}") == Some(1)
+        test_listener
+            .bench
+            .metric("tunnel_server_agents{transport=\"h2\"}")
+            == Some(1)
     })
     .await;
-    let registry = &door.bench.sessions.registry;
+    let registry = &test_listener.bench.sessions.registry;
     let operator = CallerKey::Local(None);
-    let opened = within(registry.open(&node(), &header(), &operator, PATIENCE, None)).await;
+    let opened = within(registry.open(&node(), &header(), &operator, WAIT_TIMEOUT, None)).await;
     let mut opened = opened.unwrap().stream;
     let incoming = within(session.accept()).await.unwrap();
-    let (asked, mut accepted) = incoming.header(Instant::now() + PATIENCE).await.unwrap();
+    let (asked, mut accepted) = incoming
+        .header(Instant::now() + WAIT_TIMEOUT)
+        .await
+        .unwrap();
     assert_eq!(asked, header());
     accepted.accept("").await.unwrap();
     accepted.write_all(b"!").await.unwrap();
     assert_eq!(within(opened.read_u8()).await.unwrap(), b'!');
-    assert_eq!(door.handshakes("ok"), Some(1));
-    assert_eq!(door.limiter.admitted(), 0);
+    assert_eq!(test_listener.handshakes("ok"), Some(1));
+    assert_eq!(test_listener.limiter.admitted(), 0);
 }
 
 #[tokio::test]
-async fn stranger_that_stays_silent_gives_its_place_back() {
-    let door = Door::open(Duration::from_millis(100)).await;
-    let mut socket = TcpStream::connect(door.address).await.unwrap();
+async fn unauthenticated_peer_that_stays_silent_releases_its_permit() {
+    let test_listener = Listener::open(Duration::from_millis(100)).await;
+    let mut socket = TcpStream::connect(test_listener.address).await.unwrap();
     let ended = within(socket.read_u8()).await;
     assert!(ended.is_err(), "the connection was not ended");
     eventually("the timeout is counted", || {
-        door.handshakes("timeout") == Some(1)
+        test_listener.handshakes("timeout") == Some(1)
     })
     .await;
-    door.all_places_are_free().await;
+    test_listener.all_places_are_free().await;
 }
 
 #[tokio::test]
 async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
-    let door = Door::open(PATIENCE).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     let mut crowd = Vec::new();
     for admitted in 1..=CONNS_PER_SOURCE {
-        crowd.push(TcpStream::connect(door.address).await.unwrap());
-        eventually("it has its place", || door.limiter.admitted() == admitted).await;
+        crowd.push(TcpStream::connect(test_listener.address).await.unwrap());
+        eventually("it has its place", || {
+            test_listener.limiter.admitted() == admitted
+        })
+        .await;
     }
-    assert_eq!(door.handshakes("evicted"), None, "at the limit");
+    assert_eq!(test_listener.handshakes("evicted"), None, "at the limit");
     let pushes = async {
         // In its first second it is safe from its neighbours.
         while let Err(_still_there) =
             tokio::time::timeout(Duration::from_millis(100), crowd[0].read_u8()).await
         {
-            crowd.push(TcpStream::connect(door.address).await.unwrap());
+            crowd.push(TcpStream::connect(test_listener.address).await.unwrap());
         }
     };
     within(pushes).await;
     eventually("the eviction is counted", || {
-        door.handshakes("evicted").is_some()
+        test_listener.handshakes("evicted").is_some()
     })
     .await;
-    let agreed = door
-        .knock(&[ALPN_SESSION_TCP], Some(door.agent_key()))
+    let agreed = test_listener
+        .knock(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
         .await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future)
+    tokio::time::timeout(WAIT_TIMEOUT, future)
         .await
         .expect("timed out")
 }

@@ -35,7 +35,7 @@ use crate::routing::routes::RouteTable;
 #[derive(Debug, Default)]
 pub(super) struct Exchange {
     /// Requests that hyper read.
-    pub(super) seen: usize,
+    pub(super) request_count: usize,
     /// Those that were sent to a target.
     pub(super) routed: Vec<Routed>,
     /// One was answered by the door itself.
@@ -147,7 +147,7 @@ pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
         let now = (
             wire.0.borrow().at,
             wire.0.borrow().output.len(),
-            exchanged.borrow().seen,
+            exchanged.borrow().request_count,
         );
         if std::mem::replace(&mut before, now) == now {
             break;
@@ -166,7 +166,7 @@ async fn serve(
     answer: &[u8],
     exchanged: &RefCell<Exchange>,
 ) -> Response<Sent> {
-    exchanged.borrow_mut().seen += 1;
+    exchanged.borrow_mut().request_count += 1;
     exchanged.borrow_mut().faults += usize::from(head_error.is_some());
     let facts = RequestFacts {
         method: request.method(),
@@ -192,7 +192,7 @@ async fn serve(
                 value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
             };
             let mut routed = Routed {
-                number: exchanged.borrow().seen,
+                number: exchanged.borrow().request_count,
                 host: text("host").unwrap_or_default(),
                 selected: text("x-tunnel-proxy-host").is_some()
                     || text("x-tunnel-proxy-dest").is_some(),

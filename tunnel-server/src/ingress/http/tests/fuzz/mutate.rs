@@ -51,7 +51,7 @@ pub(super) const ANSWERS: &[&str] = &[
 ];
 
 /// What matters to parsers.
-const WORDS: &[&str] = &[
+const TOKENS: &[&str] = &[
     "\r\n",
     "\n",
     "\r",
@@ -140,12 +140,12 @@ impl Mutator {
                 let starts: Vec<_> = lines.map(|(start, _)| start + 2).collect();
                 if !starts.is_empty() {
                     let start = starts[self.below(starts.len())];
-                    let word = self.pick(WORDS).as_bytes().to_vec();
+                    let word = self.pick(TOKENS).as_bytes().to_vec();
                     bytes.splice(start..start, word);
                 }
             }
             _ => {
-                let word = self.pick(WORDS).as_bytes().to_vec();
+                let word = self.pick(TOKENS).as_bytes().to_vec();
                 bytes.splice(at..at, word);
             }
         }

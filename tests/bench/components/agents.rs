@@ -32,7 +32,7 @@ use super::raw::Kind;
 /// all of them, when their plans say so.
 const FIRST_DIALS: usize = 128;
 /// As the handshake timeout of agents.
-const STEP: Duration = Duration::from_secs(5);
+const BATCH: Duration = Duration::from_secs(5);
 /// An agent that fails so often in a row says why.
 const MANY: u32 = 20;
 
@@ -212,8 +212,8 @@ impl Agent {
             name: self.server.to_string(),
             address: Some(self.server),
         };
-        let session = timeout(STEP, self.dialer.dial(&remote)).await??;
-        let control = timeout(STEP, self.admit(&*session)).await??;
+        let session = timeout(BATCH, self.dialer.dial(&remote)).await??;
+        let control = timeout(BATCH, self.admit(&*session)).await??;
         *permit = None;
         self.events.send(AgentEvent::Ready(number)).await?;
         let since = Instant::now();
@@ -233,7 +233,7 @@ impl Agent {
         let (_header, mut stream) = session
             .accept()
             .await?
-            .header(Instant::now() + STEP)
+            .header(Instant::now() + BATCH)
             .await?;
         stream.accept("").await?;
         let (mut reader, mut writer) = control::split(stream);
