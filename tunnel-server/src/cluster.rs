@@ -1,13 +1,15 @@
-//! The cluster's side: Nodes, ports and the Service's address are followed by every server; records and ports are written
-//! by the one that holds the Lease.
+//! Controllers for the Kubernetes cluster. Every server watches Nodes, ports and the address of the
+//! Service. Only the leader, which holds the Lease, writes records and ports.
 //!
 //! ```text
 //! watches ──▶ ClusterState ──▶ derive (pure) ──▶ routes, records, policy of this server, at once
 //!                                    └──▶ DesiredState ──▶ writers, after a short quiet, while leading
 //! ```
 //!
-//! Everything is level-triggered: an event only makes the whole due anew, so a missed one leaves no residue. The data plane
-//! knows none of this: it reads [`Routes`], [`Records`] and [`SharedPortPolicy`], and asks a [`crate::routing::pod_lookup::PodResolver`].
+//! The controllers are level-triggered. An event only triggers a new derivation of the desired
+//! state, so a missed event leaves no residue. The data plane does not depend on this module. The
+//! data plane reads [`Routes`], [`Records`] and [`SharedPortPolicy`], and queries a
+//! [`crate::routing::pod_lookup::PodResolver`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,47 +79,48 @@ pub use signing::SignerConfig;
 use watches::{Observed, WatchContext, config, follow, follow_one};
 use writers::Writers;
 
-/// A server without any node kept waits this long for the first list before it says that it is ready.
+/// A server without persisted nodes waits this long for the first list before it reports ready.
 const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
 
-/// What the cluster's side feeds.
+/// Inputs and outputs of the cluster controllers.
 #[derive(Debug)]
 pub struct ClusterInputs {
-    /// Gets the nodes.
+    /// Receives the nodes.
     pub routes: Routes,
-    /// Get what names answer with.
+    /// Receives the DNS records.
     pub records: Records,
-    /// Gets the ports.
+    /// Receives the port policy.
     pub policy: SharedPortPolicy,
-    /// Tells which agents are connected.
+    /// Knows which agents are connected.
     pub registry: Arc<Registry>,
-    /// Counts the routes.
+    /// Receives the number of routes.
     pub metrics: Metrics,
-    /// Shows problems.
+    /// Receives conditions and readiness.
     pub readiness: Readiness,
-    /// Keeps what was heard last.
+    /// Stores the snapshot of the cluster state.
     pub data: DataDir,
-    /// Ends it all.
+    /// Stops all controllers.
     pub shutdown: Shutdown,
-    /// The doors that the Service's ports lead to.
+    /// Listeners that the ports of the Service target.
     pub listener_ports: ListenerPorts,
-    /// Gets what the CONNECT doors may dial, when there are any.
+    /// Receives the networks that the CONNECT listeners may dial. `None` without CONNECT listeners.
     pub ranges: Option<LiveClusterNetworks>,
-    /// Whether only these ranges say what the CONNECT listeners dial without an agent, and no --connect-direct.
+    /// Whether these networks alone decide what the CONNECT listeners dial without an agent,
+    /// because `--connect-direct` is not set.
     pub dials_by_ranges: bool,
-    /// Gets what callers of the TLS door call it.
+    /// Receives the names of the HTTPS serving certificate.
     pub serving_names: ServingNames,
-    /// Questions of the doors about pods.
+    /// Pod lookups from the listeners.
     pub questions: Option<mpsc::Receiver<Question>>,
-    /// Questions of enrollments about tokens.
+    /// Token reviews for enrollments.
     pub attestations: Option<mpsc::Receiver<crate::ca::attestation::Question>>,
-    /// Gets the CA of kubelets' client certificates.
+    /// Receives the CA of kubelet client certificates.
     pub kubelet_ca: Option<Arc<AgentTrust>>,
-    /// Who is asked for the client certificate for kubelets.
+    /// Signer of the client certificate for kubelets.
     pub signer: Option<SignerConfig>,
 }
 
-/// A way to the API server, and where problems with it are told. Clones share it.
+/// A handle to the API server, with the conditions and metrics of its users. Clones share it.
 #[derive(Clone)]
 pub struct ClusterHandle {
     connection: Connection,
@@ -126,10 +129,10 @@ pub struct ClusterHandle {
 }
 
 impl ClusterHandle {
-    /// Prepares it. Nothing is sent.
+    /// Prepares the client. Sends no request.
     ///
     /// # Errors
-    /// [`ConfigError`] when the kubeconfig or the ServiceAccount cannot be read.
+    /// Returns [`ConfigError`] if the kubeconfig or the ServiceAccount cannot be read.
     pub async fn open(
         settings: &KubernetesSettings,
         readiness: &Readiness,
@@ -162,19 +165,20 @@ impl std::fmt::Debug for ClusterHandle {
     }
 }
 
-/// What is written to the cluster. It ends by itself when the drain begins.
+/// A handle to the writers, which stop when the drain begins.
 #[derive(Debug)]
 pub struct WritersHandle(oneshot::Receiver<()>);
 
 impl WritersHandle {
-    /// Waits until nothing is written any more and the Lease is given back, which takes 2 s at most after the drain has
-    /// begun.
+    /// Waits until all writes have ended and the Lease is released. This takes at most 2 s after
+    /// the drain has begun.
     pub async fn ended(self) {
         let _either_way = self.0.await;
     }
 }
 
-/// Starts to follow a cluster. Nothing waits for the API server: until it is heard, what was kept is in force.
+/// Starts all controllers. Does not wait for the API server: the persisted state is used until the
+/// API server answers.
 pub fn start(
     settings: &KubernetesSettings,
     cluster: ClusterHandle,
@@ -298,7 +302,8 @@ pub fn start(
     writing
 }
 
-/// The election and the writers that depend on it: writing has ended when the Lease is given back.
+/// Starts the leader election and the writers that depend on it. The Lease is released after the
+/// last write has ended.
 fn start_writers(
     settings: &KubernetesSettings,
     connection: &Connection,
@@ -441,7 +446,7 @@ fn start_watches(
     }
 }
 
-/// The Service's fields with the name and annotations, which kube keeps apart.
+/// Returns the fields of the Service with its name and annotations, which kube stores separately.
 fn with_metadata(service: DynamicObject) -> serde_json::Value {
     let mut fields = service.data;
     fields["metadata"] = serde_json::json!({
@@ -451,7 +456,8 @@ fn with_metadata(service: DynamicObject) -> serde_json::Value {
     fields
 }
 
-/// As client-go's users make it: host name and a random part, so that a restarted server is another candidate.
+/// Returns the identity of this candidate: host name and a random suffix, as client-go users do. A
+/// restarted server is therefore a different candidate.
 fn identity() -> String {
     let host = host_name().unwrap_or_default();
     let random: u128 = rand::random();

@@ -1,8 +1,10 @@
-//! Which name answers with which addresses: a pure value, from nodes to sorted records, and the hosts file that CoreDNS reads.
+//! DNS records: the pure mapping from nodes to sorted addresses, and the hosts file that CoreDNS
+//! reads.
 //!
-//! An edge node answers with the tunnel's address, a cloud node with its own. Who knows the nodes (the cluster, the
-//! configuration, the known nodes of a standalone server) is not decided here. Who answers from the records is the
-//! embedded DNS, in the modules below.
+//! An edge node resolves to the address of the tunnel. A cloud node resolves to its own address.
+//! This module does not decide where nodes come from (the cluster, the configuration, or the known
+//! nodes of a standalone server). The embedded DNS server in the submodules answers queries from
+//! the records.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -51,31 +53,34 @@ pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};
 #[cfg(feature = "dns")]
 pub use udp::DnsSocket;
 
-/// A node as the records see it.
+/// A node as seen by the records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its name.
+    /// Name of the Node object.
     pub name: NodeName,
-    /// The Node's Hostname address where it differs from the name: the kube-apiserver dials that one.
+    /// Hostname address of the Node if it differs from the name. The kube-apiserver dials this
+    /// name.
     pub hostname: Option<NodeName>,
-    /// How it is reached.
+    /// Location that decides the addresses in the records.
     pub location: NodeLocation,
 }
 
-/// How a node is reached.
+/// Location of a node, which decides the addresses in its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeLocation {
-    /// Through the tunnel: its name answers with the tunnel's address.
+    /// Behind the tunnel. The name resolves to the address of the tunnel.
     Edge,
-    /// Directly, at its own addresses in order of preference; the first of each family counts. None: it has no record.
+    /// Directly reachable at its own addresses, in order of preference. The first address of each
+    /// family is used. A node with an empty list has no record.
     Cloud(Vec<IpAddr>),
 }
 
-/// Names with their addresses, at most one of each family. Equal sets have equal texts.
+/// Names with their addresses, at most one address per family. Equal sets produce equal hosts
+/// files.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RecordSet(BTreeMap<NodeName, Addresses>);
 
-/// What a name answers with: at least one address.
+/// Addresses of one name, at most one per family.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     v4: Option<IpAddr>,
@@ -83,7 +88,7 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// The first address of each family.
+    /// Returns the first address of each family.
     pub fn first_of(addresses: impl IntoIterator<Item = IpAddr>) -> Self {
         let mut first = Self::default();
         for address in addresses {
@@ -98,12 +103,12 @@ impl Addresses {
         first
     }
 
-    /// Both addresses, IPv4 first.
+    /// Returns the addresses, IPv4 first.
     pub fn iter(self) -> impl Iterator<Item = IpAddr> {
         self.v4.into_iter().chain(self.v6)
     }
 
-    /// Whether there is none.
+    /// Returns `true` if the name has no address.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.v4.is_none() && self.v6.is_none()
@@ -111,8 +116,9 @@ impl Addresses {
 }
 
 impl RecordSet {
-    /// The records of these nodes, edge nodes answering with `tunnel`. A name that stands for several nodes belongs to the
-    /// node whose own name it is; a hostname that several others claim has no record, as it leads nowhere in routes.
+    /// Builds the records of these nodes. Edge nodes resolve to `tunnel`. A name that is both the
+    /// name of one node and the hostname of others belongs to the node with that name. A hostname
+    /// that several nodes claim has no record, because routes do not resolve it either.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node> + Clone, tunnel: Addresses) -> Self {
         let answer = |node: &Node| match &node.location {
             NodeLocation::Edge => tunnel,
@@ -134,42 +140,43 @@ impl RecordSet {
         let own = nodes
             .into_iter()
             .map(|node| (node.name.clone(), answer(node)));
-        // Own names come last, so that they win.
+        // Node names come last, so that they override hostnames.
         Self::of(alone.chain(own))
     }
 
-    /// Names with their addresses as they are; a name without any has no record.
+    /// Builds records from names and addresses. A name without addresses gets no record.
     pub fn of(records: impl IntoIterator<Item = (NodeName, Addresses)>) -> Self {
         let mut records: BTreeMap<_, _> = records.into_iter().collect();
         records.retain(|_, addresses| !addresses.is_empty());
         Self(records)
     }
 
-    /// What a name answers with; names compare without case.
+    /// Returns the addresses of a name. Names compare case-insensitively.
     #[must_use]
     pub fn get(&self, name: &NodeName) -> Option<Addresses> {
         self.0.get(name).copied()
     }
 
-    /// All names with their addresses, by name.
+    /// Returns all names with their addresses, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, Addresses)> {
         self.0.iter().map(|(name, addresses)| (name, *addresses))
     }
 
-    /// How many names have a record.
+    /// Returns the number of names that have a record.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether no name has a record.
+    /// Returns `true` if there are no records.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The text of yurt-tunnel's ConfigMap, read by CoreDNS's hosts plugin: one line `IP<TAB>name` a record and family,
-    /// sorted as plain strings, no newline at the end.
+    /// Returns the text of yurt-tunnel's ConfigMap, which the hosts plugin of CoreDNS reads. Each
+    /// record and family is one line `IP<TAB>name`. Lines are sorted as plain strings, and the text
+    /// does not end with a newline.
     #[must_use]
     pub fn hosts(&self) -> String {
         let mut lines: Vec<String> = self
@@ -186,7 +193,7 @@ impl RecordSet {
     }
 }
 
-/// The records in force. Clones share them.
+/// The records in use. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Records(watch::Sender<Arc<RecordSet>>);
 
@@ -197,13 +204,14 @@ impl Default for Records {
 }
 
 impl Records {
-    /// The records of this moment.
+    /// Returns the current records.
     #[must_use]
     pub fn load(&self) -> Arc<RecordSet> {
         self.0.borrow().clone()
     }
 
-    /// Puts other records in force. Says whether they differ from those before; equal ones wake nobody.
+    /// Replaces the records. Returns `true` if they differ from the previous ones. Equal records do
+    /// not wake receivers.
     pub fn replace(&self, records: RecordSet) -> bool {
         self.0.send_if_modified(|current| {
             let is_other = **current != records;
@@ -214,7 +222,7 @@ impl Records {
         })
     }
 
-    /// Changes whenever the records do.
+    /// Returns a receiver that is notified when the records change.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<Arc<RecordSet>> {
         self.0.subscribe()
@@ -243,7 +251,7 @@ mod tests {
         Addresses::first_of(addresses.iter().map(|ip| ip.parse().unwrap()))
     }
 
-    /// The fixture of OpenYurt's guide, byte for byte (DNS-1).
+    /// The fixture from OpenYurt's guide, byte for byte (DNS-1).
     #[test]
     fn hosts_text_is_the_guides() {
         let nodes = [

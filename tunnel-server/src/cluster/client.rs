@@ -1,4 +1,4 @@
-//! A connection to the API server: from a kubeconfig, or as the ServiceAccount of the container.
+//! Client for the API server, from a kubeconfig or the ServiceAccount of the container.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -17,18 +17,19 @@ use super::failure::Throttle;
 use super::watches::WATCH_SECONDS;
 use crate::config::KubernetesSettings;
 
-/// TCP and TLS handshake.
+/// Limit for the TCP and TLS handshake.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// A connection on which nothing came for this long is dead; a watch ends before.
+/// A connection without data for this long is dead. A watch ends before that.
 const READ_LIMIT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
-/// The head of an answer to a watch comes at once, whatever follows when.
+/// The response head of a watch arrives at once, even if no event follows.
 const WATCH_HEAD_LIMIT: Duration = Duration::from_secs(5);
-/// Of a page of a list and all others; writers have limits of their own.
+/// Limit for the response head of a list page and of all other calls. Writers have limits of their
+/// own.
 const HEAD_LIMIT: Duration = Duration::from_secs(60);
-/// Namespace outside a cluster.
+/// Default namespace outside a cluster.
 const NAMESPACE: &str = "kube-system";
 
-/// A client that has not connected yet, and where the objects are.
+/// A client that has not connected yet, and the namespace of the objects.
 #[derive(Clone)]
 pub(super) struct Connection {
     pub(super) client: Client,
@@ -36,7 +37,8 @@ pub(super) struct Connection {
     pub(super) namespace: String,
 }
 
-/// Prepares a client. Nothing is sent: an API server that is away is no reason not to start.
+/// Prepares a client. Sends no request, so that the server starts even if the API server is
+/// unavailable.
 pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection, ConfigError> {
     let mut config = match &settings.kubeconfig {
         Some(path) => {
@@ -48,7 +50,8 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
             let mut config = Config::from_custom_kubeconfig(file, &current)
                 .await
                 .map_err(refuse)?;
-            // The context's own says where its user likes to work, not where these objects are.
+            // The namespace of the context is a preference of its user, not the namespace of these
+            // objects.
             config.default_namespace = NAMESPACE.into();
             config
         }
@@ -68,7 +71,7 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
     config.connect_timeout = Some(CONNECT_LIMIT);
     config.read_timeout = Some(READ_LIMIT);
     config.reset_reader_on_write = true;
-    // Tries again are decided where it is known what changed meanwhile.
+    // Callers decide about retries, because they know what changed in the meantime.
     config.default_retry = false;
     let namespace = settings.namespace.as_ref();
     let namespace = namespace.unwrap_or(&config.default_namespace).clone();
@@ -90,7 +93,7 @@ pub(super) async fn connect(settings: &KubernetesSettings) -> Result<Connection,
     })
 }
 
-/// Gives up on answers whose head does not come: kube has no limit of its own for them.
+/// Fails requests whose response head does not arrive in time. kube has no such limit.
 #[derive(Debug)]
 struct HeadLimit<S>(S);
 

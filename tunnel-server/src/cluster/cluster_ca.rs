@@ -1,13 +1,14 @@
-//! What all servers of a cluster must agree on: one CA, one set of join tokens and revocations, and which of them has which
-//! QUIC keys. All of it is in two Secrets that manifests ship empty; the first writer wins.
+//! State that all servers of a cluster share: one CA, one set of join tokens and revocations, and
+//! the assignment of QUIC keys to servers. Two Secrets hold all of it. Manifests ship them empty,
+//! and the first writer fills them.
 //!
 //! ```text
-//! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, doors, agents' trust), and the ConfigMap of its certificates
+//! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, listeners, agent trust), CA bundle ConfigMap
 //! Secret state ◀─▶ SharedDocuments ◀─▶ TokenStore, Revocations (compare-and-swap, no Lease)
 //! ```
 //!
-//! A server waits for both before it serves anything. What it heard is on its disk, too, so that one with a data directory
-//! that stays starts without the API server.
+//! A server waits for both Secrets before it serves requests. The server also persists their
+//! content, so that a server with a persistent data directory starts without the API server.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,25 +41,25 @@ use documents::{REVOKED, SharedDocuments, TOKENS};
 pub use quic_key_lease::LeaseGuard;
 use quic_key_lease::QuicKeyLeases;
 
-/// One call.
+/// Limit for one API call.
 const CALL_LIMIT: Duration = Duration::from_secs(5);
-/// Writes of one object that may conflict in a row before the writer backs off.
+/// Number of consecutive write conflicts on one object before the writer backs off.
 const CONFLICTS_MAX: u32 = 8;
 
-/// What a server of a cluster shares with the others.
+/// State that one server shares with the other servers of its cluster.
 #[derive(Debug)]
 pub(crate) struct ClusterAuthority {
-    /// Our CA. It becomes another when the Secret says so.
+    /// The CA. Replaced when the Secret changes.
     pub(crate) ca: Arc<LocalCa>,
     pub(crate) tokens: SharedDocument,
     pub(crate) revocations: SharedDocument,
-    /// The keys by which QUIC knows its own.
+    /// Keys for QUIC stateless resets and connection ids.
     pub(crate) keys: QuicKeys,
-    /// The right to use them.
+    /// Lease on the keys.
     pub(crate) lease_guard: Option<LeaseGuard>,
 }
 
-/// Where the Secrets and the ConfigMap are, as every part needs it.
+/// Clients for the Secrets and the ConfigMap.
 #[derive(Clone)]
 struct ClusterObjects {
     cluster: ClusterHandle,
@@ -68,11 +69,11 @@ struct ClusterObjects {
 }
 
 impl ClusterHandle {
-    /// Waits for what all servers share: from the cluster, or as it was kept in the data directory. Meanwhile problems are
-    /// told. Cancel-safe.
+    /// Waits for the shared state, from the cluster or from the data directory. Reports conditions
+    /// in the meantime. Cancel-safe.
     ///
     /// # Errors
-    /// When the server's own keys cannot be made.
+    /// Returns an error if the server's own keys cannot be created.
     pub(crate) async fn cluster_ca(
         &self,
         settings: &KubernetesSettings,
@@ -128,20 +129,20 @@ impl ClusterHandle {
     }
 }
 
-/// The first CA that is heard of.
+/// Waits for the first CA.
 async fn first(known: &mut watch::Receiver<Option<Arc<CaMaterial>>>) -> Arc<CaMaterial> {
     loop {
         if let Some(material) = known.borrow_and_update().clone() {
             return material;
         }
         if known.changed().await.is_err() {
-            // The keeper ends with the process alone.
+            // The sender only ends with the process.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Makes the CA that is served the one that is heard.
+/// Replaces the CA in use whenever the observed CA changes.
 fn follow(
     ca: &Arc<LocalCa>,
     mut known: watch::Receiver<Option<Arc<CaMaterial>>>,
@@ -184,7 +185,7 @@ impl ClusterObjects {
         }
     }
 
-    /// The Secret, which must be there: this server never makes one.
+    /// Returns the Secret, which must exist. This server never creates Secrets.
     async fn secret(&self, name: &str) -> Result<Secret, ApiError> {
         match self.call(self.secrets.get_opt(name)).await {
             Ok(Some(secret)) => Ok(secret),
@@ -200,7 +201,7 @@ impl ClusterObjects {
         }
     }
 
-    /// Counts a write; `None` after a conflict.
+    /// Counts a write. Returns `None` after a conflict.
     fn record_write<T>(
         &self,
         object: Object,
@@ -229,7 +230,6 @@ impl ClusterObjects {
     }
 }
 
-/// Too many conflicts in a row.
 fn conflicts() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
@@ -237,7 +237,7 @@ fn conflicts() -> ApiError {
     )
 }
 
-/// Two writers that met once should not meet again.
+/// The random delay keeps two conflicting writers from colliding again.
 async fn pause_after_conflict() {
     let pause = Duration::from_millis(10).mul_f64(1.0 + rand::random::<f64>() * 9.0);
     tokio::time::sleep(pause).await;

@@ -1,4 +1,5 @@
-//! What an operator should mend: said once in the log, and for as long as it lasts in `/readyz?verbose` and a metric.
+//! Conditions that an operator should fix. A condition is logged once, and shown in
+//! `/readyz?verbose` and a metric for as long as it lasts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,10 +9,10 @@ use tunnel_proto::process::meta::Readiness;
 
 use super::metrics::{ClusterMetrics, Object};
 
-/// Lines that are kept of one part; the rest is counted.
+/// Maximum number of lines stored per condition. Further lines are only counted.
 const LINES_MAX: usize = 32;
 
-/// Conditions of the parts. Clones share them.
+/// The current conditions. Clones share them.
 #[derive(Debug, Clone)]
 pub(super) struct Conditions {
     readiness: Readiness,
@@ -28,7 +29,7 @@ impl Conditions {
         }
     }
 
-    /// Replaces the problems of a part; none clears it.
+    /// Replaces the lines of a condition. An empty list clears it.
     pub(super) fn set(&self, condition: Condition, mut lines: Vec<String>) {
         let name = condition.label();
         let count = lines.len();
@@ -59,7 +60,7 @@ impl Conditions {
         self.readiness.set_conditions(name, lines);
     }
 
-    /// The problems of a part.
+    /// Returns the lines of a condition.
     pub(super) fn of(&self, condition: Condition) -> Vec<String> {
         let by_condition = self
             .by_condition
@@ -72,44 +73,44 @@ impl Conditions {
     }
 }
 
-/// What has problems.
+/// Subject of a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Condition {
-    /// Names of Nodes.
+    /// Names of Nodes that are refused.
     NodeNames,
-    /// Addresses and networks of Nodes.
+    /// Addresses and networks of Nodes that conflict.
     NodeClaims,
-    /// Networks of Services.
+    /// Networks of Services that are not valid.
     ServiceNetworks,
-    /// Entries of the ports ConfigMap.
+    /// Entries of the ports ConfigMap that are not valid.
     PortLists,
-    /// The Service that records need.
+    /// The Service that the records depend on.
     Service,
-    /// Size of the records.
+    /// Records that exceed the size limit.
     RecordsSize,
-    /// The CA of kubelets' client certificates.
+    /// The CA of kubelet client certificates.
     KubeletCa,
-    /// Other servers beside this one.
+    /// Other servers that run next to this one.
     Replicas,
     /// The client certificate for kubelets.
     KubeletCertificate,
-    /// Following objects.
+    /// Watches of this object that fail.
     Watching(Object),
-    /// Writing an object.
+    /// Writes of this object that fail.
     Writing(Object),
     /// The Secret of the CA.
     CaSecret,
-    /// The ConfigMap of the CA's certificates.
+    /// The ConfigMap of the CA certificates.
     CaBundle,
     /// The Secret with tokens and revocations.
     State,
-    /// QUIC keys of this server.
+    /// The Lease on the QUIC keys of this server.
     QuicKeyLease,
-    /// The annotation with names of the TLS door.
+    /// The annotation with names of the HTTPS serving certificate.
     ServingNames,
-    /// The right to get Pods.
+    /// The permission to get Pods.
     PodLookup,
-    /// The ranges of Services.
+    /// The networks of Services.
     ServiceRanges,
 }
 

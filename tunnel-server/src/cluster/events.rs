@@ -1,4 +1,4 @@
-//! Conditions as Events on the object that they are about, for `kubectl describe`.
+//! Kubernetes Events for conditions, on the object that they concern, for `kubectl describe`.
 
 use std::collections::HashMap;
 
@@ -12,12 +12,12 @@ use kube::{Api, Resource as _};
 use super::failure::ApiError;
 use crate::cluster::conditions::Condition;
 
-/// Most bytes of a note (Kubernetes `pkg/apis/core/validation/events.go`, `NoteLengthLimit`).
+/// Maximum size of a note (Kubernetes `pkg/apis/core/validation/events.go`, `NoteLengthLimit`).
 const NOTE_MAX_BYTES: usize = 1024;
-/// `reportingController`.
+/// Value of `reportingController`.
 const REPORTER: &str = "culvert.dev/tunnel-server";
 
-/// Says each problem once.
+/// A publisher of Events that publishes each condition once.
 #[derive(Debug)]
 pub(super) struct EventRecorder {
     api: Api<Event>,
@@ -36,7 +36,7 @@ impl EventRecorder {
         }
     }
 
-    /// Says the problems of a part, unless that was the last that was said of it.
+    /// Publishes the lines of a condition, unless they equal the last published ones.
     pub(super) async fn publish(
         &mut self,
         condition: Condition,

@@ -1,4 +1,4 @@
-//! Why a call to the API server failed, in the few kinds that matter, and when to try again.
+//! Classification of failed calls to the API server, and the backoff after them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,31 +9,31 @@ use tokio::time::Instant;
 use super::metrics::Object;
 use super::objects::creation;
 
-/// Kinds of failures, as metrics name them.
+/// Kinds of failures, as labels of metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ApiErrorKind {
-    /// Somebody else changed or made the object first.
+    /// Another client changed or created the object first.
     Conflict,
-    /// 401 or 403.
+    /// Status 401 or 403.
     Forbidden,
-    /// 404.
+    /// Status 404.
     NotFound,
-    /// 429.
+    /// Status 429.
     Throttled,
-    /// The version to watch from is too old: everything has to be listed anew.
+    /// The resource version of a watch is too old. The client must list all objects again.
     Expired,
-    /// 413, or 422: what was written is refused.
+    /// Status 413 or 422: the API server rejects the written object.
     Invalid,
-    /// No answer in time.
+    /// The API server did not answer in time.
     Timeout,
-    /// The Lease was lost before it could be written.
+    /// The Lease was lost before the write.
     Deposed,
-    /// No connection, 5xx, or an answer that makes no sense.
+    /// The connection failed, or the answer is a 5xx or not valid.
     Unavailable,
 }
 
 impl ApiErrorKind {
-    /// The word for metrics.
+    /// Returns the label for metrics.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Conflict => "conflict",
@@ -49,12 +49,12 @@ impl ApiErrorKind {
     }
 }
 
-/// A failed call.
+/// A failed call to the API server.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{text}")]
 pub(super) struct ApiError {
     pub(super) kind: ApiErrorKind,
-    /// What the server asks to wait, if it does.
+    /// Delay that the API server requested, if any.
     pub(super) retry_after: Option<Duration>,
     text: String,
 }
@@ -68,7 +68,8 @@ impl ApiError {
         }
     }
 
-    /// There is no object that manifests ship; the text has the command that creates it.
+    /// Returns the error for a missing object that manifests ship. The text has the command that
+    /// creates it.
     pub(super) fn absent(object: Object, namespace: &str, name: &str) -> Self {
         let kind = object.kind();
         let command = creation(kind, namespace, name);
@@ -78,7 +79,8 @@ impl ApiError {
         Self::new(ApiErrorKind::NotFound, text)
     }
 
-    /// The failure to create an object. Where the server may not, which is so with the rights of the manifests, somebody else has to.
+    /// Converts a failure to create an object. Under the permissions of the manifests the server
+    /// may not create objects, so the error then has the command for an operator.
     pub(super) fn of_creation(self, object: Object, namespace: &str, name: &str) -> Self {
         if self.kind == ApiErrorKind::Forbidden {
             Self::absent(object, namespace, name)
@@ -87,12 +89,11 @@ impl ApiError {
         }
     }
 
-    /// Whether an operator has to do something: trying again changes nothing by itself.
+    /// Returns `true` if an operator must act, because a retry alone cannot succeed.
     pub(super) fn needs_operator(&self) -> bool {
         matches!(self.kind, ApiErrorKind::Forbidden | ApiErrorKind::NotFound)
     }
 
-    /// No answer in time.
     pub(super) fn timeout() -> Self {
         Self::new(
             ApiErrorKind::Timeout,
@@ -140,7 +141,8 @@ impl From<&watcher::Error> for ApiError {
     }
 }
 
-/// An error with its causes; kube's own text of a connection error says nothing.
+/// Returns the error text with all its causes. kube's own text of a connection error has no
+/// details.
 fn sources(error: &kube::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -155,12 +157,13 @@ fn sources(error: &kube::Error) -> String {
     text
 }
 
-/// Until when the API server asked not to be called (`Retry-After` of a 429 or 503). Clones share it.
+/// Time until which the API server asked for no requests (`Retry-After` of a 429 or 503). Clones
+/// share it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Throttle(Arc<Mutex<Option<Instant>>>);
 
 impl Throttle {
-    /// Notes an answer of the API server.
+    /// Records the `Retry-After` of a response.
     pub(super) fn observe(&self, status: http::StatusCode, headers: &http::HeaderMap) {
         let asks = matches!(
             status,
@@ -178,27 +181,28 @@ impl Throttle {
         *kept = Some(kept.map_or(until, |kept| kept.max(until)));
     }
 
-    /// How long to wait yet.
+    /// Returns the remaining time to wait.
     pub(super) fn remaining(&self, now: Instant) -> Duration {
         let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
     }
 }
 
-/// Waits between tries: doubling with jitter, from the start again after a quiet time.
+/// Exponential backoff with jitter. A quiet period resets it.
 #[derive(Debug, Default)]
 pub(super) struct Backoff {
     failures: u32,
     last: Option<Instant>,
-    /// When everything was last listed anew because a version had expired.
+    /// Time of the last full list after an expired version.
     last_relist: Option<Instant>,
-    /// When the API server was away last.
+    /// Time of the last failure because the API server was unavailable.
     last_outage: Option<Instant>,
 }
 
 impl Backoff {
-    /// The wait after a failure; none after the first version that expired in [`RELIST_SPACING`], or in [`OUTAGE_SPACING`]
-    /// where the API server was away since then: it may restart twice. `jitter` is between 0 and 1.
+    /// Returns the delay after a failure. `jitter` is between 0 and 1. The first expired version
+    /// within [`RELIST_SPACING`] has no delay. If the API server was unavailable since the last
+    /// list, the spacing is [`OUTAGE_SPACING`], because an API server may restart twice.
     pub(super) fn next_delay(&mut self, failure: &ApiError, now: Instant, jitter: f64) -> Duration {
         let asked = failure.retry_after.unwrap_or_default().min(RETRY_AFTER_MAX);
         let is_expired = failure.kind == ApiErrorKind::Expired;
@@ -214,7 +218,8 @@ impl Backoff {
             (last + min_spacing).saturating_duration_since(now)
         });
         if is_expired && spacing.is_zero() {
-            // The API server answers: whatever failed before, the list is due, and its failure would be a first one.
+            // The API server answers, so the list is due whatever failed before. A failure of that
+            // list counts as the first one.
             self.last_relist = Some(now + asked);
             self.reset();
             return asked;
@@ -240,26 +245,26 @@ impl Backoff {
         wait
     }
 
-    /// The next failure is a first one.
+    /// Treats the next failure as the first one.
     pub(super) fn reset(&mut self) {
         self.last = None;
     }
 }
 
-/// The first wait is up to this.
+/// Maximum of the first delay.
 const DELAY_INITIAL: Duration = Duration::from_millis(500);
-/// No wait of ours is longer: what changed while the API server was away has to show within 10 s of its return, and a call
-/// that began before takes its time, too.
+/// Maximum delay. A change during an outage of the API server must take effect within 10 s of its
+/// return, and a call that began earlier takes some of that time.
 const DELAY_MAX: Duration = Duration::from_secs(4);
-/// Another writer is no overload: what it changed is repaired within 5 s.
+/// A conflict is not an overload. A change by another writer is repaired within 5 s.
 const CONFLICT_DELAY_MAX: Duration = DELAY_INITIAL;
-/// After this long without a failure the next one is a first one.
+/// After this time without a failure, the next failure counts as the first one.
 const QUIET: Duration = Duration::from_secs(60);
-/// Lists of everything, when versions expire again and again, are this far apart.
+/// Minimum time between full lists when versions expire repeatedly.
 const RELIST_SPACING: Duration = Duration::from_secs(30);
-/// The same where the API server was away between two of them.
+/// Minimum time between full lists if the API server was unavailable between two of them.
 const OUTAGE_SPACING: Duration = Duration::from_secs(5);
-/// No wish of the server is heeded longer.
+/// Upper limit for the delay that the API server requests.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

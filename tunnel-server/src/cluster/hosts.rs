@@ -1,4 +1,4 @@
-//! The nodes ConfigMap: what to write for records to be in it, and nothing when they are; pure.
+//! Pure plan for the nodes ConfigMap: the write that brings the records into it, if any.
 
 use std::collections::BTreeMap;
 
@@ -7,20 +7,22 @@ use kube::api::ObjectMeta;
 
 use super::objects::{CONFIG_MAP_MAX_BYTES, RECORDS_KEY};
 
-/// What follows from the ConfigMap as found.
+/// Action for the observed ConfigMap.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum HostsPlan {
-    /// It is as it should be.
+    /// The ConfigMap is up to date.
     Nothing,
-    /// There is none.
+    /// The ConfigMap does not exist.
     Create(ConfigMap),
-    /// It is another; all that is not ours is kept.
+    /// The ConfigMap differs. The update preserves all foreign data.
     Update(ConfigMap),
-    /// The records do not fit, by the bytes of all values. The old ones stay.
+    /// The records do not fit. The value is the total size of all values in bytes. The old records
+    /// stay.
     TooLarge(usize),
 }
 
-/// Plans for a hosts text; without one only a missing ConfigMap is made, empty, for those who mount it.
+/// Plans the write of a hosts text. Without a text only a missing ConfigMap is created, with an
+/// empty text for pods that mount it.
 pub(super) fn plan(name: &str, found: Option<&ConfigMap>, hosts: Option<&str>) -> HostsPlan {
     let Some(found) = found else {
         let text = hosts.unwrap_or_default();
@@ -88,7 +90,7 @@ mod tests {
         assert_eq!(plan("n", Some(&found), None), HostsPlan::Nothing);
     }
 
-    /// DNS-7, a ConfigMap without data, and none at all.
+    /// DNS-7, a ConfigMap without data, and a missing ConfigMap.
     #[test]
     fn missing_data_and_missing_object_are_made() {
         let empty = ConfigMap::default();
@@ -106,7 +108,7 @@ mod tests {
         );
     }
 
-    /// T14: bytes of foreign keys count, as the API server counts them.
+    /// T14: the bytes of foreign keys count, as they do in the API server.
     #[test]
     fn records_that_do_not_fit_are_not_written() {
         let text = "x".repeat(CONFIG_MAP_MAX_BYTES);

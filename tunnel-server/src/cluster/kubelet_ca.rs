@@ -1,5 +1,5 @@
-//! The CA of kubelets' client certificates, as the API server publishes it: followed, handed to those who judge agents, and
-//! kept on disk for a start without the API server.
+//! CA of kubelet client certificates, as the API server publishes it. This module watches the CA,
+//! passes it to the agent trust, and persists it for a start without the API server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::objects::{CLIENT_CA, CLIENT_CA_KEY};
 use super::watches::{Observed, WatchContext, follow_one};
 use crate::cluster::conditions::{Condition, Conditions};
 
-/// Begins with what was kept, and follows what the API server says.
+/// Starts with the persisted CA and follows the CA that the API server publishes.
 pub(super) fn start(
     client: &Client,
     trust: Arc<AgentTrust>,
@@ -46,7 +46,7 @@ pub(super) fn start(
         follow_one(maps, name, context, |observed| {
             let adopted = match published_ca(&observed) {
                 PublishedCa::Nothing => return,
-                // An API server that knows its clients by tokens alone has none.
+                // An API server that authenticates clients only by tokens publishes no CA.
                 PublishedCa::None if !is_in_use => Ok(()),
                 PublishedCa::None => Err(format!("no longer has {CLIENT_CA_KEY}")),
                 PublishedCa::Pem(pem) => adopt(&trust, pem.as_bytes()).map(|()| {
@@ -70,14 +70,14 @@ pub(super) fn start(
     });
 }
 
-/// What the API server says.
+/// The CA as published by the API server.
 #[derive(Debug, PartialEq, Eq)]
 enum PublishedCa<'a> {
-    /// It was not heard yet.
+    /// The ConfigMap has not been observed yet.
     Nothing,
-    /// There is no CA.
+    /// The API server publishes no CA.
     None,
-    /// This is it.
+    /// The published CA in PEM.
     Pem(&'a str),
 }
 
@@ -100,7 +100,7 @@ fn adopt(trust: &AgentTrust, pem: &[u8]) -> Result<(), String> {
         .map_err(|error| format!("holds a CA that cannot be used: {error}"))
 }
 
-/// Writes the latest text to disk.
+/// Writes the latest CA to disk.
 async fn persist(path: PathBuf, mut latest: watch::Receiver<Option<String>>) {
     while latest.changed().await.is_ok() {
         let Some(pem) = latest.borrow_and_update().clone() else {

@@ -1,5 +1,5 @@
-//! The Lease of the one that writes, as client-go's `leaderelection` uses it, so that a running yurt-tunnel and this
-//! server exclude each other.
+//! Leader election by a Lease, compatible with client-go's `leaderelection`, so that a running
+//! yurt-tunnel and this server exclude each other.
 
 use std::time::Duration;
 
@@ -17,51 +17,54 @@ use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::metrics::{ClusterMetrics, Object};
 use crate::cluster::conditions::{Condition, Conditions};
 
-/// `leaseDurationSeconds`: others take a Lease that was not renewed for this long.
+/// `leaseDurationSeconds`: other candidates take a Lease that was not renewed for this long.
 const DURATION: Duration = Duration::from_secs(15);
-/// Writing stops this long after the last renewal.
+/// The leader stops writing this long after the last renewal.
 const RENEW_DEADLINE: Duration = Duration::from_secs(10);
-/// Between tries to get or renew it.
+/// Time between attempts to acquire or renew the Lease.
 const RETRY_PERIOD: Duration = Duration::from_secs(2);
-/// One try.
+/// Limit for one attempt.
 const TRY_LIMIT: Duration = Duration::from_secs(4);
-/// Giving it back at a clean stop.
+/// Limit for releasing the Lease at a clean stop.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Until when this server may write. Clones follow the same election.
+/// Time until which this server may write. Clones follow the same election.
 #[derive(Debug, Clone)]
 pub(super) struct Leadership(watch::Receiver<Option<Instant>>);
 
 impl Leadership {
-    /// Until when writing is allowed; none while another one writes, or nobody.
+    /// Returns the time until which this server may write, or `None` if this server is not the
+    /// leader.
     pub(super) fn until(&self, now: Instant) -> Option<Instant> {
         self.0.borrow().filter(|until| now < *until)
     }
 
-    /// Waits until it changes, which each renewal does. Cancel-safe.
+    /// Waits until the term changes, which happens at each renewal. Cancel-safe.
     pub(super) async fn changed(&mut self) -> bool {
         self.0.changed().await.is_ok()
     }
 }
 
-/// What follows from the Lease as found; pure.
+/// Pure decision on the observed Lease.
 #[derive(Debug, Clone, PartialEq)]
 enum LeaseAction {
-    /// There is none: make it.
+    /// The Lease does not exist and must be created.
     Create(LeaseSpec),
-    /// It is ours, free, or was not renewed: write it.
+    /// The Lease is held by this server, free, or expired. This server writes it.
     Take(LeaseSpec),
-    /// Another one holds it.
+    /// Another candidate holds the Lease.
     Follow(String),
 }
 
-/// One candidate's view of the election.
+/// State of one candidate in the election.
 #[derive(Debug)]
 struct Candidate {
     identity: String,
-    /// The Lease as last seen to change, by this process's clock: clocks of others do not count.
+    /// The Lease as of its last observed change, with the local time of that observation. The
+    /// clocks of other candidates are not used.
     observed: Option<(LeaseSpec, Instant)>,
-    /// Whether its holder renewed it meanwhile: it is alive, not one that was killed.
+    /// Whether the holder has renewed the Lease since the first observation, so the holder is still
+    /// running.
     is_holder_alive: bool,
 }
 
@@ -115,7 +118,7 @@ impl Candidate {
     }
 }
 
-/// Takes part in the election.
+/// A participant in the election.
 #[derive(Debug)]
 pub(super) struct Election {
     api: Api<Lease>,
@@ -149,12 +152,12 @@ impl Election {
         }
     }
 
-    /// What others follow.
+    /// Returns a handle that follows this election.
     pub(super) fn leadership(&self) -> Leadership {
         Leadership(self.until.subscribe())
     }
 
-    /// Gets and renews the Lease until `stop`.
+    /// Acquires and renews the Lease until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
         let mut last_logged = None;
         loop {
@@ -204,7 +207,7 @@ impl Election {
             let wait = pause
                 .saturating_sub(now - begun)
                 .max(self.throttle.remaining(now));
-            // The end of the term is noticed when it comes, not at the next try.
+            // The end of the term takes effect when it occurs, not at the next attempt.
             let term = *self.until.borrow();
             tokio::select! {
                 biased;
@@ -217,7 +220,8 @@ impl Election {
         }
     }
 
-    /// Gives the Lease back if it is ours, so that another one need not wait for its end.
+    /// Releases the Lease if this server holds it, so that another candidate need not wait for its
+    /// end.
     pub(super) async fn release(&mut self) {
         let is_leader = self.until.borrow().is_some();
         self.set_leader(None);
@@ -245,7 +249,7 @@ impl Election {
         Ok(())
     }
 
-    /// One try. Says whether this server holds the Lease.
+    /// Makes one attempt. Returns `true` if this server holds the Lease.
     async fn attempt(&mut self, now: Instant) -> Result<bool, ApiError> {
         let found = self.api.get_opt(&self.name).await;
         let found = found.map_err(|error| ApiError::from(&error))?;
@@ -292,7 +296,7 @@ impl Election {
                 self.problems.set(Condition::Replicas, Vec::new());
                 Ok(true)
             }
-            // Somebody was faster; the next try sees who.
+            // Another candidate was faster. The next attempt finds out which one.
             Err(failure)
                 if failure.kind == ApiErrorKind::Conflict && self.until.borrow().is_none() =>
             {
@@ -320,7 +324,7 @@ impl Election {
     }
 }
 
-/// What is wrong with a server beside another one.
+/// Returns the condition of a server that runs next to another one.
 fn second_server_condition(holder: &str) -> String {
     format!(
         "{holder} serves this cluster too and holds the Lease. Servers do not pass requests on to each other: an agent that is \
@@ -332,7 +336,7 @@ fn second_server_condition(holder: &str) -> String {
 pub(super) mod testing {
     use super::*;
 
-    /// A leadership that the test gives and takes.
+    /// Returns a leadership that the test grants and revokes.
     pub(in super::super) fn leadership() -> (watch::Sender<Option<Instant>>, Leadership) {
         let (sender, receiver) = watch::channel(None);
         (sender, Leadership(receiver))

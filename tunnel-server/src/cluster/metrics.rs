@@ -1,4 +1,4 @@
-//! What the server counts about the cluster.
+//! Metrics of the cluster controllers.
 
 use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,33 +12,29 @@ use prometheus_client::registry::Registry;
 use super::failure::ApiErrorKind;
 use crate::metrics::StaticLabel;
 
-/// What is read or written.
+/// An object that the server reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Object {
-    /// Node objects.
     Nodes,
     /// The nodes ConfigMap.
     Records,
     /// The ports ConfigMap.
     Ports,
-    /// The Service.
     Service,
-    /// The Lease.
     Lease,
-    /// Events.
     Events,
-    /// The CA of kubelets' client certificates.
+    /// The CA of kubelet client certificates.
     KubeletCa,
     /// The Secret of the CA.
     Ca,
-    /// The ConfigMap of the CA's certificates.
+    /// The ConfigMap of the CA certificates.
     CaBundle,
     /// The Secret with tokens, revocations and QUIC keys.
     State,
 }
 
 impl Object {
-    /// The word for metrics and logs.
+    /// Returns the label for metrics and logs.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Nodes => "nodes",
@@ -54,7 +50,7 @@ impl Object {
         }
     }
 
-    /// What Kubernetes calls it.
+    /// Returns the Kubernetes kind.
     pub(super) fn kind(self) -> &'static str {
         match self {
             Self::Nodes => "Node",
@@ -67,7 +63,7 @@ impl Object {
     }
 }
 
-/// Metrics of the cluster's side; clones share them.
+/// Metrics of the cluster controllers. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ClusterMetrics {
     leader: Gauge,
@@ -92,7 +88,7 @@ struct WriteLabel {
 }
 
 impl ClusterMetrics {
-    /// Registers all under `tunnel_server_`.
+    /// Registers all metrics under `tunnel_server_`.
     pub(super) fn new(root: &mut Registry) -> Self {
         let metrics = Self::default();
         let registry = root.sub_registry_with_prefix("tunnel_server");
@@ -139,12 +135,12 @@ impl ClusterMetrics {
         metrics
     }
 
-    /// Whether this server writes.
+    /// Records whether this server is the leader.
     pub(super) fn leader(&self, is_leader: bool) {
         self.leader.set(is_leader.into());
     }
 
-    /// An object is as it should be.
+    /// Records that an object is up to date.
     pub(super) fn synced(&self, object: Object) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         self.synced
@@ -154,7 +150,7 @@ impl ClusterMetrics {
             .set(now.unwrap_or_default().as_secs_f64());
     }
 
-    /// A write ended: `ok` or the kind of the failure.
+    /// Counts a write. `result` is `ok` or the kind of the failure.
     pub(super) fn record_write(&self, object: Object, result: &'static str) {
         self.writes
             .get_or_create(&WriteLabel {
@@ -164,7 +160,7 @@ impl ClusterMetrics {
             .inc();
     }
 
-    /// A list or watch failed.
+    /// Counts a failed list or watch.
     pub(super) fn watch_failed(&self, object: Object, kind: ApiErrorKind) {
         self.watch_failures
             .get_or_create(&WriteLabel {
@@ -174,7 +170,7 @@ impl ClusterMetrics {
             .inc();
     }
 
-    /// How many problems a part has.
+    /// Records the number of lines of a condition.
     pub(super) fn problems(&self, condition: &'static str, count: usize) {
         self.problems
             .get_or_create(&ObjectLabel {
@@ -183,14 +179,14 @@ impl ClusterMetrics {
             .set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
-    /// Size of the records in force.
+    /// Records the size of the current records.
     pub(super) fn records(&self, names: usize, bytes: usize) {
         self.records.set(i64::try_from(names).unwrap_or(i64::MAX));
         self.records_bytes
             .set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// Whether the records fit.
+    /// Records whether the records exceed the size limit.
     pub(super) fn records_too_large(&self, is_too_large: bool) {
         self.records_too_large.set(is_too_large.into());
     }

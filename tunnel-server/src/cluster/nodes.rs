@@ -1,4 +1,4 @@
-//! Node objects: pruned as they arrive, checked, and mapped to routes and records.
+//! Node objects: pruned on arrival, validated, and mapped to routes and records.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -22,12 +22,13 @@ mod claims;
 
 pub(super) use aliases::{AliasOwners, AliasRules};
 
-/// Addresses of each type that are read; kubelets write a few.
+/// Maximum number of addresses of each type that are read. Kubelets write a few.
 const ADDRESSES_MAX: usize = 32;
-/// Networks of Pods that are read: one of each family, which is what the API admits.
+/// Maximum number of Pod networks that are read. The API allows one per family.
 const NETWORKS_MAX: usize = 2;
 
-/// The part of a Node object that is read; the rest, most of it the list of images, is skipped while parsing.
+/// The part of a Node object that the server uses. The parser skips the rest, most of which is the
+/// list of images.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(super) struct NodeObject {
     #[serde(default)]
@@ -99,7 +100,8 @@ impl Resource for NodeObject {
     }
 }
 
-/// What is kept of a Node, in memory and on disk. Texts are as the cluster has them; [`NodeSet::new`] checks them.
+/// Facts about a Node, in memory and on disk. The texts are not validated. [`NodeSet::new`]
+/// validates them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct NodeFacts {
@@ -110,7 +112,8 @@ pub(super) struct NodeFacts {
     kubelet_port: Option<u16>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pod_networks: Vec<Box<str>>,
-    /// When the object was made, in seconds of Unix time: the API server says so, not the kubelet.
+    /// Creation time of the object in seconds of Unix time. The API server sets it, not the
+    /// kubelet.
     #[serde(skip_serializing_if = "Option::is_none")]
     created: Option<i64>,
 }
@@ -164,15 +167,16 @@ impl NodeFacts {
     }
 }
 
-/// Other addresses are no node's; a record of one would lead callers to themselves, or to their cloud's credentials.
+/// Rejects addresses that cannot belong to a node. A record with such an address would lead callers
+/// to themselves, or to the credentials of their cloud.
 fn is_valid_node_address(address: IpAddr) -> bool {
     !address.is_loopback() && effective_ip(address) == address && forbidden_kind(address).is_none()
 }
 
-/// Nodes by the name of their object.
+/// Node facts by object name.
 pub(super) type FactMap = BTreeMap<Box<str>, NodeFacts>;
 
-/// The Nodes as a list and watch tell them.
+/// The Nodes as observed by list and watch.
 #[derive(Debug)]
 pub(super) struct NodeStore {
     edge_label: String,
@@ -182,7 +186,7 @@ pub(super) struct NodeStore {
 }
 
 impl NodeStore {
-    /// With what was kept.
+    /// Creates a store with the persisted facts.
     pub(super) fn new(edge_label: String, facts: FactMap, aliases: AliasRules) -> Self {
         Self {
             edge_label,
@@ -192,14 +196,14 @@ impl NodeStore {
         }
     }
 
-    /// The checked nodes. An alias stays with the node that had it at the last call.
+    /// Returns the validated nodes. An alias stays with the node that had it at the previous call.
     pub(super) fn nodes(&mut self) -> NodeSet {
         let nodes = NodeSet::new(&self.facts, &self.aliases);
         self.aliases.owners = nodes.alias_owners();
         nodes
     }
 
-    /// Takes events in. Says whether facts differ from those before, and whether a list was complete.
+    /// Applies events. Returns whether the facts changed, and whether a list was completed.
     pub(super) fn apply(&mut self, events: Vec<Event<NodeObject>>) -> Applied {
         let mut applied = Applied::default();
         for event in events {
@@ -239,14 +243,14 @@ impl NodeStore {
     }
 }
 
-/// What events changed.
+/// Result of [`NodeStore::apply`].
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Applied {
     pub(super) is_changed: bool,
     pub(super) is_listed: bool,
 }
 
-/// A Node with a good name.
+/// A Node with a valid name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ClusterNode {
     name: NodeName,
@@ -254,7 +258,7 @@ struct ClusterNode {
     facts: NodeFacts,
 }
 
-/// All Nodes whose names may go on, and why others may not.
+/// All Nodes with valid names, and the reasons why others are refused.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeSet {
     nodes: Vec<ClusterNode>,
@@ -262,13 +266,13 @@ pub(super) struct NodeSet {
 }
 
 impl NodeSet {
-    /// Checks names: DNS subdomains (RFC 1123) in lower case that stand for nothing else in a cluster. A host name is an alias
-    /// of one node at most.
+    /// Keeps Nodes whose names are lower-case DNS subdomains (RFC 1123) and not reserved cluster
+    /// names. A hostname is an alias of at most one node.
     pub(super) fn new(facts: &FactMap, aliases: &AliasRules) -> Self {
         let mut set = Self::default();
         for (name, facts) in facts {
             let own = node_name(name).and_then(|own| {
-                // Else two objects could be one node.
+                // Otherwise two objects could map to one node.
                 let is_itself = own.as_str() == &**name;
                 is_itself
                     .then_some(own)
@@ -288,12 +292,12 @@ impl NodeSet {
         set
     }
 
-    /// Names that were refused, with the reason.
+    /// Returns the refused names with their reasons.
     pub(super) fn refused(&self) -> &[String] {
         &self.refused
     }
 
-    /// The facts of all of them.
+    /// Returns the facts of all nodes.
     pub(super) fn facts(&self) -> FactMap {
         let nodes = self.nodes.iter();
         nodes
@@ -301,7 +305,7 @@ impl NodeSet {
             .collect()
     }
 
-    /// Every node with all its addresses, for routing.
+    /// Returns every node with all its addresses, for routing.
     pub(super) fn routes(&self) -> Vec<RouteNode> {
         let nodes = self.nodes.iter();
         nodes
@@ -314,7 +318,7 @@ impl NodeSet {
             .collect()
     }
 
-    /// Which node has which alias.
+    /// Returns the owner of each alias.
     pub(super) fn alias_owners(&self) -> AliasOwners {
         let nodes = self.nodes.iter();
         nodes
@@ -325,7 +329,7 @@ impl NodeSet {
             .collect()
     }
 
-    /// Nodes in the cloud with their addresses, and the networks of all Pods that can be believed.
+    /// Returns the cloud nodes with their addresses, and all Pod networks that pass validation.
     pub(super) fn ranges(&self) -> ClusterNetworks {
         let pods = self.nodes.iter().flat_map(|node| {
             let networks = node.facts.networks();
@@ -346,7 +350,8 @@ impl NodeSet {
         }
     }
 
-    /// Every node as the records see it; `has_agent` makes an edge node of one that has no label.
+    /// Returns every node as seen by the records. `has_agent` marks a node without the label as an
+    /// edge node.
     pub(super) fn records(&self, has_agent: impl Fn(&NodeName) -> bool) -> Vec<DnsNode> {
         let nodes = self.nodes.iter();
         nodes
@@ -373,7 +378,8 @@ fn node_name(text: &str) -> Result<NodeName, String> {
     Ok(name)
 }
 
-/// The Hostname address of a node where it is another name that the node may have.
+/// Returns the Hostname address of a node if it differs from the node name and is allowed as an
+/// alias.
 fn alias(
     refused: &mut Vec<String>,
     facts: &NodeFacts,
@@ -391,7 +397,8 @@ fn alias(
     }
 }
 
-/// Names that resolvers and clusters use for something else: a record of theirs would lead callers astray.
+/// Returns `true` for names that resolvers and clusters use for other purposes. A record for such a
+/// name would misdirect callers.
 fn is_reserved(name: &NodeName) -> bool {
     let name = name.as_str();
     let is_under = |zone: &str| {

@@ -1,70 +1,75 @@
-//! The objects of the cluster that the server reads and writes: keys, label values, ports, and the rights it needs.
+//! Cluster objects that the server reads and writes: keys, label values, ports, and the required
+//! permissions.
 
 /// Key of the records in the nodes ConfigMap.
 pub const RECORDS_KEY: &str = "tunnel-nodes";
-/// Key of the ports of http targets in the ports ConfigMap.
+/// Key of the http target ports in the ports ConfigMap.
 pub const HTTP_PORTS_KEY: &str = "http-proxy-ports";
-/// Key of the ports of https targets.
+/// Key of the https target ports in the ports ConfigMap.
 pub const HTTPS_PORTS_KEY: &str = "https-proxy-ports";
-/// Key of the ports that agents dial on their loopback.
+/// Key of the ports that agents dial on their loopback address.
 pub const LOCALHOST_PORTS_KEY: &str = "localhost-proxy-ports";
-/// Deprecated key: `PORT=TARGET` pairs whose target is the plain door.
+/// Deprecated key: `PORT=TARGET` pairs whose target is the HTTP listener.
 pub const PORT_PAIRS_KEY: &str = "dnat-ports-pair";
 /// Value of the edge label on edge Nodes.
 pub const EDGE_VALUE: &str = "true";
-/// Names of the Service's ports that the server adds and removes begin so; the port follows.
+/// Name prefix of the Service ports that the server adds and removes. The port number follows.
 pub const EXTRA_PORT_PREFIX: &str = "dnat-";
 /// Namespace and name of the ConfigMap in which the API server publishes the CAs of its clients
 /// (Kubernetes `pkg/controlplane/controller/clusterauthenticationtrust`).
 pub const CLIENT_CA: (&str, &str) = ("kube-system", "extension-apiserver-authentication");
-/// Its key with the CA of client certificates.
+/// Key of the client CA in that ConfigMap.
 pub const CLIENT_CA_KEY: &str = "client-ca-file";
-/// Key of the CA's certificates in its Secret and in the ConfigMap for agents: one, or more while a CA is being replaced.
+/// Key of the CA certificates in the CA Secret and in the ConfigMap for agents. The value has one
+/// certificate, or more while a CA is being replaced.
 pub const CA_CERTIFICATE_KEY: &str = "ca.crt";
-/// Key of the CA's private key in its Secret.
+/// Key of the CA's private key in the CA Secret.
 pub const CA_PRIVATE_KEY: &str = "ca.key";
-/// Annotation of the Service with further names and addresses of the TLS door, separated by commas.
+/// Annotation of the Service with additional names and addresses of the HTTPS listener, separated
+/// by commas.
 pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
-/// Servers of one cluster that can have QUIC keys of their own.
+/// Maximum number of servers of one cluster that can have QUIC keys of their own.
 pub const REPLICAS_MAX: u8 = 8;
-/// Most bytes of all values of a ConfigMap (Kubernetes `pkg/apis/core/validation`, `MaxSecretSize`).
+/// Maximum size of all values of a ConfigMap in bytes (Kubernetes `pkg/apis/core/validation`,
+/// `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
-/// Common name of the server's client certificate for kubelets, which is its user there; and the beginning of the names of the
-/// requests for it.
+/// Common name of the server's client certificate for kubelets, which is its user name there. Also
+/// the name prefix of the CertificateSigningRequests.
 pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
 
-/// What a resource is, for a line of the table of rights.
+/// Objects that a permission covers, for a row of the permission table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
     /// Every object of the cluster.
     Cluster,
-    /// In the namespace, any name.
+    /// Any name in the namespace.
     Namespace,
-    /// In the namespace, only the object of this flag.
+    /// Only the object in the namespace that this flag names.
     Named(&'static str),
-    /// In the namespaces of the ServiceAccounts of `--agent-service-account`, any name.
+    /// Any name in the namespaces of the ServiceAccounts of `--agent-service-account`.
     AgentNamespaces,
-    /// Only the object of this namespace and name.
+    /// Only the object with this namespace and name.
     Exactly(&'static str, &'static str),
-    /// In the namespace, the objects of this flag with `-0`, `-1` and so on behind it, [`REPLICAS_MAX`] in all.
+    /// The objects in the namespace that this flag names with the suffixes `-0`, `-1` and so on,
+    /// [`REPLICAS_MAX`] in total.
     Numbered(&'static str),
 }
 
-/// The name of the Lease of an entry.
+/// Returns the name of the Lease of an entry.
 #[must_use]
 pub fn replica_lease(prefix: &str, entry: u8) -> String {
     format!("{prefix}-{entry}")
 }
 
-/// The command that creates an object without content, as manifests ship it: creating cannot be limited to a name, so the server
-/// has no right to it.
+/// Returns the command that creates an empty object, as manifests ship it. RBAC cannot limit
+/// `create` to a name, so the server has no permission to create it.
 #[must_use]
 pub fn creation(kind: &str, namespace: &str, name: &str) -> String {
     match kind {
         "ConfigMap" => format!("kubectl -n {namespace} create configmap {name}"),
         "Secret" => format!("kubectl -n {namespace} create secret generic {name}"),
-        // kubectl creates no Lease from flags.
+        // kubectl cannot create a Lease from flags.
         _ => format!(
             "echo '{{\"apiVersion\":\"coordination.k8s.io/v1\",\"kind\":\"{kind}\",\"metadata\":{{\"name\":\"{name}\"}}}}' | kubectl -n \
              {namespace} create -f -"
@@ -72,22 +77,22 @@ pub fn creation(kind: &str, namespace: &str, name: &str) -> String {
     }
 }
 
-/// One right that the server needs.
+/// One permission that the server needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Right {
-    /// API group; empty for the core.
+    /// API group, empty for the core group.
     pub group: &'static str,
-    /// Resource.
+    /// Resource of the API group, such as `nodes`.
     pub resource: &'static str,
-    /// Which objects.
+    /// Objects that the permission covers.
     pub scope: Scope,
-    /// Verbs.
+    /// Verbs that the server uses.
     pub verbs: &'static [&'static str],
-    /// What for.
+    /// Reason why the server needs the permission.
     pub purpose: &'static str,
 }
 
-/// All rights that the server needs, no more.
+/// All permissions that the server needs, and no others.
 pub const RIGHTS: &[Right] = &[
     Right {
         group: "",
@@ -203,7 +208,7 @@ pub const RIGHTS: &[Right] = &[
     },
 ];
 
-/// The rights as a table, for the reference.
+/// Returns the permissions as a table for the reference documentation.
 #[must_use]
 pub fn rights_table() -> String {
     let mut table =

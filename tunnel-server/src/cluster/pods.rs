@@ -1,5 +1,6 @@
-//! Answers which node a pod runs on: one GET each. Pods are never watched, and no answer is cached: a pod of the same name may
-//! start on another node at once, and a stream to the old one would reach somebody else's.
+//! Pod lookups: which node a pod runs on, with one GET per lookup. Pods are never watched, and no
+//! answer is cached. A pod with the same name may start on another node at once, and a stream to
+//! the old node could then reach a different pod.
 
 use std::time::Duration;
 
@@ -14,16 +15,16 @@ use super::failure::{ApiError, ApiErrorKind};
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::routing::pod_lookup::{Pod, PodLookupError, Question};
 
-/// Questions to the API server at once; more wait their time.
+/// Maximum number of concurrent API calls. Further lookups wait.
 const CALLS_MAX: usize = 16;
-/// One question.
+/// Limit for one lookup.
 const CALL_LIMIT: Duration = Duration::from_secs(4);
-/// The condition while the right is missing.
+/// The condition while the permission is missing.
 const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and port-forward of a kube-apiserver without \
     --kubelet-certificate-authority fail: grant its ServiceAccount verb get on resource pods (the manifests of this version \
     do), or set --pod-lookup=false";
 
-/// Answers until the listeners are gone.
+/// Answers lookups until the listeners are gone.
 pub(super) async fn answer(
     client: Client,
     mut questions: mpsc::Receiver<Question>,
@@ -38,7 +39,7 @@ pub(super) async fn answer(
                     Ok(Some(Access::Refused)) => {
                         problems.set(Condition::PodLookup, vec![FORBIDDEN.to_owned()]);
                     }
-                    // A panic has been counted, and its asker got an error.
+                    // The panic has been counted, and the caller received an error.
                     Ok(None) | Err(_) => {}
                 }
                 continue;
@@ -61,7 +62,7 @@ pub(super) async fn answer(
     }
 }
 
-/// What an answer shows of the right to get Pods.
+/// Access to Pods, as far as an answer shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Access {
     Granted,
@@ -69,7 +70,7 @@ enum Access {
 }
 
 impl Access {
-    /// None where the API server did not get to judge it.
+    /// Returns `None` if the API server did not evaluate the permission.
     fn of(found: &Result<NodeName, PodLookupError>) -> Option<Self> {
         match found {
             Ok(_)

@@ -1,4 +1,5 @@
-//! The ports ConfigMap: lists as people write them become the doors' policy, and mistakes that do not spoil the rest; pure.
+//! Pure parser for the ports ConfigMap. Valid entries become the port policy of the listeners.
+//! Invalid entries are reported and do not affect the others.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,22 +10,22 @@ use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, LOCALHOST_PORTS_KEY, PORT_
 use crate::config::LOCALHOST_PORTS;
 use crate::policy::PortPolicy;
 
-/// Entries that are named of one list; the rest is counted.
+/// Maximum number of reported entries per list. Further entries are only counted.
 const MISTAKES_MAX: usize = 20;
-/// Characters of an entry that are shown.
+/// Maximum number of characters shown of an entry.
 const SHOWN_MAX: usize = 40;
 
-/// What a ports ConfigMap says.
+/// Content of a ports ConfigMap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ParsedPorts {
-    /// The policy of the doors.
+    /// Port policy of the listeners.
     pub(super) policy: PortPolicy,
-    /// Entries that were left out, with the reason.
+    /// Ignored entries with the reasons.
     pub(super) mistakes: Vec<String>,
 }
 
-/// Reads the values of the ConfigMap. `http_port` is the plain door's, which pairs of the deprecated key must name; `own`
-/// are the tunnel's own ports.
+/// Parses the values of the ConfigMap. `http_port` is the port of the HTTP listener, which pairs of
+/// the deprecated key must name. `own` are the ports of the tunnel itself.
 pub(super) fn read(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]) -> ParsedPorts {
     let mut mistakes = Vec::new();
     let text = |key: &str| data.get(key).map(String::as_str);
@@ -53,7 +54,8 @@ pub(super) fn read(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]
     }
 }
 
-/// `9100, 9256`: commas, blanks around entries, empty entries mean nothing.
+/// Parses a list such as `9100, 9256`. Entries are separated by commas. Blanks around entries and
+/// empty entries are ignored.
 fn list(key: &str, text: &str, mistakes: &mut Vec<String>) -> BTreeSet<Port> {
     entries(key, text, mistakes, |entry| {
         entry
@@ -62,7 +64,7 @@ fn list(key: &str, text: &str, mistakes: &mut Vec<String>) -> BTreeSet<Port> {
     })
 }
 
-/// `9100=10264, 9256=10264`; without any `=` a plain list.
+/// Parses pairs such as `9100=10264, 9256=10264`. A text without `=` is a plain list.
 fn pair_list(text: &str, http_port: u16, mistakes: &mut Vec<String>) -> BTreeSet<Port> {
     if !text.contains('=') {
         return list(PORT_PAIRS_KEY, text, mistakes);
@@ -128,7 +130,7 @@ mod tests {
         read(&data(entries), 10264, &[])
     }
 
-    /// DNS-3, the half that reads.
+    /// The reading half of DNS-3.
     #[test]
     fn bad_entries_are_named_and_the_rest_applies() {
         let parsed = read_from(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")]);

@@ -1,4 +1,5 @@
-//! From what was heard of the cluster to what this server serves and what should be written, whenever either changes.
+//! Publisher of derived state. The publisher updates what this server serves and the desired state
+//! of the writers whenever the cluster state or the connected agents change.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -21,14 +22,14 @@ use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::registry::Registry;
 use crate::routing::routes::{RouteSource, Routes};
 
-/// Puts what follows from the world in force, as soon as it changes.
+/// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
     pub(super) own: LocalFacts,
     pub(super) routes: Routes,
     pub(super) records: Records,
     pub(super) policy: SharedPortPolicy,
     pub(super) ranges: Option<LiveClusterNetworks>,
-    /// When connected agents make edge nodes.
+    /// Set if a connected agent makes its node an edge node.
     pub(super) agents: Option<Arc<Registry>>,
     pub(super) route_metrics: Metrics,
     pub(super) service: String,
@@ -39,7 +40,7 @@ pub(super) struct Publisher {
     pub(super) last_ranges: Option<RangeFacts>,
 }
 
-/// What the ranges of direct dials follow from.
+/// Inputs of the networks for direct dials.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct RangeFacts {
     nodes: Arc<nodes::NodeSet>,
@@ -59,7 +60,7 @@ impl Publisher {
                     match &mut agents {
                         Some(agents) => {
                             let changed = agents.changed().await.is_ok();
-                            // A site that comes back brings many in a row.
+                            // When a site reconnects, many agents connect in a row.
                             tokio::time::sleep(AGENTS_PAUSE).await;
                             changed
                         }
@@ -154,5 +155,5 @@ impl Publisher {
     }
 }
 
-/// Agents that come and go within this time count together.
+/// Agent changes within this time are handled together.
 const AGENTS_PAUSE: Duration = Duration::from_millis(200);

@@ -1,4 +1,5 @@
-//! The ranges of Services, for what the CONNECT doors dial without an agent; clusters tell them from Kubernetes 1.33 on.
+//! Networks of Services, which the CONNECT listeners dial without an agent. Clusters publish them
+//! since Kubernetes 1.33.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -13,19 +14,20 @@ use tunnel_proto::process::networks::Cidr;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::ClusterState;
 
-/// They hardly ever change.
+/// The networks hardly ever change.
 const EVERY: Duration = Duration::from_secs(60);
-/// After a failure: a server may start before its API server does, which calls it then.
+/// Delay after a failure. A server may start before its API server, which then calls the server.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Before Kubernetes 1.33.
+/// The condition for clusters before Kubernetes 1.33.
 const UNPUBLISHED: &str = "this cluster does not publish the ranges of its Services, so webhooks and other Services are not \
                            reached by their addresses: say them with --connect-direct, next to those of Pods and nodes";
-/// For one list.
+/// Limit for one list call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Keeps the ranges equal to what the cluster tells. A cluster that does not tell, or does not want to, leaves them as they
-/// are; `problems` gets what to do about that where Services are dialed by these ranges alone (`are_needed`), and networks that
-/// cannot be believed. `namespace` is the server's. Cancel-safe.
+/// Keeps the networks equal to those that the cluster publishes. The networks stay as they are if
+/// the cluster does not publish them or refuses access. If Services are dialed by these networks
+/// alone (`are_needed`), `problems` receives the remedy for that. `problems` also receives networks
+/// that fail validation. `namespace` is the namespace of the server. Cancel-safe.
 pub(super) async fn follow(
     client: Client,
     world: watch::Sender<ClusterState>,
@@ -78,7 +80,7 @@ pub(super) async fn follow(
     match never {}
 }
 
-/// What to do about a refusal. The account is that of the manifests.
+/// Returns the remedy for a refusal. The ServiceAccount is that of the manifests.
 fn missing_right_condition(refusal: &str, namespace: &str) -> String {
     let name = "tunnel-server-ranges";
     format!(
@@ -88,7 +90,7 @@ fn missing_right_condition(refusal: &str, namespace: &str) -> String {
     )
 }
 
-/// The networks that can be believed, and why others are not.
+/// Returns the networks that pass validation, and the reasons why others are refused.
 fn networks(objects: &[ServiceCIDR]) -> (Vec<Cidr>, Vec<String>) {
     let (mut networks, mut refused) = (Vec::new(), Vec::new());
     for object in objects {

@@ -1,6 +1,7 @@
-//! The Service of the doors: its address for the records, and its extra ports; pure.
+//! Pure functions on the Service of the listeners: its addresses for the records, and its extra
+//! ports.
 //!
-//! It is read and written as JSON, so that fields that this build does not know survive an update.
+//! The Service is read and written as JSON, so that fields unknown to this build survive an update.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -11,16 +12,17 @@ use tunnel_proto::wire::name::Port;
 use super::objects::EXTRA_PORT_PREFIX;
 use crate::policy::PortPolicy;
 
-/// Numbers of the doors that the Service leads to.
+/// Port numbers of the listeners that the Service targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerPorts {
-    /// The plain door.
+    /// Port of the HTTP listener.
     pub http: u16,
-    /// The TLS door.
+    /// Port of the HTTPS listener.
     pub https: u16,
 }
 
-/// The Service's own addresses, one of each family at most; none while it has none or is headless.
+/// Returns the addresses of the Service, at most one per family. A headless Service and a Service
+/// without an address have none.
 pub(super) fn addresses(service: &Value) -> Vec<IpAddr> {
     let spec = &service["spec"];
     let all = spec["clusterIPs"].as_array();
@@ -30,7 +32,7 @@ pub(super) fn addresses(service: &Value) -> Vec<IpAddr> {
         .collect()
 }
 
-/// The extra ports that the Service should have, each with the door it leads to.
+/// Returns the desired extra ports of the Service, each with the listener port that it targets.
 pub(super) fn desired_ports(
     policy: &PortPolicy,
     listener_ports: ListenerPorts,
@@ -50,8 +52,9 @@ pub(super) fn desired_ports(
         .collect()
 }
 
-/// The Service's ports as they should be, or `None` when they are. TCP ports that are wanted get their target and keep
-/// their name; our own that are no longer wanted go; missing ones come last, by number; all others stay as they are.
+/// Returns the updated ports of the Service, or `None` if they are up to date. Desired TCP ports
+/// receive their target and keep their name. Extra ports of this server that are not desired are
+/// removed. Missing ports are appended by number. All other ports stay unchanged.
 pub(super) fn plan(ports: &[Value], desired_ports: &BTreeMap<Port, u16>) -> Option<Vec<Value>> {
     let mut missing = desired_ports.clone();
     let mut planned = Vec::with_capacity(ports.len());
@@ -78,7 +81,8 @@ pub(super) fn plan(ports: &[Value], desired_ports: &BTreeMap<Port, u16>) -> Opti
     for (port, target) in missing {
         let mut own = format!("{EXTRA_PORT_PREFIX}{port}");
         if planned.iter().any(|other| name(other) == Some(&own)) {
-            // A port of somebody else's, UDP most likely: two of one name would be refused as a whole.
+            // A foreign port has this name, most likely a UDP port. The API server rejects
+            // duplicate names.
             own.push_str("-tcp");
         }
         planned.push(json!({
@@ -124,7 +128,7 @@ mod tests {
         desired_ports(&policy, LISTENER_PORTS)
     }
 
-    /// DNS-3, the half that writes, and the view of guide 000.
+    /// The writing half of DNS-3, and the Service of guide 000.
     #[test]
     fn extra_ports_come_and_go_and_others_stay() {
         let mut ports = base();
@@ -145,7 +149,7 @@ mod tests {
         );
     }
 
-    /// DNS-4.
+    /// DNS-4: https takes precedence over http.
     #[test]
     fn https_wins_and_a_changed_target_keeps_the_name() {
         let mut ports = base();

@@ -1,4 +1,5 @@
-//! What callers of the TLS door call it in a cluster: the Service's names and addresses, and what its annotation adds.
+//! Names for the HTTPS serving certificate in a cluster: the names and addresses of the Service,
+//! and those of its annotation.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -14,10 +15,12 @@ use crate::ca::ServingNames;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::ClusterState;
 
-/// Names that an annotation may add; each makes the certificate larger, and every handshake sends it.
+/// Maximum number of names in the annotation. Each name makes the certificate larger, and every
+/// handshake sends the certificate.
 const FURTHER_MAX: usize = 64;
 
-/// Keeps the door's names equal to the Service's. What was heard last stays while the Service is gone.
+/// Keeps the names of the serving certificate equal to those of the Service. The last names stay
+/// while the Service does not exist.
 pub(super) async fn follow(
     names: ServingNames,
     (namespace, domain): (String, String),
@@ -56,7 +59,7 @@ impl ServiceNames {
             self.addresses.insert(address);
             return true;
         }
-        // As strict as node names are: DNS subdomains.
+        // Names must be DNS subdomains, as node names must.
         match text.parse::<NodeName>() {
             Ok(name) => self.names.insert(name.to_string()),
             Err(_no_name) => return false,
@@ -65,7 +68,7 @@ impl ServiceNames {
     }
 }
 
-/// All names and addresses under which the Service is reached; pure.
+/// Returns all names and addresses under which callers reach the Service. Pure.
 fn names_of_service(service: &Value, namespace: &str, domain: &str) -> ServiceNames {
     let mut service_names = ServiceNames::default();
     let metadata = &service["metadata"];
@@ -83,7 +86,7 @@ fn names_of_service(service: &Value, namespace: &str, domain: &str) -> ServiceNa
     let texts = texts.chain([&spec["clusterIP"], &spec["loadBalancerIP"]]);
     let texts = texts.chain(entry_points.flat_map(|entry| [&entry["ip"], &entry["hostname"]]));
     for text in texts.filter_map(Value::as_str) {
-        // A headless Service says "None", which is no address, and must not be taken for a name.
+        // A headless Service has the address "None", which is not a name either.
         if text != "None" && !text.is_empty() {
             service_names.add(text);
         }

@@ -1,5 +1,6 @@
-//! The server's client certificate for kubelets, asked of the cluster by a CertificateSigningRequest: waited for, kept in
-//! the data directory, lent to the doors, and renewed before its end.
+//! Client certificate of the server for kubelets, requested by a CertificateSigningRequest. The
+//! server waits for the certificate, persists it in the data directory, delegates it to the
+//! listeners, and renews it before it expires.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -23,27 +24,28 @@ mod snapshot;
 use crate::cluster::signing::snapshot::KubeletCredential;
 use request::{RequestState, request, request_name, request_state};
 
-/// Between looks at a request that somebody has to approve or sign.
+/// Time between polls of a request that waits for approval or signing.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// Between looks at a request that was refused: it goes by itself after an hour, or when an operator deletes it.
+/// Time between polls of a refused request. The cluster deletes the request after an hour, unless
+/// an operator deletes it earlier.
 const REFUSED_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// One call.
+/// Limit for one API call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
-/// The longest sleep before the time to renew: wall clocks are set.
+/// Longest sleep before the renewal time, because the wall clock may be changed.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);
-/// As the files of `--target-cert-file` are called in metrics.
+/// The metric label that the files of `--target-cert-file` use, too.
 const LABEL: &str = "target_certificate";
 
-/// Who is asked, and for whom.
+/// The signer of the requests, and the user of the certificate.
 #[derive(Debug)]
 pub struct SignerConfig {
     /// `signerName` of the requests.
     pub name: String,
-    /// Gets the certificate.
+    /// Receives the certificate.
     pub targets: Arc<TargetTls>,
 }
 
-/// Keeps a certificate.
+/// The task that obtains and renews the certificate.
 pub(super) struct KubeletCertificateTask {
     pub(super) api: Api<CertificateSigningRequest>,
     pub(super) signer: SignerConfig,
@@ -53,7 +55,8 @@ pub(super) struct KubeletCertificateTask {
 }
 
 impl KubeletCertificateTask {
-    /// Asks, waits and renews for as long as it is polled. Cancel-safe: what was asked for is found again by its name.
+    /// Requests the certificate and renews it for as long as the future is polled. Cancel-safe: the
+    /// next run finds the pending request by its name.
     pub(super) async fn run(self) {
         let mut kept = loop {
             match self.open().await {
@@ -84,7 +87,7 @@ impl KubeletCertificateTask {
         }
     }
 
-    /// One look. Says when the next one is due.
+    /// Polls the request once. Returns the delay until the next poll.
     async fn poll_request(&self, kept: &mut KubeletCredential) -> Result<Duration, ApiError> {
         let now = SystemTime::now();
         let left = kept.renew_at().duration_since(now).unwrap_or_default();
@@ -149,7 +152,7 @@ impl KubeletCertificateTask {
             .map_err(|error| error.to_string())
     }
 
-    /// Uses a new certificate, and keeps it; one that cannot be kept is used all the same.
+    /// Uses a new certificate and persists it. If it cannot be persisted, it is used anyway.
     async fn install(&self, kept: &mut KubeletCredential, chain: Vec<u8>) -> Result<(), String> {
         let own = kept.install(&chain).map_err(|error| error.to_string())?;
         self.delegate(&own);

@@ -1,4 +1,5 @@
-//! What the cluster said last, on disk: a server that starts without the API server serves from it.
+//! Snapshot of the last cluster state on disk. A server that starts without the API server serves
+//! from it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +15,8 @@ use crate::store::data_dir::DataDir;
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// What was kept; nothing when there is no file or it cannot be understood, since the cluster tells it again.
+/// Returns the persisted state. Returns the empty state if the file is missing or not valid,
+/// because the cluster provides the state again.
 pub(super) fn load(data: &DataDir) -> PersistedState {
     let path = data.cluster();
     let read = files::read(&path).map_err(|error| error.to_string());
@@ -28,7 +30,7 @@ pub(super) fn load(data: &DataDir) -> PersistedState {
     })
 }
 
-/// Keeps what is heard, soon after it changes.
+/// Starts the task that persists the state soon after it changes.
 pub(super) fn start(data: &DataDir, mut world: watch::Receiver<ClusterState>, shutdown: &Shutdown) {
     let path = data.cluster();
     let mut last = world.borrow().to_persisted();

@@ -1,4 +1,4 @@
-//! What the cluster says, as far as it was heard, and what follows from it; pure.
+//! Observed state of the cluster, and the pure derivation of what follows from it.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -17,68 +17,65 @@ use super::watches::Observed;
 use crate::dns::{Addresses, RecordSet};
 use crate::policy::PortPolicy;
 
-/// What is kept on disk, for a start without the API server.
+/// State that is persisted for a start without the API server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PersistedState {
     pub(super) nodes: FactMap,
-    /// Which node has which alias.
+    /// Owner of each alias.
     pub(super) aliases: AliasOwners,
     pub(super) tunnel_addresses: Vec<IpAddr>,
-    /// Values of the ports ConfigMap, if there was one.
+    /// Values of the ports ConfigMap, if it existed.
     pub(super) ports: Option<BTreeMap<String, String>>,
 }
 
-/// Everything that is followed.
+/// The observed state of all watched objects.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ClusterState {
-    /// Nodes as heard, or as kept before the first list.
+    /// Nodes as observed, or as persisted before the first list.
     pub(super) nodes: Arc<NodeSet>,
-    /// Whether the nodes were heard.
+    /// Whether a list of Nodes was received.
     pub(super) is_listed: bool,
-    /// The Service, JSON.
+    /// The Service as JSON.
     pub(super) service: Observed<Arc<Value>>,
-    /// The nodes ConfigMap.
     pub(super) records_map: Observed<Arc<ConfigMap>>,
-    /// The ports ConfigMap.
     pub(super) ports_map: Observed<Arc<ConfigMap>>,
-    /// Networks of Services that can be believed, when they are followed.
+    /// Networks of Services that pass validation, if they are watched.
     pub(super) service_networks: Arc<[Cidr]>,
-    /// What was kept.
+    /// State from the previous run.
     pub(super) persisted: Arc<PersistedState>,
 }
 
 /// Facts that do not come from the cluster.
 #[derive(Debug, Clone)]
 pub(super) struct LocalFacts {
-    /// The doors' policy while there is no ports ConfigMap.
+    /// Port policy of the listeners while there is no ports ConfigMap.
     pub(super) policy: PortPolicy,
-    /// Numbers of the doors.
     pub(super) listener_ports: ListenerPorts,
 }
 
-/// What follows for this server.
+/// State of this server that follows from the cluster state.
 #[derive(Debug)]
 pub(super) struct Derived {
-    /// The records, when they can be told.
+    /// The records, if they can be derived.
     pub(super) records: Option<RecordSet>,
-    /// The doors' policy.
+    /// Port policy of the listeners.
     pub(super) policy: PortPolicy,
-    /// Entries of the ports ConfigMap that were left out.
+    /// Ignored entries of the ports ConfigMap.
     pub(super) mistakes: Vec<String>,
 }
 
-/// What the one that writes should see to.
+/// State that the leader should write to the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct DesiredState {
-    /// The records, when all that they follow from was heard.
+    /// The records, if all their inputs were observed.
     pub(super) records: Option<Arc<RecordSet>>,
-    /// Extra ports of the Service with the doors they lead to, when they were heard.
+    /// Extra ports of the Service with the listener ports that they target, if they were observed.
     pub(super) ports: Option<BTreeMap<Port, u16>>,
 }
 
 impl ClusterState {
-    /// Before anything was heard; `nodes` are the persisted ones.
+    /// Creates the state before the first observation. `nodes` are the persisted nodes.
     pub(super) fn persisted(persisted: PersistedState, nodes: NodeSet) -> Self {
         Self {
             nodes: Arc::new(nodes),
@@ -87,7 +84,7 @@ impl ClusterState {
         }
     }
 
-    /// Addresses that edge nodes' names answer with; none while the Service has none.
+    /// Returns the addresses for the names of edge nodes. Empty if the Service has no address.
     pub(super) fn tunnel(&self) -> Vec<IpAddr> {
         match &self.service {
             Observed::Unknown => self.persisted.tunnel_addresses.clone(),
@@ -104,7 +101,8 @@ impl ClusterState {
         }
     }
 
-    /// What follows for this server. Without the Service's address nothing is said of records: those there are stay.
+    /// Derives the state of this server. Without an address of the Service no records are derived,
+    /// so the existing records stay.
     pub(super) fn derive(
         &self,
         own: &LocalFacts,
@@ -129,13 +127,14 @@ impl ClusterState {
         }
     }
 
-    /// Whether records and ports follow from what was heard, not from what was kept.
+    /// Returns whether the records and the ports follow from observed state rather than from
+    /// persisted state.
     pub(super) fn is_observed(&self) -> (bool, bool) {
         let has_records = self.is_listed && self.service.present().is_some();
         (has_records, self.ports_map.is_known())
     }
 
-    /// What to keep of it.
+    /// Returns the state to persist.
     pub(super) fn to_persisted(&self) -> PersistedState {
         PersistedState {
             nodes: if self.is_listed {

@@ -1,4 +1,4 @@
-//! For tests: an API server whose every answer the test gives.
+//! A mock API server for tests. The test provides every answer.
 
 use std::time::Duration;
 
@@ -14,31 +14,30 @@ use tower_test::mock::{self, Handle, SendResponse};
 
 use crate::testing::WAIT_TIMEOUT;
 
-/// The namespace of all objects.
 pub(super) const NAMESPACE: &str = "kube-system";
 
 type Answer = UnsyncBoxBody<Bytes, std::io::Error>;
 
-/// The test's end.
+/// The server side of the mock.
 pub(super) struct ApiServer(Handle<Request<Body>, Response<Answer>>);
 
 /// One request that waits for its answer.
 pub(super) struct Call {
-    /// `GET /api/v1/nodes?limit=200`.
+    /// Method and path, such as `GET /api/v1/nodes?limit=200`.
     pub(super) what: String,
-    /// The body, JSON; null without one.
+    /// The body as JSON, or null if there is none.
     pub(super) body: Value,
     answer: SendResponse<Response<Answer>>,
 }
 
-/// A client and the server that it asks.
+/// Returns a client and the mock server that it connects to.
 pub(super) fn api_server() -> (Client, ApiServer) {
     let (service, handle) = mock::pair();
     (Client::new(service, NAMESPACE), ApiServer(handle))
 }
 
 impl ApiServer {
-    /// The next request.
+    /// Returns the next request.
     pub(super) async fn call(&mut self) -> Call {
         let next = tokio::time::timeout(WAIT_TIMEOUT, self.0.next_request());
         let (request, answer) = next.await.expect("a request").expect("a client");
@@ -51,14 +50,14 @@ impl ApiServer {
         }
     }
 
-    /// The next request, which must be this one.
+    /// Returns the next request, which must equal `what`.
     pub(super) async fn expect(&mut self, what: &str) -> Call {
         let call = self.call().await;
         assert_eq!(call.what, what);
         call
     }
 
-    /// Fails when a request comes within this time of the test's clock.
+    /// Fails if a request arrives within this time of the test's clock.
     pub(super) async fn is_quiet_for(&mut self, time: Duration) {
         if let Ok(Some((request, _))) = tokio::time::timeout(time, self.0.next_request()).await {
             panic!("unexpected {} {}", request.method(), request.uri());
@@ -72,7 +71,7 @@ impl Call {
         self.respond(200, object.to_string());
     }
 
-    /// Answers with watch events that never end.
+    /// Answers with a watch that sends these events and stays open.
     pub(super) fn stream(self, events: &[Value]) -> tokio::sync::mpsc::Sender<String> {
         let (more, mut lines) = tokio::sync::mpsc::channel::<String>(16);
         let first: String = events.iter().map(|event| format!("{event}\n")).collect();

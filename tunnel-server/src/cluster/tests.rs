@@ -15,7 +15,7 @@ use crate::routing::registry::RegistryLimits;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually};
 
-/// A cluster's side with what it feeds, and the API server that the test plays.
+/// The cluster controllers with their inputs and outputs, and the mock API server.
 struct Fixture {
     server: ApiServer,
     routes: Routes,
@@ -116,7 +116,8 @@ fn ports(lists: &Value) -> Value {
     })
 }
 
-/// Answers everything as a cluster at rest would, and keeps the watches by the object they are of.
+/// A mock cluster that answers every request as an idle cluster would. Keeps the open watches by
+/// object.
 struct Cluster {
     nodes: Value,
     watches: BTreeMap<&'static str, Sender<String>>,
@@ -132,7 +133,7 @@ impl Cluster {
         }
     }
 
-    /// Answers a call of the start; gives others back.
+    /// Answers a request of the start-up. Returns other requests.
     fn answer(&mut self, call: Call) -> Option<Call> {
         let what = call.what.clone();
         let of = |part: &str| what.contains(part);
@@ -162,7 +163,7 @@ impl Cluster {
         None
     }
 
-    /// Answers until something holds.
+    /// Answers requests until a condition holds.
     async fn play_until(
         &mut self,
         server: &mut ApiServer,
@@ -183,7 +184,7 @@ impl Cluster {
         }
     }
 
-    /// Answers until all four watches are there.
+    /// Answers requests until all four watches are open.
     async fn play_until_watched(&mut self, server: &mut ApiServer) {
         while self.watches.len() < 4 {
             let call = server.call().await;
@@ -258,7 +259,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     first.shutdown.finish().await;
 
     let second = fixture(&scratch.0);
-    // Nobody answers: the API server is away.
+    // The API server is unavailable, so no request is answered.
     drop(second.server);
     assert!(second.readiness.read().0.is_empty());
     let records = second.records.clone();
@@ -268,7 +269,8 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     second.shutdown.finish().await;
 }
 
-/// DNS-7: without the ports ConfigMap the flags' lists are in force; without the Service records stay as they were.
+/// DNS-7: without the ports ConfigMap the lists of the flags apply. Without the Service the records
+/// stay unchanged.
 #[tokio::test(start_paused = true)]
 async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
     let scratch = Scratch::new();
@@ -321,7 +323,8 @@ fn pod_on(node: &str) -> Value {
 }
 
 impl Fixture {
-    /// The node of a pod, and the calls that the question came to; each is answered by `answer`.
+    /// Returns the node of a pod, and the number of calls for the lookup. `answer` answers each
+    /// call.
     async fn look_up(
         &mut self,
         cluster: &mut Cluster,
@@ -342,7 +345,7 @@ impl Fixture {
     }
 }
 
-/// A pod of the same name may be on another node a moment later, so nothing is cached.
+/// A pod with the same name may run on another node a moment later, so nothing is cached.
 #[tokio::test(start_paused = true)]
 async fn moved_pod_is_found_on_its_new_node_at_once() {
     let scratch = Scratch::new();
@@ -374,7 +377,7 @@ async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
     assert_eq!(found, Err(PodLookupError::Forbidden));
     assert!(found.unwrap_err().to_string().contains("'pods get'"));
     eventually("the condition", || shown(&fixture)).await;
-    // A failure of another kind says nothing of rights.
+    // A failure of another kind shows nothing about permissions.
     let fail = |call: Call| call.refuse(503, "ServiceUnavailable");
     let (found, _) = fixture.look_up(&mut cluster, fail).await;
     assert!(
@@ -397,7 +400,7 @@ async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
     fixture.shutdown.finish().await;
 }
 
-/// 200 execs at once: 16 are asked for at a time, and the others wait.
+/// 200 concurrent execs: 16 lookups run at a time, and the others wait.
 #[tokio::test(start_paused = true)]
 async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     let scratch = Scratch::new();
@@ -437,7 +440,7 @@ async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     fixture.shutdown.finish().await;
 }
 
-/// Every right is one that something here uses, and no other verb is asked for.
+/// Every permission has a user in the code, and no other verb is requested.
 #[test]
 fn rights_are_least() {
     for right in objects::RIGHTS {
@@ -449,7 +452,7 @@ fn rights_are_least() {
             !right.verbs.contains(&"delete") && !right.verbs.contains(&"patch"),
             "{right:?}"
         );
-        // A review is a question: nothing of it is kept.
+        // The API server does not store reviews.
         let is_review = right.resource.ends_with("reviews");
         assert_eq!(
             right.verbs == ["create"] && !is_review,
@@ -459,7 +462,7 @@ fn rights_are_least() {
     }
 }
 
-/// The reference names every object, key, label, port and right as the code has them.
+/// The reference names every object, key, label, port and permission as the code does.
 #[test]
 fn reference_says_what_the_code_does() {
     let page = include_str!("../../../docs/reference/kubernetes.md");

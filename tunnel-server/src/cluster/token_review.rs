@@ -1,5 +1,5 @@
-//! Answers which node a ServiceAccount token is bound to: a TokenReview, and for older API servers, which tell no node, one
-//! GET of the token's Pod.
+//! Token reviews: which node a ServiceAccount token is bound to. The server sends a TokenReview.
+//! Older API servers do not report the node, so the server then also gets the Pod of the token.
 
 use std::time::{Duration, SystemTime};
 
@@ -20,17 +20,18 @@ use super::failure::{ApiError, ApiErrorKind};
 use crate::ca::attestation::{AttestError, AttestedToken, Question, ServiceAccountToken};
 use crate::config::AgentTokens;
 
-/// Tokens that are asked about at once; the rest waits its turn.
+/// Maximum number of tokens that are reviewed concurrently. Further tokens wait.
 const CALLS_MAX: usize = 16;
-/// All calls for one token together.
+/// Limit for all calls for one token.
 const CALL_LIMIT: Duration = Duration::from_secs(4);
-/// What the API server says of a token (Kubernetes `pkg/serviceaccount/claims.go`, `apiserver/pkg/authentication/serviceaccount`).
+/// Keys of the extra fields in a review (Kubernetes `pkg/serviceaccount/claims.go`,
+/// `apiserver/pkg/authentication/serviceaccount`).
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 
-/// Answers until nobody asks any more.
+/// Answers requests until all senders are gone.
 pub(super) async fn answer(
     client: Client,
     mut questions: mpsc::Receiver<Question>,
@@ -50,7 +51,7 @@ pub(super) async fn answer(
     }
 }
 
-/// Anybody who reaches the port of agents can cause these lines.
+/// Anyone who reaches the agent port can cause these log messages.
 static REVIEW_FAILED: LogRateLimit = LogRateLimit::new("ServiceAccount tokens cannot be reviewed");
 
 async fn handle_question(
@@ -74,7 +75,7 @@ async fn attest(
     token: &ServiceAccountToken,
     settings: &AgentTokens,
 ) -> Result<AttestedToken, AttestError> {
-    // What is no token at all need not be sent to anyone.
+    // A text that is not a token is not sent to the API server.
     let not_accepted = || AttestError::NotAccepted(settings.audience.clone());
     let claims = TokenClaims::of(token).ok_or_else(not_accepted)?;
     let review = TokenReview {
@@ -126,14 +127,13 @@ fn unavailable(resource: &str, error: &kube::Error) -> AttestError {
     AttestError::Unavailable
 }
 
-/// What the API server vouches for.
+/// Account and bound object that the API server confirmed.
 #[derive(Debug, PartialEq, Eq)]
 struct TokenBinding {
     account: String,
     bound: BoundObject,
 }
 
-/// What a token is bound to.
 #[derive(Debug, PartialEq, Eq)]
 enum BoundObject {
     Node(NodeName),
@@ -147,7 +147,7 @@ struct BoundPod {
     uid: String,
 }
 
-/// Pure: a review's answer → what it vouches for.
+/// Pure function from the answer of a review to the binding that it confirms.
 fn check_review(
     status: &TokenReviewStatus,
     settings: &AgentTokens,
@@ -157,7 +157,8 @@ fn check_review(
         .iter()
         .flatten()
         .any(|audience| *audience == settings.audience);
-    // One that knows no audiences returns none: then the token may be meant for the API server itself.
+    // An API server that does not support audiences returns none. The token may then be meant for
+    // the API server itself.
     if status.authenticated != Some(true) || !has_audience {
         debug!(
             error = status.error.as_deref().unwrap_or_default(),
@@ -195,7 +196,7 @@ fn check_review(
     Ok(TokenBinding { account, bound })
 }
 
-/// Pure: the Pod that was found → its node, if it is the one that the token is bound to.
+/// Pure function from the observed Pod to its node. The token must be bound to this Pod.
 fn node_of(bound: &BoundPod, found: Option<&Pod>) -> Result<NodeName, AttestError> {
     let is_it = |pod: &&Pod| pod.metadata.uid.as_deref() == Some(&*bound.uid);
     let gone = || AttestError::PodGone(format!("{}/{}", bound.namespace, bound.name));
@@ -212,7 +213,7 @@ fn node_name(text: &str) -> Result<NodeName, AttestError> {
     })
 }
 
-/// What a token says of itself; to be believed only when the API server has accepted the token.
+/// Claims of a token. They are trustworthy only after the API server has accepted the token.
 #[derive(Debug, Deserialize)]
 struct TokenClaims {
     iat: u64,
@@ -220,7 +221,7 @@ struct TokenClaims {
 }
 
 impl TokenClaims {
-    /// The middle one of the three parts of a JSON web token (RFC 7519, section 3).
+    /// Parses the payload, the second of the three parts of a JSON web token (RFC 7519, section 3).
     fn of(token: &ServiceAccountToken) -> Option<Self> {
         let mut parts = token.reveal().split('.');
         let (Some(_), Some(payload), Some(_), None) =
@@ -228,7 +229,8 @@ impl TokenClaims {
         else {
             return None;
         };
-        // base64url without padding (RFC 7515, section 2) as the base64 that the decoder knows.
+        // The payload is base64url without padding (RFC 7515, section 2). The decoder expects
+        // padded base64.
         let mut plain = payload.replace('-', "+").replace('_', "/");
         while !plain.len().is_multiple_of(4) {
             plain.push('=');
@@ -241,7 +243,8 @@ impl TokenClaims {
         from_unix_seconds(self.iat)
     }
 
-    /// Tokens that are bound to a Pod or a node have an end; one without is remembered for long.
+    /// Returns the expiry. Tokens that are bound to a Pod or a node have one. A token without an
+    /// expiry is remembered for a long time.
     fn ends(&self) -> SystemTime {
         self.exp.map_or_else(
             || from_unix_seconds(self.iat) + TOKEN_LIFE_MAX,
@@ -261,7 +264,7 @@ fn from_unix_seconds(seconds: u64) -> SystemTime {
         .unwrap_or(epoch)
 }
 
-/// The longest that a cluster issues bound tokens for.
+/// Longest lifetime of bound tokens in a cluster.
 const TOKEN_LIFE_MAX: Duration = Duration::from_secs(365 * 86_400);
 
 #[cfg(test)]

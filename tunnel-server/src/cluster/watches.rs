@@ -1,4 +1,5 @@
-//! Following objects: list and watch with kube's watcher, and tries again that neither storm nor sleep too long.
+//! List and watch of objects with kube's watcher, with retries that neither overload the API server
+//! nor wait too long.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -16,27 +17,28 @@ use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
 use super::metrics::{ClusterMetrics, Object};
 use crate::cluster::conditions::{Condition, Conditions};
 
-/// Objects of one page of a list: a Node can be 20 KB of JSON, and a page is in memory as a whole.
+/// Number of objects per list page. A Node can be 20 KB of JSON, and a whole page is in memory.
 const PAGE_OBJECTS: u32 = 200;
-/// The API server ends watches after this long, seconds; one that is silent for longer is dead.
+/// Time in seconds after which the API server ends a watch. A connection that is silent for longer
+/// is dead.
 pub(super) const WATCH_SECONDS: u32 = 60;
-/// Failures are reported when they have gone on for this long. For a second or two after its start, an API server refuses with
-/// 403 what it allows, until it has read the roles.
+/// Failures are reported when they have lasted this long. For a second or two after its start, an
+/// API server answers 403 to allowed requests, until it has read the roles.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
-/// Longer than a try to start a watch and the wait before it together.
+/// Longer than one attempt to start a watch plus the delay before it.
 const RECOVERED_AFTER: Duration = Duration::from_secs(12);
 const FOREVER: Duration = Duration::from_secs(86_400 * 365);
-/// Events that are handled together.
+/// Maximum number of events that are handled together.
 const BATCH_EVENTS: usize = 1024;
 
-/// What to follow.
+/// Returns the configuration of all watches.
 pub(super) fn config() -> watcher::Config {
     watcher::Config::default()
         .page_size(PAGE_OBJECTS)
         .timeout(WATCH_SECONDS)
 }
 
-/// What is followed, and where failures are told.
+/// Watched object, and the receivers of its failures.
 #[derive(Debug, Clone)]
 pub(super) struct WatchContext {
     pub(super) object: Object,
@@ -45,8 +47,9 @@ pub(super) struct WatchContext {
     pub(super) throttle: Throttle,
 }
 
-/// Feeds the events of a list and watch to `apply`, those that are there together in one call, for as long as it is
-/// polled. Failures are counted and retried; those that last are told.
+/// Passes the events of a list and watch to `apply` for as long as the future is polled. Events
+/// that are available together are passed in one call. Failures are counted and retried. Persistent
+/// failures are reported.
 pub(super) async fn follow<K>(
     api: Api<K>,
     config: watcher::Config,
@@ -58,7 +61,8 @@ pub(super) async fn follow<K>(
     let mut errors = WatchErrors::new(context);
     loop {
         let mut events = pin!(watcher(api.clone(), config.clone()));
-        // kube goes on from the same version when a watch cannot start, which never succeeds when that is the reason.
+        // If a watch cannot start, kube retries with the same version. That never succeeds if the
+        // version is the reason.
         let mut is_expired = false;
         while !is_expired {
             let next = tokio::time::timeout_at(errors.recovery_deadline(), events.next()).await;
@@ -104,16 +108,16 @@ pub(super) async fn follow<K>(
     }
 }
 
-/// Failures of one watch in a row.
+/// Consecutive failures of one watch.
 #[derive(Debug)]
 struct WatchErrors {
     context: WatchContext,
     backoff: Backoff,
-    /// When the first of them was.
+    /// Time of the first failure.
     since: Option<Instant>,
-    /// When the last failure was waited out.
+    /// Time at which the delay after the last failure ended.
     last_retry_at: Instant,
-    /// The version of the last list expired, too: the next list proves nothing.
+    /// The version of the last list expired as well, so the next list does not prove recovery.
     is_expiring: bool,
 }
 
@@ -128,7 +132,8 @@ impl WatchErrors {
         }
     }
 
-    /// Without a failure until then a watch runs, whether it has something to say or not.
+    /// Returns the time at which a watch without further failures counts as recovered, whether it
+    /// has events or not.
     fn recovery_deadline(&self) -> Instant {
         let time = if self.since.is_some() {
             RECOVERED_AFTER
@@ -138,7 +143,7 @@ impl WatchErrors {
         self.last_retry_at + time
     }
 
-    /// Everything was listed, so the API server answers again.
+    /// Handles a complete list, which proves that the API server answers again.
     fn listed(&mut self) {
         if self.since.is_some() && !self.is_expiring {
             self.clear();
@@ -152,8 +157,9 @@ impl WatchErrors {
         self.context.problems.set(part, Vec::new());
     }
 
-    /// How long to wait after a failure. Every restart of the API server makes some, so that they are reported when they last.
-    /// A version that expired once in a while is no condition: an API server that has just started knows no old ones.
+    /// Returns the delay after a failure. Every restart of the API server causes failures, so they
+    /// are reported only if they last. A single expired version is not a condition, because an API
+    /// server that has just started does not know old versions.
     fn next_delay(&mut self, failure: &ApiError) -> Duration {
         let WatchContext {
             object,
@@ -176,20 +182,20 @@ impl WatchErrors {
     }
 }
 
-/// One object that is followed by name.
+/// Observed state of one object that is watched by name.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) enum Observed<T> {
-    /// Nothing was heard yet.
+    /// The object has not been observed yet.
     #[default]
     Unknown,
-    /// There is none.
+    /// The object does not exist.
     Absent,
-    /// It is so.
+    /// The object exists.
     Present(T),
 }
 
 impl<T> Observed<T> {
-    /// The same of a part of it, to be shared.
+    /// Maps the object to a shared part of it.
     pub(super) fn map<U>(self, part: impl FnOnce(T) -> U) -> Observed<Arc<U>> {
         match self {
             Self::Unknown => Observed::Unknown,
@@ -198,7 +204,7 @@ impl<T> Observed<T> {
         }
     }
 
-    /// The object, if it is there.
+    /// Returns the object if it exists.
     pub(super) fn present(&self) -> Option<&T> {
         match self {
             Self::Present(object) => Some(object),
@@ -206,13 +212,14 @@ impl<T> Observed<T> {
         }
     }
 
-    /// Whether the cluster was heard.
+    /// Returns `true` if the object was observed, including as absent.
     pub(super) fn is_known(&self) -> bool {
         !matches!(self, Self::Unknown)
     }
 }
 
-/// Follows the one object of this name; `change` gets each state that differs in identity from the last.
+/// Watches the object with this name. `change` receives each state whose identity differs from the
+/// previous one.
 pub(super) async fn follow_one<K>(
     api: Api<K>,
     name: &str,

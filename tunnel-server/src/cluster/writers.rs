@@ -1,6 +1,8 @@
-//! What only the holder of the Lease does: records into the nodes ConfigMap, ports into the Service, problems as Events.
+//! Writers that only the leader runs: records into the nodes ConfigMap, ports into the Service, and
+//! conditions as Events.
 //!
-//! Level-triggered: any change makes all of it due; what is as it should be is not written.
+//! The writers are level-triggered. Any change triggers a comparison of all objects, and an object
+//! that is up to date is not written.
 
 use std::time::Duration;
 
@@ -24,18 +26,18 @@ use crate::cluster::leader_election::Leadership;
 use crate::cluster::state::{ClusterState, DesiredState};
 use crate::config::ObjectNames;
 
-/// Changes wait for this much quiet, so that a burst is one write.
+/// Changes wait for this much quiet, so that a burst results in one write.
 const QUIET: Duration = Duration::from_millis(300);
-/// And no longer than this together.
+/// Maximum delay of a burst of changes.
 const BURST_MAX: Duration = Duration::from_secs(1);
-/// One call.
+/// Limit for one API call.
 const CALL_LIMIT: Duration = Duration::from_secs(5);
-/// Writes of one object that may conflict in a row before the writer backs off.
+/// Number of consecutive write conflicts on one object before the writer backs off.
 const CONFLICTS_MAX: u32 = 5;
-/// Objects are read anew, whatever was watched.
+/// Interval at which objects are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
 
-/// The writers' side of the cluster.
+/// The writers of cluster objects.
 #[derive(Debug)]
 pub(super) struct Writers {
     pub(super) maps: Api<ConfigMap>,
@@ -48,17 +50,18 @@ pub(super) struct Writers {
     pub(super) throttle: Throttle,
     pub(super) problems: Conditions,
     pub(super) metrics: ClusterMetrics,
-    /// The ConfigMap as written last, with the version that it was made from: until the watch tells, it is newer.
+    /// The last written ConfigMap, with the version that it was based on. The written one is newer
+    /// than the observed one until the watch catches up.
     pub(super) written: Option<(Option<String>, ConfigMap)>,
 }
 
-/// The Service as JSON with its fields kept, whatever they are.
+/// Returns an API for the Service as JSON, so that unknown fields are preserved.
 pub(super) fn services(client: Client, namespace: &str) -> Api<DynamicObject> {
     Api::namespaced_with(client, namespace, &ApiResource::erase::<Service>(&()))
 }
 
 impl Writers {
-    /// Writes whenever something differs and this server leads, until `stop`.
+    /// Writes whenever an object differs and this server is the leader, until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
         let mut backoff = Backoff::default();
         let mut debounce = Debounce::at(Instant::now());
@@ -68,11 +71,11 @@ impl Writers {
             let now = Instant::now();
             let is_leader = self.leadership.until(now).is_some();
             if is_leader && !was_leader {
-                // Another one may have written until just now.
+                // Another leader may have written until this moment.
                 (debounce, resync_at) = (Debounce::at(now), now);
             }
             if was_leader && !is_leader {
-                // What cannot be written is now another one's trouble.
+                // The new leader is responsible for failed writes.
                 for object in [Object::Records, Object::Service] {
                     self.problems.set(Condition::Writing(object), Vec::new());
                 }
@@ -92,7 +95,7 @@ impl Writers {
                 }
                 () = sleep_until(debounce.deadline()), if is_leader => {
                     let is_resync = Instant::now() >= resync_at;
-                    // Writes carry the version that they change, so one may be left off midway.
+                    // Each write carries the version that it changes, so it can be canceled midway.
                     let synced = tokio::select! {
                         biased;
                         () = stop.cancelled() => return,
@@ -117,8 +120,8 @@ impl Writers {
         }
     }
 
-    /// Brings every object to what is desired; with `is_resync` by a new look at each. All are tried, the first failure
-    /// is told.
+    /// Brings every object to the desired state. With `is_resync` each object is read again first.
+    /// All objects are tried, and the first failure is returned.
     async fn sync(&mut self, is_resync: bool) -> Result<(), ApiError> {
         let world = self.world.borrow_and_update().clone();
         let desired = self.desired.borrow_and_update().clone();
@@ -131,7 +134,7 @@ impl Writers {
             self.metrics
                 .record_write(Object::Events, failure.kind.label());
         }
-        // An Event that cannot be written is no reason to do the rest again: it is said when the next change comes.
+        // A failed Event does not trigger another sync. The next change publishes the Event again.
         records.and(ports)
     }
 
@@ -209,7 +212,8 @@ impl Writers {
         ))
     }
 
-    /// The ConfigMap that the watch tells, or our own later one that it has not told yet.
+    /// Returns the observed ConfigMap, or the last written one if the watch has not caught up with
+    /// it.
     fn newest(&self, observed: &ConfigMap) -> ConfigMap {
         match &self.written {
             Some((based_on, ours)) if *based_on == observed.resource_version() => ours.clone(),
@@ -302,7 +306,7 @@ impl Writers {
         published.unwrap_or_else(|_elapsed| Err(ApiError::timeout()))
     }
 
-    /// Counts a write; `None` after a conflict, which a new look and another try may mend.
+    /// Counts a write. Returns `None` after a conflict, which another read and write may resolve.
     fn record_write<T>(
         &self,
         object: Object,
@@ -326,7 +330,7 @@ impl Writers {
         }
     }
 
-    /// A write, which ends with the term at the latest.
+    /// Performs a write, which ends with the term at the latest.
     async fn write<T>(
         &self,
         call: impl Future<Output = Result<T, kube::Error>>,
@@ -358,17 +362,17 @@ impl Writers {
     }
 }
 
-/// Two writers that met once should not meet again.
+/// The random delay keeps two conflicting writers from colliding again.
 async fn pause_after_conflict() {
     let pause = Duration::from_millis(20).mul_f64(1.0 + rand::random::<f64>() * 9.0);
     tokio::time::sleep(pause).await;
 }
 
-/// When to write next.
+/// The time of the next write.
 #[derive(Debug, Clone, Copy)]
 struct Debounce {
     deadline: Instant,
-    /// A burst of changes began then.
+    /// Time at which the current burst of changes began.
     burst_start: Option<Instant>,
     earliest: Instant,
 }
@@ -390,7 +394,7 @@ impl Debounce {
         }
     }
 
-    /// Something changed.
+    /// Extends the deadline after a change.
     fn record_change(&mut self, now: Instant) {
         let burst_start = *self.burst_start.get_or_insert(now);
         self.deadline = (now + QUIET).min(burst_start + BURST_MAX);

@@ -1,6 +1,8 @@
-//! Pure: the bytes of a query → an answer from the records, silence, or what is to be asked elsewhere.
+//! Pure decision on a query: from the bytes of a message to an answer from the records, to silence,
+//! or to a query that is forwarded.
 //!
-//! Hostile messages end here: one question of class IN, in a message without records before it, is all that is taken.
+//! This module rejects hostile messages. A valid query has one question of class IN and no records
+//! in the preceding sections.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,51 +15,53 @@ use super::metrics::QueryOutcome;
 use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
-/// What a query came over, and what its answer goes back over.
+/// Transport of a query and of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Transport {
-    /// Datagrams; an answer that does not fit is cut and marked (TC), and the client comes back over TCP.
+    /// UDP. An answer that does not fit is truncated and marked (TC), and the client retries over
+    /// TCP.
     Udp,
-    /// A stream of messages with their length before them.
+    /// TCP. Each message is preceded by its length.
     Tcp,
 }
 
-/// What answers are made from.
+/// Inputs for answering a query.
 #[derive(Debug, Clone, Copy)]
 pub struct AnswerContext<'a> {
-    /// The records of this moment.
+    /// The current records.
     pub records: &'a RecordSet,
-    /// Which names are ours.
+    /// The names that this server answers for.
     pub names: &'a Names,
 }
 
-/// What becomes of a query.
+/// Result of [`decide`].
 #[derive(Debug)]
 pub enum Decision<'a> {
-    /// Nothing is answered.
+    /// The server sends no answer.
     Ignore(QueryOutcome),
-    /// This is the answer.
+    /// The server sends this answer.
     Reply(Vec<u8>, QueryOutcome),
-    /// One of the resolvers knows.
+    /// The server forwards the query to these resolvers.
     Forward(Box<ClientQuery>, &'a [SocketAddr]),
 }
 
-/// One question, with all that its answer needs.
+/// A parsed query with everything that its answer needs.
 #[derive(Debug, Clone)]
 pub struct ClientQuery {
-    /// Name, type and class, the name as the client wrote it.
+    /// Name, type and class. The name has the case that the client used.
     pub query: Query,
     id: u16,
     recursion_desired: bool,
-    /// The client checks signatures itself (RFC 4035, section 3.2.2).
+    /// The client validates signatures itself (RFC 4035, section 3.2.2).
     checking_disabled: bool,
-    /// What the client says of itself in EDNS (RFC 6891): the largest datagram, and whether it wants signatures.
+    /// EDNS of the client (RFC 6891): the largest datagram, and whether the client wants
+    /// signatures.
     edns: Option<(u16, bool)>,
     transport: Transport,
     recursion_available: bool,
 }
 
-/// Decides on one message.
+/// Decides how to handle one message.
 #[must_use]
 pub fn decide<'a>(
     message: &[u8],
@@ -85,7 +89,7 @@ pub fn decide<'a>(
         NameResolution::Absent { authority } => {
             client_query.negative(ResponseCode::NXDomain, authority)
         }
-        // All records of a name at once are asked for by nobody but amplifiers (RFC 8482).
+        // Only amplification attacks ask for all records of a name at once (RFC 8482).
         NameResolution::Upstream(resolvers) if resolvers.is_empty() || kind == RecordType::ANY => {
             client_query.refuse(ResponseCode::Refused, QueryOutcome::Refused)
         }
@@ -93,7 +97,7 @@ pub fn decide<'a>(
     }
 }
 
-/// The one question of a message, or what is answered to anything else.
+/// Parses the only question of a message, or returns the decision for any other message.
 fn read<'a>(
     message: &[u8],
     transport: Transport,
@@ -102,7 +106,7 @@ fn read<'a>(
     let Ok(header) = Header::read(&mut BinDecoder::new(message)) else {
         return Err(Decision::Ignore(QueryOutcome::Malformed));
     };
-    // An answer to an answer could go round for ever.
+    // Answering a response could create an endless loop.
     if header.metadata.message_type == MessageType::Response {
         return Err(Decision::Ignore(QueryOutcome::Malformed));
     }
@@ -116,7 +120,7 @@ fn read<'a>(
     if header.metadata.op_code != OpCode::Query {
         return refuse(ResponseCode::NotImp, QueryOutcome::Refused);
     }
-    // The counts come before everything that is as long as they say.
+    // The counts are checked before anything whose length depends on them.
     let counts = &header.counts;
     let is_plain = counts.queries == 1
         && counts.answers == 0
@@ -151,7 +155,8 @@ fn read<'a>(
 }
 
 impl ClientQuery {
-    /// The question as it is asked elsewhere: the client's flags, our own id and size.
+    /// Returns the query to forward: the flags of the client, with an id and a datagram size of
+    /// this server.
     #[must_use]
     pub fn forwarded(&self) -> Message {
         let mut message = Message::query();
@@ -168,7 +173,7 @@ impl ClientQuery {
         message
     }
 
-    /// What another resolver answered, as the client gets it.
+    /// Returns the answer of another resolver in the form that the client receives.
     #[must_use]
     pub fn relayed(&self, answer: Message) -> Vec<u8> {
         let mut reply = self.reply(answer.metadata.response_code);
@@ -180,14 +185,14 @@ impl ClientQuery {
         self.encode(reply)
     }
 
-    /// An answer without records.
+    /// Returns an answer without records.
     #[must_use]
     pub fn failed(&self, code: ResponseCode) -> Vec<u8> {
         let reply = self.reply(code);
         self.encode(reply)
     }
 
-    /// What it came over.
+    /// Returns the transport of the query.
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
@@ -197,8 +202,9 @@ impl ClientQuery {
         Decision::Reply(self.failed(code), outcome)
     }
 
-    /// The address of the family that was asked for. A name that has only the other one exists all the same: NOERROR
-    /// without an answer, since clients ask for both.
+    /// Returns the address of the requested family. A name that has only an address of the other
+    /// family still exists: the answer is NOERROR without records, because clients ask for both
+    /// families.
     fn answer_local<'a>(&self, addresses: Addresses, authority: &str) -> Decision<'a> {
         let kind = self.query.query_type;
         let fitting = addresses.iter().filter_map(|address| match address {
@@ -219,7 +225,8 @@ impl ClientQuery {
         Decision::Reply(self.encode(reply), QueryOutcome::Node)
     }
 
-    /// No such name, or nothing of that type, with the SOA record that tells caches for how long (RFC 2308, section 3).
+    /// Returns an answer for a name that does not exist or has no record of the requested type. The
+    /// SOA record sets how long caches store this answer (RFC 2308, section 3).
     fn negative<'a>(&self, code: ResponseCode, authority: &str) -> Decision<'a> {
         let mut reply = self.reply(code);
         reply.metadata.authoritative = true;
@@ -260,7 +267,7 @@ impl ClientQuery {
         reply
     }
 
-    /// The bytes, cut to the question where they do not fit.
+    /// Encodes the reply. A reply that does not fit is truncated to the question.
     fn encode(&self, reply: Message) -> Vec<u8> {
         let limit = match (self.transport, self.edns) {
             (Transport::Tcp, _) => usize::from(u16::MAX),
@@ -272,7 +279,7 @@ impl ClientQuery {
         match reply.to_vec() {
             Ok(bytes) if bytes.len() <= limit => return bytes,
             Ok(_too_long) if self.transport == Transport::Udp => {}
-            // What another resolver said cannot be said again.
+            // The answer of another resolver cannot be encoded again.
             Ok(_) | Err(_) => {
                 let failed = self.reply(ResponseCode::ServFail);
                 return failed.to_vec().unwrap_or_default();
@@ -282,8 +289,8 @@ impl ClientQuery {
     }
 }
 
-/// The name in lower case with dots between its labels and none behind. Bytes that no name of ours has become `?`, which
-/// keeps the number of labels.
+/// Returns the name in lower case, with dots between labels and without a trailing dot. A byte that
+/// is not valid in a node name becomes `?`, which preserves the number of labels.
 fn plain_text(name: &Name) -> String {
     let mut text = String::with_capacity(name.len());
     for (number, label) in name.iter().enumerate() {
@@ -299,19 +306,19 @@ fn plain_text(name: &Name) -> String {
     text
 }
 
-/// What clients may keep an answer for.
+/// Time that clients may cache an answer.
 const TTL_SECONDS: u32 = 5;
-/// What clients may keep "no such name" for: a node that joins is found at once.
+/// Time that clients may cache "no such name". A short time makes a new node visible at once.
 const NEGATIVE_TTL_SECONDS: u32 = 1;
-/// Nobody transfers our zones; the numbers only have to be plausible.
+/// Zone transfers are not supported, so these SOA values only have to be plausible.
 const SOA_INTERVAL: i32 = 3600;
-/// Largest datagram that never needs fragments (DNS flag day 2020; RFC 9715).
+/// Largest datagram that never needs fragmentation (DNS flag day 2020; RFC 9715).
 const DATAGRAM_MAX: u16 = 1232;
 /// Largest datagram for clients without EDNS (RFC 1035, section 4.2.1).
 const PLAIN_DATAGRAM_MAX: usize = 512;
-/// Largest query that is read: one name of 255 bytes and some EDNS options fit many times.
+/// Largest accepted query. One name of 255 bytes and some EDNS options fit many times.
 const QUERY_MAX: usize = 4096;
-/// OPT, TSIG and some to spare.
+/// Room for OPT, TSIG and a few more records.
 const ADDITIONALS_MAX: u16 = 4;
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! How much one source may ask: queries per second, complaints per second, TCP connections, forwards under way.
+//! Limits per client: queries per second, error replies per second, TCP connections, and forwarded
+//! queries in flight.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,17 +11,18 @@ use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-/// Who shares a limit: an IPv4 address, or an IPv6 network of 64 bits, since a host has that many addresses.
+/// Clients that share a limit: an IPv4 address, or an IPv6 /64 network because one host has all of
+/// its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum ClientKey {
     One(IpAddr),
-    /// Everybody who comes while [`SOURCES_MAX`] others are being counted.
+    /// All clients that arrive while [`SOURCES_MAX`] others are counted.
     Others,
 }
 
 type Rate = RateLimiter<ClientKey, HashMapStateStore<ClientKey>, DefaultClock>;
 
-/// Limits of all sources.
+/// Limits of all clients.
 #[derive(Debug)]
 pub(super) struct Limiter {
     queries: Rate,
@@ -30,11 +32,11 @@ pub(super) struct Limiter {
     forwards: SourceCounts,
 }
 
-/// How many of something each source holds.
+/// Number of permits that each client holds.
 #[derive(Debug, Clone, Default)]
 struct SourceCounts(Arc<Mutex<HashMap<ClientKey, usize>>>);
 
-/// One of what a source holds, until it is dropped.
+/// One permit of a client. Dropping the permit releases it.
 #[derive(Debug)]
 pub(super) struct SourcePermit {
     source: ClientKey,
@@ -53,24 +55,26 @@ impl Limiter {
         }
     }
 
-    /// Whether a query of this source is looked at.
+    /// Returns `true` if the client may send another query.
     pub(super) fn admit_query(&self, address: IpAddr) -> bool {
         self.check(&self.queries, address)
     }
 
-    /// Whether nonsense of this source is answered: a forged source is not to be flooded with our complaints.
+    /// Returns `true` if the client may receive another error reply. The limit protects the owner
+    /// of a forged source address from a flood of replies.
     pub(super) fn can_send_error(&self, address: IpAddr) -> bool {
         self.check(&self.error_replies, address)
     }
 
-    /// Counts a TCP connection; `None` when its source has as many as it may.
+    /// Counts a TCP connection. Returns `None` if the client is at its limit.
     pub(super) fn admit_connection(&self, address: IpAddr) -> Option<SourcePermit> {
         let source = ClientKey::of(address);
         self.connections.acquire(source, CONNECTIONS_PER_SOURCE)
     }
 
-    /// Counts a query that is asked elsewhere; `None` when its source holds as many as are `free`. So one source never
-    /// has more than half of all, and the more sources there are, the smaller the part of each.
+    /// Counts a forwarded query. Returns `None` if the client already holds as many permits as are
+    /// `free`. One client therefore never holds more than half of all permits, and the share of
+    /// each client shrinks as the number of clients grows.
     pub(super) fn forward(&self, address: IpAddr, free: usize) -> Option<SourcePermit> {
         self.forwards.acquire(ClientKey::of(address), free)
     }
@@ -86,7 +90,7 @@ impl Limiter {
         rate.check_key(&source).is_ok()
     }
 
-    /// Forgets sources that have their full rate again, at most once a second.
+    /// Removes clients whose rate has fully recovered. Runs at most once per second.
     fn sweep(&self) {
         let now = Instant::now();
         {
@@ -140,12 +144,12 @@ impl Drop for SourcePermit {
     }
 }
 
-/// Sources that are counted apart, some 100 bytes each.
+/// Maximum number of clients that are counted individually. Each needs some 100 bytes.
 const SOURCES_MAX: usize = 65_536;
 const SWEEP_PAUSE: Duration = Duration::from_secs(1);
-/// FORMERR, NOTIMP and REFUSED for one source.
+/// FORMERR, NOTIMP and REFUSED replies for one client.
 const ERROR_REPLIES_PER_SECOND: NonZeroU32 = NonZeroU32::new(100).unwrap();
-/// A stub resolver has one or two; a cache that asks over TCP some more.
+/// A stub resolver opens one or two connections. A cache that queries over TCP opens a few more.
 const CONNECTIONS_PER_SOURCE: usize = 32;
 
 #[cfg(test)]

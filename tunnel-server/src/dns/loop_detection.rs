@@ -1,5 +1,5 @@
-//! Finds resolvers that send what they are asked back to us, directly or through others: each is asked for a name that
-//! nobody else knows, and whoever makes us hear that name is a loop.
+//! Detection of forwarding loops. The server asks each resolver for a random name. If a query for
+//! that name returns to the server, the resolver forwards queries back, directly or through others.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use super::answer::Transport;
 use super::upstream;
 use crate::store::data_dir::random;
 
-/// A resolver sends what it is asked back to us.
+/// Error for a resolver that forwards queries back to this server.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "resolver {0} forwards queries back to this server; set another one with --dns-upstream, or turn forwarding off \
@@ -24,7 +24,7 @@ use crate::store::data_dir::random;
 )]
 pub struct LoopError(SocketAddr);
 
-/// Probes under way, and what they found.
+/// Probes in flight and their results.
 #[derive(Debug, Default)]
 pub(super) struct LoopDetector {
     state: Mutex<State>,
@@ -32,15 +32,15 @@ pub(super) struct LoopDetector {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Names that were asked for, with the resolver that was asked.
+    /// Names of the probes, with the resolver that received each one.
     probes: HashMap<String, SocketAddr>,
-    /// Whose probes came back, of those.
+    /// Resolvers whose probes returned to this server.
     returned: BTreeSet<SocketAddr>,
     looping: BTreeSet<SocketAddr>,
 }
 
 impl LoopDetector {
-    /// Whether this query is one of ours come back; then its resolver is not asked any more.
+    /// Returns `true` if this query is a returned probe. The server then stops using its resolver.
     pub(super) fn is_own_probe(&self, name: &Name) -> bool {
         let mut state = self.state();
         if state.probes.is_empty() {
@@ -58,7 +58,7 @@ impl LoopDetector {
         true
     }
 
-    /// Those of `resolvers` that may be asked.
+    /// Returns the `resolvers` that do not loop.
     pub(super) fn without_loops(&self, resolvers: &[SocketAddr]) -> Vec<SocketAddr> {
         let state = self.state();
         let mut addresses = resolvers.to_vec();
@@ -66,7 +66,7 @@ impl LoopDetector {
         addresses
     }
 
-    /// Asks each resolver once; returns when each has answered, or after a second.
+    /// Probes each resolver once. Returns when each resolver has answered, or after one second.
     pub(super) async fn probe(&self, names: &Names) -> Result<(), LoopError> {
         let probes = probe_names(names);
         let by_name = probes
@@ -92,7 +92,7 @@ impl LoopDetector {
             .map_or(Ok(()), |resolver| Err(LoopError(resolver)))
     }
 
-    /// Probes again and again: a loop can be closed long after the start.
+    /// Probes periodically, because a loop can appear long after start-up.
     pub(super) async fn run(&self, names: &Names) {
         let mut known = false;
         loop {
@@ -112,8 +112,8 @@ impl LoopDetector {
     }
 }
 
-/// For each resolver a name that is asked there: a cluster's resolver is only asked for names of its domain, and may
-/// well send all others to us.
+/// Returns a probe name for each resolver. The resolver of a cluster is only probed with names of
+/// its domain, because it may legitimately forward all other names to this server.
 fn probe_names(names: &Names) -> Vec<(SocketAddr, Name)> {
     let default_resolvers = names
         .default_resolvers
@@ -146,6 +146,6 @@ fn question(name: Name) -> Message {
     message
 }
 
-/// A loop answers at once, since we do.
+/// A looped probe returns at once, because this server answers at once.
 const WINDOW: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_secs(60);

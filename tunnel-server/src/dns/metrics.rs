@@ -1,4 +1,4 @@
-//! What the embedded DNS counts.
+//! Metrics of the embedded DNS server.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use prometheus_client::registry::Registry;
 use super::Records;
 use super::answer::Transport;
 
-/// Metrics of the embedded DNS; clones share them.
+/// Metrics of the embedded DNS server. Clones share them.
 #[derive(Debug, Clone)]
 pub struct DnsMetrics {
     queries: Family<QueryLabels, Counter>,
@@ -23,28 +23,28 @@ pub struct DnsMetrics {
     connections_waited: Counter,
 }
 
-/// How a query ended.
+/// Outcome of a query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum QueryOutcome {
-    /// Answered with a node's address.
+    /// The server answered with the address of a node.
     Node,
-    /// The name is ours, but has nothing of that type.
+    /// The name is local but has no record of the requested type.
     NoData,
-    /// There is no such name.
+    /// The name does not exist.
     NoName,
     /// Another resolver answered.
     Forwarded,
     /// No other resolver answered in time: SERVFAIL.
     UpstreamFailed,
-    /// As many queries are being forwarded as may be: SERVFAIL.
+    /// The limit of forwarded queries is reached: SERVFAIL.
     Busy,
-    /// Asked for something that is not answered here, or nobody to ask.
+    /// This server does not support the query, or no resolver is configured for the name.
     Refused,
-    /// Not a query that can be understood.
+    /// The message is not a valid query.
     Malformed,
-    /// Its source asks too much: no answer.
+    /// The client exceeded its rate limit. The server does not answer.
     Limited,
-    /// Our own: another resolver sends back what we ask it.
+    /// The query is a probe of this server that a resolver sent back.
     Loop,
 }
 
@@ -55,7 +55,8 @@ struct QueryLabels {
 }
 
 impl DnsMetrics {
-    /// Registers the metrics under `tunnel_server_dns_`; the number of records is read when it is asked for.
+    /// Registers the metrics under `tunnel_server_dns_`. The number of records is read at scrape
+    /// time.
     #[must_use]
     pub fn new(root: &mut Registry, records: Records) -> Self {
         let metrics = Self {
@@ -89,12 +90,12 @@ impl DnsMetrics {
         self.queries.get_or_create(&labels).inc();
     }
 
-    /// Counts that new connections have to wait.
+    /// Counts a new connection that waits for a permit.
     pub fn connection_waited(&self) {
         self.connections_waited.inc();
     }
 
-    /// Notes how long an answer from elsewhere took.
+    /// Records how long a forwarded query took.
     pub fn forwarded(&self, elapsed: Duration) {
         self.forward_seconds.observe(elapsed.as_secs_f64());
     }
@@ -141,5 +142,5 @@ impl Collector for RecordsGauge {
     }
 }
 
-/// Upper bounds, seconds: from a resolver beside us to the budget.
+/// Upper bounds in seconds, from a resolver next to the server to the forwarding budget.
 const FORWARD_SECONDS: [f64; 8] = [0.0005, 0.001, 0.0025, 0.01, 0.025, 0.05, 0.1, 0.4];

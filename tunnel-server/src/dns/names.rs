@@ -1,4 +1,4 @@
-//! Pure: who has the answer to a name, the records, nobody or another resolver.
+//! Pure name resolution: whether the records, nothing or another resolver answers a name.
 //!
 //! ```text
 //! <node>.<zone>                         record, else no such name
@@ -16,38 +16,40 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{Addresses, ClusterDomain, RecordSet};
 
-/// Which names are ours, and who is asked about the rest.
+/// Local names, and the resolvers for all other names.
 #[derive(Debug, Clone, Default)]
 pub struct Names {
-    /// Long names are `<node>.<zone>`.
+    /// Zone of the long names `<node>.<zone>`.
     pub zone: Option<NodeName>,
-    /// Domains of clusters, with their resolvers.
+    /// Cluster domains with their resolvers.
     pub clusters: Vec<ClusterDomain>,
-    /// Who is asked about all other names; none: nobody.
+    /// Resolvers for all other names. If empty, these queries are refused.
     pub default_resolvers: Vec<SocketAddr>,
 }
 
-/// Who has the answer to a name.
+/// Source of the answer for a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NameResolution<'a> {
-    /// The name is ours and has these addresses, perhaps none. `authority` is the domain that says so, empty for the root.
+    /// The name is local and has these addresses, possibly none. `authority` is the domain that is
+    /// authoritative for the name, empty for the root.
     Local {
-        /// Its addresses.
+        /// Addresses of the name.
         addresses: Addresses,
-        /// The domain above it.
+        /// Domain that is authoritative for the name.
         authority: &'a str,
     },
-    /// There is no such name.
+    /// The name does not exist.
     Absent {
-        /// The domain above it.
+        /// Domain that is authoritative for the name.
         authority: &'a str,
     },
-    /// One of these resolvers knows; without any, the query is refused.
+    /// One of these resolvers answers. If the list is empty, the query is refused.
     Upstream(&'a [SocketAddr]),
 }
 
 impl Names {
-    /// Who has the answer to `name`, which is in lower case and without a trailing dot; empty for the root.
+    /// Resolves `name`, which is in lower case and without a trailing dot. An empty `name` is the
+    /// root.
     #[must_use]
     pub fn resolve(&self, name: &str, records: &RecordSet) -> NameResolution<'_> {
         let record = |name: &str| records.get(&name.parse().ok()?);
@@ -80,7 +82,7 @@ impl Names {
         NameResolution::Upstream(&self.default_resolvers)
     }
 
-    /// Whether anything is forwarded at all.
+    /// Returns `true` if any resolver is configured.
     #[must_use]
     pub fn is_forwarding(&self) -> bool {
         !self.default_resolvers.is_empty()
@@ -90,7 +92,7 @@ impl Names {
                 .any(|cluster| !cluster.resolvers.is_empty())
     }
 
-    /// All resolvers, each once.
+    /// Returns all resolvers without duplicates.
     #[must_use]
     pub fn resolvers(&self) -> Vec<SocketAddr> {
         let clusters = self.clusters.iter().flat_map(|cluster| &cluster.resolvers);
@@ -105,7 +107,8 @@ impl Names {
         all
     }
 
-    /// The innermost cluster domain that holds `name`, and the name in it.
+    /// Returns the innermost cluster domain that contains `name`, and the part of the name before
+    /// it.
     fn cluster_of<'n>(&self, name: &'n str) -> Option<(&ClusterDomain, &'n str)> {
         let holding = self
             .clusters
@@ -115,7 +118,7 @@ impl Names {
     }
 }
 
-/// The apex of a domain exists, but has no addresses.
+/// The apex of a domain exists but has no addresses.
 fn local_or_absent<'a>(
     inner: &str,
     found: Option<Addresses>,
@@ -134,8 +137,9 @@ fn local_or_absent<'a>(
     }
 }
 
-/// The node that a name below a cluster's domain can only mean. Services are `<service>.<namespace>.svc`, their pods have
-/// a label more, other pods are `<address>.<namespace>.pod`: those are never nodes.
+/// Returns the node that a name below a cluster domain refers to, if the name cannot be anything
+/// else. Services are `<service>.<namespace>.svc`, their pods have one more label, and other pods
+/// are `<address>.<namespace>.pod`. Those names are never nodes.
 fn node_in_cluster(inner: &str) -> Option<&str> {
     match inner.rsplit_once('.') {
         Some((name, "svc")) => (!name.contains('.')).then_some(name),
@@ -144,7 +148,7 @@ fn node_in_cluster(inner: &str) -> Option<&str> {
     }
 }
 
-/// What stands in `name` before `domain`; empty for the domain itself.
+/// Returns the part of `name` before `domain`, empty for the domain itself.
 fn strip_domain<'n>(name: &'n str, domain: &NodeName) -> Option<&'n str> {
     if name == domain.as_str() {
         return Some("");
@@ -215,11 +219,11 @@ mod tests {
             ("worker-9.nodes.tunnel.internal", absent(zone)),
             ("worker-1.cluster.local", local(cluster)),
             ("worker-1.svc.cluster.local", local(cluster)),
-            // The form of a Service in namespace kube-system: never a node.
+            // The form of a Service in namespace kube-system is never a node.
             ("worker-1.kube-system.svc.cluster.local", absent(cluster)),
             ("a.b.svc.cluster.local", absent(cluster)),
             ("worker-1.kube-system.pod.cluster.local", absent(cluster)),
-            // A node that calls itself as a Service or as this host.
+            // A node whose name is that of a Service or of this host.
             ("kubernetes.default.svc.cluster.local", absent(cluster)),
             ("kube.kube-system.svc.cluster.local", absent(cluster)),
             ("localhost", absent("")),

@@ -1,27 +1,28 @@
-//! Patterns of names that an operator admits as aliases of nodes; pure.
+//! Pure patterns for names that an operator allows as aliases of nodes.
 
 use std::fmt;
 use std::str::FromStr;
 
 use tunnel_proto::wire::name::{NameError, NodeName};
 
-/// A name in which a `*` may stand for one or more characters of a label, as in `*.edge.example.com`; at most one a label.
+/// A name pattern such as `*.edge.example.com`. A `*` matches one or more characters of a label.
+/// Each label may contain at most one `*`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamePattern(Box<str>);
 
-/// Why a text is no pattern.
+/// Error for a text that is not a valid pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NamePatternError {
-    /// A label has several stars.
+    /// A label contains more than one `*`.
     #[error("a label may have one '*'")]
     Stars,
-    /// With a letter in place of each star, the text is no name.
+    /// The text is not a valid name after each `*` is replaced by a letter.
     #[error(transparent)]
     Name(#[from] NameError),
 }
 
 impl NamePattern {
-    /// Whether the whole name is of this form.
+    /// Returns `true` if the whole name matches the pattern.
     #[must_use]
     pub fn matches(&self, name: &NodeName) -> bool {
         let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));
@@ -86,7 +87,7 @@ mod tests {
             ("registry", "registry2", false),
         ] {
             let pattern: NamePattern = pattern.parse().unwrap();
-            // Names like "ip-" are none.
+            // Texts like "ip-" are not valid names.
             let name = name.parse().ok();
             let matches = name.is_some_and(|name| pattern.matches(&name));
             assert_eq!(matches, expected, "{pattern} {expected}");

@@ -1,7 +1,8 @@
-//! The embedded DNS: sockets, limits and forwarding around the pure decision of `answer.rs`.
+//! The embedded DNS server: sockets, limits and forwarding around the pure decision in `answer.rs`.
 //!
-//! hickory's own server is not used: it takes any number of TCP connections and answers what it cannot read before a
-//! limit or a counter sees it. Its messages and its client are.
+//! hickory's own server is not used. That server accepts any number of TCP connections, and answers
+//! malformed messages before a limit or a counter sees them. This module uses hickory's messages
+//! and its client.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -23,29 +24,29 @@ use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp, udp, upstrea
 use crate::dns::snapshot;
 use crate::store::data_dir::DataDir;
 
-/// Both sockets, on one port.
+/// The UDP and TCP sockets, bound to one port.
 #[derive(Debug)]
 pub struct DnsSockets {
-    /// Datagrams.
+    /// Socket for queries over UDP.
     pub udp: DnsSocket,
-    /// Connections.
+    /// Listener for queries over TCP.
     pub tcp: TcpListener,
 }
 
-/// What the embedded DNS is made from.
+/// Inputs of [`Dns::start`].
 #[derive(Debug)]
 pub struct DnsInputs<'a> {
-    /// Where to listen.
+    /// Sockets to serve.
     pub sockets: DnsSockets,
     /// Names and resolvers.
     pub settings: &'a DnsSettings,
-    /// What is answered; whoever knows the nodes puts them there.
+    /// Records to answer from. The source of the nodes updates them.
     pub records: Records,
-    /// Where the last records are kept.
+    /// Data directory with the record snapshot.
     pub data: &'a DataDir,
-    /// Bounds.
+    /// Limits of the server.
     pub limits: DnsLimits,
-    /// Counters.
+    /// Metrics of the server.
     pub metrics: DnsMetrics,
 }
 
@@ -53,7 +54,7 @@ pub struct DnsInputs<'a> {
 #[derive(Debug)]
 pub struct Dns(Arc<Server>);
 
-/// What both transports share.
+/// State that both transports share.
 #[derive(Debug)]
 pub(super) struct Server {
     names: Names,
@@ -65,7 +66,7 @@ pub(super) struct Server {
     metrics: DnsMetrics,
 }
 
-/// What is to be done with a message.
+/// Action for one message.
 #[derive(Debug)]
 pub(super) enum QueryAction {
     Ignore,
@@ -73,7 +74,7 @@ pub(super) enum QueryAction {
     Forward(Box<Forward>),
 }
 
-/// A question for another resolver.
+/// A query for another resolver.
 #[derive(Debug)]
 pub(super) struct Forward {
     client_query: ClientQuery,
@@ -82,11 +83,11 @@ pub(super) struct Forward {
 }
 
 impl Dns {
-    /// Serves until `shutdown` stops: names must resolve while running requests end. Keeps the records with each change,
-    /// for [`super::restore`] of the next run.
+    /// Serves until `shutdown` stops, because names must resolve while running requests end.
+    /// Persists the records after each change for [`super::restore`] in the next run.
     ///
-    /// Answers from `records` as they are at once: whoever knows the nodes already puts them there first, or their names
-    /// go to other resolvers.
+    /// Answers from `records` immediately. Fill them before the start if nodes are already known.
+    /// Otherwise queries for their names go to other resolvers.
     #[must_use]
     pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
         snapshot::persist(parts.data, &parts.records, shutdown);
@@ -118,11 +119,11 @@ impl Dns {
         Self(server)
     }
 
-    /// Looks once for resolvers that send queries back here, then from time to time until `shutdown` stops. Takes as long
-    /// as the slowest of them, a second at most.
+    /// Probes for forwarding loops once, then periodically until `shutdown` stops. The first probe
+    /// takes as long as the slowest resolver, at most one second.
     ///
     /// # Errors
-    /// When there is one.
+    /// Returns [`LoopError`] if a resolver forwards queries back to this server.
     pub async fn start_loop_detection(&self, shutdown: &Shutdown) -> Result<(), LoopError> {
         if !self.0.names.is_forwarding() {
             return Ok(());
@@ -135,7 +136,8 @@ impl Dns {
 }
 
 impl Server {
-    /// Decides on one message of a client and counts it; forwarded ones are counted at their end.
+    /// Decides how to handle one message and counts it. Forwarded queries are counted when they
+    /// end.
     pub(super) fn handle_query(
         &self,
         message: &[u8],
@@ -143,7 +145,7 @@ impl Server {
         transport: Transport,
     ) -> QueryAction {
         let count = |outcome| self.metrics.query(transport, outcome);
-        // Nobody sends from port 0; an answer there is one to a forged source.
+        // Port 0 is never a valid source port, so an answer would go to a forged source.
         if client.port() == 0 || !self.limiter.admit_query(client.ip()) {
             count(QueryOutcome::Limited);
             return QueryAction::Ignore;
@@ -196,9 +198,9 @@ impl Server {
         Some((permit, source_permit))
     }
 
-    /// The answer of another resolver, or SERVFAIL when the budget is over.
+    /// Returns the answer of another resolver, or SERVFAIL when the budget is exhausted.
     ///
-    /// Cancel-safe: nothing goes on when it is dropped.
+    /// Cancel-safe: dropping the future stops all work.
     pub(super) async fn forward(&self, forward: Forward) -> Vec<u8> {
         let Forward {
             client_query,
@@ -217,12 +219,12 @@ impl Server {
         client_query.relayed(answer)
     }
 
-    /// Counts that new connections have to wait for others to end.
+    /// Counts a new connection that waits for another one to end.
     pub(super) fn record_connection_wait(&self) {
         self.metrics.connection_waited();
     }
 
-    /// Counts a connection; `None` when its source has too many.
+    /// Counts a connection. Returns `None` if the client has too many.
     pub(super) fn admit_connection(&self, client: SocketAddr) -> Option<SourcePermit> {
         let connection_permit = self.limiter.admit_connection(client.ip());
         if connection_permit.is_none() {

@@ -1,4 +1,5 @@
-//! What the embedded DNS is told: where it listens, what edge nodes answer with, and whom it asks about other names.
+//! Settings of the embedded DNS server: listen address, addresses of edge nodes, and upstream
+//! resolvers.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,50 +8,51 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{Addresses, Node};
 
-/// Checked settings.
+/// Validated settings.
 #[derive(Debug, Clone)]
 pub struct DnsSettings {
-    /// UDP and TCP, on the same port.
+    /// Address for UDP and TCP, on the same port.
     pub listen: SocketAddr,
-    /// Long names are `<node>.<zone>`.
+    /// Zone of the long names `<node>.<zone>`.
     pub zone: Option<NodeName>,
-    /// The clusters' domains. Names below them are for their resolvers only.
+    /// Cluster domains. Only the resolvers of a domain receive queries for names below it.
     pub clusters: Vec<ClusterDomain>,
-    /// Who is asked about all other names.
+    /// Resolvers for all other names.
     pub default_resolvers: Resolvers,
-    /// What edge nodes answer with.
+    /// Addresses that the names of edge nodes resolve to.
     pub answer: Addresses,
-    /// Names of the configuration, beside the known nodes.
+    /// Nodes from the configuration, in addition to the known nodes.
     pub fixed: Vec<Node>,
 }
 
-/// A cluster's domain, such as `cluster.local`.
+/// A cluster domain such as `cluster.local`, with its resolvers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClusterDomain {
-    /// The domain.
+    /// Domain of the names that belong to the cluster.
     pub domain: NodeName,
-    /// The cluster's resolvers; without one, names below the domain do not exist, except those of nodes.
+    /// Resolvers of the cluster. Without a resolver, names below the domain do not exist, except
+    /// those of nodes.
     pub resolvers: Vec<SocketAddr>,
 }
 
-/// Who is asked about names that are not ours.
+/// Resolvers for names that are not local.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolvers {
-    /// Those of this host's `/etc/resolv.conf`, as read at start.
+    /// The resolvers in this host's `/etc/resolv.conf`, read at start-up.
     Host,
-    /// These, the first that answers; with none nothing is forwarded.
+    /// These resolvers. The first one that answers is used. An empty list turns forwarding off.
     These(Vec<SocketAddr>),
 }
 
-/// What bounds the embedded DNS.
+/// Limits of the embedded DNS server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DnsLimits {
-    /// Time for an answer from elsewhere; then SERVFAIL.
+    /// Time limit for a forwarded query. The client then receives SERVFAIL.
     pub forward_budget: Duration,
-    /// Forwarded queries under way.
+    /// Maximum number of forwarded queries in flight.
     pub forwards: usize,
-    /// TCP connections open.
+    /// Maximum number of open TCP connections.
     pub connections: usize,
-    /// Queries of one source, per second.
+    /// Maximum number of queries per second from one client.
     pub per_source: u32,
 }

@@ -1,4 +1,5 @@
-//! The last records on disk: what is answered after a cold start, before anybody has told the nodes again.
+//! Snapshot of the last records on disk. After a cold start the server answers from it until the
+//! nodes are known again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,8 +14,8 @@ use tunnel_proto::wire::name::NodeName;
 use super::{Addresses, RecordSet, Records};
 use crate::store::data_dir::DataDir;
 
-/// Puts the records kept of the last run in force, unless there are records already. A damaged file is told and left
-/// behind: the next change replaces it. Blocks the thread.
+/// Restores the records of the last run, unless records are already present. A damaged file is
+/// logged and stays in the directory until the next change replaces it. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
     match read(data) {
         Ok(Some(persisted)) if records.load().is_empty() => {
@@ -29,7 +30,7 @@ pub fn restore(data: &DataDir, records: &Records) {
     }
 }
 
-/// Keeps the records on disk, soon after each change and once more when the drain begins.
+/// Writes the records to disk soon after each change, and once more when the drain begins.
 pub(super) fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
     let (data, mut changed) = (data.clone(), records.changed());
     let drain = shutdown.drain().clone();
@@ -54,7 +55,7 @@ pub(super) fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
                     if alive.is_err() {
                         return;
                     }
-                    // Nodes come in bursts.
+                    // Nodes change in bursts.
                     tokio::select! {
                         () = drain.cancelled() => {}
                         () = tokio::time::sleep(SAVE_PAUSE) => {}

@@ -1,4 +1,4 @@
-//! DNS over TCP (RFC 7766): messages with their length before them, one after the other.
+//! DNS over TCP (RFC 7766): length-prefixed messages, one after the other.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,8 +17,8 @@ use super::answer::Transport;
 use super::limiter::SourcePermit;
 use super::server::{QueryAction, Server};
 
-/// Accepts and answers until it is dropped. Beyond the limit one connection waits here, and others in
-/// the system's queue.
+/// Accepts connections and answers queries until dropped. Beyond the limit, one connection waits
+/// here and others wait in the queue of the system.
 pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connections: usize) {
     let permits = Arc::new(Semaphore::new(connections));
     let mut tasks = JoinSet::new();
@@ -44,7 +44,7 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
             Err(_none_left) => {
                 debug!("limits.dnsConnections is reached; new DNS connections wait");
                 server.record_connection_wait();
-                // Never closed.
+                // The semaphore is never closed.
                 let Ok(permit) = permits.clone().acquire_owned().await else {
                     return;
                 };
@@ -69,7 +69,8 @@ async fn serve_connection(
 ) -> io::Result<()> {
     let mut message = Vec::new();
     loop {
-        // The idle time between two queries, and the whole time for one: who sends a byte now and then is cut, too.
+        // Limits both the idle time between two queries and the time for a whole query. A client
+        // that sends a byte now and then is disconnected, too.
         let reading = read_message(&mut stream, &mut message);
         let Ok(read) = timeout(IDLE, reading).await else {
             return Ok(());
@@ -90,7 +91,8 @@ async fn serve_connection(
     }
 }
 
-/// Reads the next message; says whether there was one. Not cancel-safe: a message read in part is lost.
+/// Reads the next message. Returns `false` if there is none. Not cancel-safe: a partially read
+/// message is lost.
 async fn read_message(stream: &mut TcpStream, message: &mut Vec<u8>) -> io::Result<bool> {
     let length = match stream.read_u16().await {
         Ok(length) => usize::from(length),
@@ -102,7 +104,7 @@ async fn read_message(stream: &mut TcpStream, message: &mut Vec<u8>) -> io::Resu
     Ok(true)
 }
 
-/// Stub resolvers send their queries at once; caches open a new connection when they need one.
+/// Stub resolvers send their queries at once. Caches open a new connection when they need one.
 const IDLE: Duration = Duration::from_secs(5);
-/// An error that stays must not keep a core busy.
+/// A persistent error must not keep a core busy.
 const ERROR_PAUSE: Duration = Duration::from_millis(100);

@@ -1,4 +1,5 @@
-//! DNS over UDP: one task reads and answers from the records; only what is asked elsewhere gets a task of its own.
+//! DNS over UDP: one task reads queries and answers from the records. Each forwarded query gets a
+//! task of its own.
 
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr};
@@ -16,15 +17,15 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use super::answer::Transport;
 use super::server::{QueryAction, Server};
 
-/// A UDP socket that answers from the address that was asked: on a wildcard socket of a host with several addresses the
-/// system may take another one, and clients drop such answers.
+/// A UDP socket that answers from the address that received the query. On a wildcard socket of a
+/// host with several addresses the system may choose another one, and clients drop such answers.
 #[derive(Debug)]
 pub struct DnsSocket {
     socket: UdpSocket,
     state: UdpSocketState,
 }
 
-/// Who asked, and which of our addresses.
+/// Address of the client, and the local address that received the query.
 #[derive(Debug, Clone, Copy)]
 struct ReplyPath {
     client: SocketAddr,
@@ -32,10 +33,10 @@ struct ReplyPath {
 }
 
 impl DnsSocket {
-    /// Binds a socket; needs a runtime.
+    /// Binds a socket. Requires a runtime.
     ///
     /// # Errors
-    /// As the system says.
+    /// Returns the error of the system.
     pub fn bind(address: SocketAddr) -> io::Result<Self> {
         let socket = std::net::UdpSocket::bind(address)?;
         let state = UdpSocketState::new((&socket).into())?;
@@ -77,7 +78,7 @@ impl DnsSocket {
     }
 }
 
-/// Answers until it is dropped.
+/// Answers queries until dropped.
 pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
     let socket = Arc::new(socket);
     let mut buffer = vec![0; BUFFER].into_boxed_slice();
@@ -105,7 +106,7 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
         let Some(datagrams) = buffer.get(..meta.len) else {
             continue;
         };
-        // The system may hand over several datagrams of one client in one piece.
+        // The system may deliver several datagrams of one client in one buffer.
         for datagram in datagrams.chunks(meta.stride.max(1)) {
             let handle_query = || server.handle_query(datagram, reply_path.client, Transport::Udp);
             match catch_panic(handle_query).unwrap_or(QueryAction::Ignore) {
@@ -123,9 +124,9 @@ pub(super) async fn serve(server: Arc<Server>, socket: DnsSocket) {
     }
 }
 
-/// The largest piece that the system hands over.
+/// Largest buffer that the system delivers.
 const BUFFER: usize = 1 << 16;
-/// Bursts of queries while this task waits for its turn.
+/// Buffer for bursts of queries while this task waits to run.
 const RECEIVE_BUFFER: usize = 1 << 20;
-/// An error that stays must not keep a core busy.
+/// A persistent error must not keep a core busy.
 const ERROR_PAUSE: Duration = Duration::from_millis(100);

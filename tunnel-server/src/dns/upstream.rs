@@ -1,4 +1,5 @@
-//! Asking other resolvers: in order, the next one beside a slow one, until one has an answer.
+//! Forwarding to other resolvers: in order, starting the next one while a slow one is still
+//! pending, until one of them answers.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,9 +19,10 @@ use tracing::debug;
 
 use super::answer::Transport;
 
-/// The first good answer of `resolvers` within `budget`; else a bad one, if any came.
+/// Returns the first good answer of `resolvers` within `budget`. If there is none, returns a bad
+/// answer if any resolver sent one.
 ///
-/// Cancel-safe: nothing goes on when it is dropped.
+/// Cancel-safe: dropping the future stops all work.
 pub(super) async fn resolve(
     resolvers: &[SocketAddr],
     message: &Message,
@@ -48,7 +50,7 @@ pub(super) async fn resolve(
     timeout(budget, resolve_all).await.ok().flatten()
 }
 
-/// Another resolver may know better than one that cannot or does not want to answer.
+/// Another resolver may have a better answer than SERVFAIL or REFUSED.
 fn is_good(answer: &Message) -> bool {
     let code = answer.metadata.response_code;
     !matches!(code, ResponseCode::ServFail | ResponseCode::Refused)
@@ -76,7 +78,7 @@ async fn query_resolver(
     }
 }
 
-/// From a port of its own for each try, so that answers are hard to forge.
+/// Each attempt uses its own source port, so that answers are hard to forge.
 async fn query_udp(
     resolver: SocketAddr,
     request: DnsRequest,
@@ -111,7 +113,7 @@ async fn query_tcp(
     }
 }
 
-/// The resolvers that this host uses itself, on port 53.
+/// Returns the resolvers that this host uses, on port 53.
 pub(super) fn host_resolvers(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> {
     let text = std::fs::read_to_string(resolv_conf)?;
     let resolvers = text.lines().filter_map(|line| {
@@ -121,9 +123,9 @@ pub(super) fn host_resolvers(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> 
     Ok(resolvers.map(|address| (address, PORT).into()).collect())
 }
 
-/// The port of resolvers.
 const PORT: u16 = 53;
-/// How long a resolver is waited for alone: most answer sooner, and a dead one leaves the next one most of the budget.
+/// Time before the next resolver is asked as well. Most resolvers answer sooner, and a dead one
+/// leaves most of the budget to the next one.
 const HEAD_START: Duration = Duration::from_millis(150);
 /// A lost datagram is sent again well within the budget.
 const RETRY: Duration = Duration::from_millis(120);

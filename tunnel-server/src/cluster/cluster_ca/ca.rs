@@ -1,5 +1,5 @@
-//! The Secret of our CA: made by whoever writes first, adopted by all others, put back when it was emptied; and the
-//! ConfigMap of its certificates, which follows it.
+//! Reconciler for the CA Secret. The first writer creates the CA, all others adopt it, and an
+//! emptied Secret is filled again. The ConfigMap of the CA certificates follows the Secret.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -23,21 +23,21 @@ use crate::ca::CaMaterial;
 use crate::cluster::conditions::Condition;
 use crate::config::{KubernetesSettings, ObjectNames};
 
-/// The Secret and the ConfigMap are read anew, whatever was watched.
+/// Interval at which the Secret and the ConfigMap are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
 
-/// What follows from the Secret as found; pure.
+/// Pure decision on the observed Secret.
 #[derive(Debug)]
 enum Plan {
-    /// It has a CA.
+    /// The Secret contains a CA.
     Adopt(Box<CaMaterial>),
-    /// It has none yet.
+    /// The Secret is empty.
     Fill,
-    /// It has something else, which nobody should overwrite.
+    /// The Secret contains something else, which must not be overwritten.
     Refuse(String),
 }
 
-/// Keeps this server's CA equal to the Secret's.
+/// The task that keeps the CA of this server equal to that of the Secret.
 pub(super) struct CaReconciler {
     cluster_objects: ClusterObjects,
     secret: String,
@@ -59,7 +59,7 @@ impl CaReconciler {
         }
     }
 
-    /// Follows both objects until `stop`.
+    /// Watches both objects until `shutdown` stops.
     pub(super) fn start(self, settings: &KubernetesSettings, shutdown: &Shutdown) {
         let due = Arc::new(watch::Sender::new(()));
         let when = due.subscribe();
@@ -88,7 +88,7 @@ impl CaReconciler {
     async fn run(self, mut due: watch::Receiver<()>) {
         let mut backoff = Backoff::default();
         loop {
-            // An event that comes while the objects are looked at makes another look due.
+            // An event during the reconciliation triggers another one.
             due.mark_unchanged();
             let reconciled = self.reconcile().await;
             let now = Instant::now();
@@ -119,7 +119,8 @@ impl CaReconciler {
         }
     }
 
-    /// Brings this server to the Secret's CA and the ConfigMap to its certificates. Both are tried.
+    /// Applies the CA of the Secret to this server, and its certificates to the ConfigMap. Both are
+    /// tried.
     async fn reconcile(&self) -> Result<(), ApiError> {
         let adopted = self.adopt().await;
         self.report(Condition::CaSecret, Object::Ca, &self.secret, &adopted);
@@ -164,10 +165,11 @@ impl CaReconciler {
         self.cluster_objects.condition(condition, line);
     }
 
-    /// The CA of the Secret. An empty one gets the CA that this server has already, or else a new one.
+    /// Returns the CA of the Secret. An empty Secret is filled with the current CA of this server,
+    /// or with a new one.
     async fn adopt(&self) -> Result<Arc<CaMaterial>, ApiError> {
         for _ in 0..CONFLICTS_MAX {
-            // Looked at before the Secret, since servers write it after the Secret.
+            // The ConfigMap is read before the Secret, because servers write it after the Secret.
             let current_ca = self.current.borrow().clone();
             let has_agents = current_ca.is_none()
                 && ca_bundle::is_filled(&self.cluster_objects, &self.map).await?;
@@ -195,7 +197,8 @@ impl CaReconciler {
                 ),
             };
             fill(&mut secret, &material);
-            // The version in it makes the API server refuse this when anybody was faster.
+            // The resource version makes the API server reject this write if another writer was
+            // faster.
             let parameters = PostParams::default();
             let replaced = self
                 .cluster_objects

@@ -1,5 +1,5 @@
-//! The ConfigMap with the certificates of our CA, for agents that mount it: shipped empty, made when it is missing and the server
-//! may, repaired when somebody else changed it.
+//! ConfigMap with the CA certificates for agents that mount it. Manifests ship it empty. The server
+//! creates a missing ConfigMap if it has the permission, and repairs changes by others.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::super::metrics::Object;
 use super::super::objects::CA_CERTIFICATE_KEY;
 use super::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
 
-/// What to write; pure.
+/// Pure plan of the write.
 #[derive(Debug, PartialEq)]
 enum Plan {
     Nothing,
@@ -20,7 +20,8 @@ enum Plan {
     Update(ConfigMap),
 }
 
-/// Brings the ConfigMap to these certificates. All servers of a cluster write the same, so no Lease is needed.
+/// Brings the ConfigMap to these certificates. All servers of a cluster write the same content, so
+/// no Lease is needed.
 pub(super) async fn write(
     cluster_objects: &ClusterObjects,
     name: &str,
@@ -59,7 +60,7 @@ pub(super) async fn write(
     Err(conflicts())
 }
 
-/// Whether it has certificates.
+/// Returns `true` if the ConfigMap contains certificates.
 pub(super) async fn is_filled(
     cluster_objects: &ClusterObjects,
     name: &str,

@@ -1,4 +1,5 @@
-//! The Secret with the documents that servers change together: heard by a watch, written by compare-and-swap.
+//! Secret with the documents that all servers change: observed by a watch, written by
+//! compare-and-swap.
 
 use std::sync::Arc;
 
@@ -19,18 +20,18 @@ use crate::store::document::{
     CasOutcome, ClusterDocument, CompareAndSwap, SharedDocument, Snapshot,
 };
 
-/// Join tokens.
+/// Key of the join tokens.
 pub(super) const TOKENS: &str = "tokens.json";
-/// Revoked nodes.
+/// Key of the revoked nodes.
 pub(super) const REVOKED: &str = "revoked.json";
-/// QUIC keys of all replicas.
+/// Key of the QUIC keys of all replicas.
 pub(super) const REPLICAS: &str = "replicas.json";
-/// All of them.
+/// Keys of all documents.
 pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, REPLICAS];
-/// Changes that wait to be written; one more is refused.
+/// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
 
-/// What was heard of all documents, and the way to change them. Clones share it.
+/// The observed content of all documents, with a channel to change them. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct SharedDocuments {
     name: String,
@@ -40,7 +41,7 @@ pub(super) struct SharedDocuments {
 }
 
 impl SharedDocuments {
-    /// Begins to follow the Secret.
+    /// Starts to watch the Secret.
     pub(super) fn new(
         cluster_objects: &ClusterObjects,
         name: &str,
@@ -95,34 +96,34 @@ impl SharedDocuments {
         documents
     }
 
-    /// Waits until the Secret was heard, or is known from before.
+    /// Waits until the Secret was observed or a complete snapshot was loaded.
     pub(super) async fn wait_observed(&self) {
         let mut is_observed = self.is_observed.subscribe();
-        // The sender is in `self`.
+        // `self` holds the sender.
         let _never_closed = is_observed.wait_for(|is_observed| *is_observed).await;
     }
 
-    /// Whether the Secret was heard.
+    /// Returns `true` if the Secret was observed or a complete snapshot was loaded.
     pub(super) fn is_observed(&self) -> bool {
         *self.is_observed.borrow()
     }
 
-    /// One of them.
+    /// Returns the document with this key.
     pub(super) fn document(&self, key: &'static str) -> SharedDocument {
         SharedDocument::Cluster(self.plain(key))
     }
 
-    /// As [`SharedDocuments::document`].
+    /// Returns the inner document of [`SharedDocuments::document`].
     fn plain(&self, key: &'static str) -> ClusterDocument {
         let contents = self.contents.iter().find(|(known, _)| *known == key);
         let heard = contents.map(|(_, heard)| heard.subscribe());
-        // A key that is none of them has no content, ever.
+        // An unknown key never has content.
         let heard = heard.unwrap_or_else(|| watch::Sender::new(Snapshot::default()).subscribe());
         let name = format!("{}, key {key}", self.name);
         ClusterDocument::new(name, key, heard, self.swaps.clone())
     }
 
-    /// What is kept of them on disk.
+    /// Returns the texts to persist.
     pub(super) fn texts(&self) -> Vec<(&'static str, String)> {
         let text = |(key, heard): &(&'static str, watch::Sender<Snapshot>)| {
             let content = heard.borrow().content.clone()?;
@@ -131,19 +132,19 @@ impl SharedDocuments {
         self.contents.iter().filter_map(text).collect()
     }
 
-    /// Waits until any of them changes. Cancel-safe.
+    /// Waits until any document changes. Cancel-safe.
     pub(super) async fn changed(observed: &mut [watch::Receiver<Snapshot>]) {
         let all = observed.iter_mut().map(|heard| Box::pin(heard.changed()));
         let _any = futures_util::future::select_all(all).await;
     }
 
-    /// For [`SharedDocuments::changed`].
+    /// Returns receivers for [`SharedDocuments::changed`].
     pub(super) fn subscribe(&self) -> Vec<watch::Receiver<Snapshot>> {
         let senders = self.contents.iter().map(|(_, heard)| heard);
         senders.map(watch::Sender::subscribe).collect()
     }
 
-    /// Takes in the Secret as it was found. A document that is gone takes nothing back.
+    /// Applies the observed Secret. A missing document leaves the previous content in place.
     fn observe(&self, secret: &Secret) {
         for (key, heard) in self.contents.iter() {
             let Some(content) = content(secret, key) else {

@@ -1,5 +1,6 @@
-//! QUIC's reset and connection-id keys of each replica: an entry in the shared document, held by a Lease of its own, so
-//! that a server that comes back without its disk still answers its agents with stateless resets, and two never use one.
+//! Stateless reset and connection-id keys of QUIC for each replica. Each entry in the shared
+//! document has its own Lease. A server that restarts without its disk can therefore still send
+//! stateless resets to its agents, and two servers never use the same keys.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -29,30 +30,31 @@ use crate::store::data_dir::{DataDir, random};
 
 /// `leaseDurationSeconds` of the Leases.
 const DURATION_SECONDS: i32 = 15;
-/// Between renewals.
+/// Time between renewals.
 const RENEW_EVERY: Duration = Duration::from_secs(4);
-/// A Lease that was not renewed for this long by the clock is free. Clocks differ by less.
+/// A Lease that was not renewed for this long by the wall clock is free. Clock differences are
+/// smaller.
 const STALE: SignedDuration = SignedDuration::from_secs(60);
-/// Finding keys at the start takes this long at most; it goes on with its own.
+/// Limit for claiming keys at start-up. The server then continues with keys of its own.
 const CLAIM_LIMIT: Duration = Duration::from_secs(8);
-/// The same for a server that remembers keys: names are to be answered within a second of a start, also while the API
-/// server is away.
+/// Limit for a server with a persisted claim. The server must answer DNS within a second of its
+/// start, even if the API server is unavailable.
 const CLAIM_LIMIT_PERSISTED: Duration = Duration::from_millis(500);
-/// Giving them back at a clean stop.
+/// Limit for releasing the Lease at a clean stop.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Finds and holds the keys of this server.
+/// The task that claims and holds the keys of this server.
 pub(super) struct QuicKeyLeases {
     pub(super) cluster_objects: ClusterObjects,
-    /// How the Leases' names begin.
+    /// Name prefix of the Leases.
     pub(super) lease: String,
-    /// Nobody else runs at the same time, so that no Lease is needed.
+    /// Whether no other server runs concurrently, so that no Lease is needed.
     pub(super) is_single: bool,
-    /// Who this is, unless the data directory says it.
+    /// Identity of this server, unless the data directory contains one.
     pub(super) holder: String,
 }
 
-/// The right to an entry.
+/// A claim on an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct LeaseClaim {
@@ -60,15 +62,15 @@ pub(super) struct LeaseClaim {
     holder: String,
 }
 
-/// The keys to use.
+/// Keys for this server.
 #[derive(Debug)]
 pub(super) struct ClaimedKeys {
     pub(super) keys: QuicKeys,
-    /// To be renewed, when a Lease stands for it.
+    /// Claim to renew, if a Lease protects the entry.
     pub(super) claim: Option<LeaseClaim>,
 }
 
-/// The form of the document.
+/// Format of the document.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct ReplicaKeysDocument {
     #[serde(default)]
@@ -77,11 +79,11 @@ struct ReplicaKeysDocument {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ReplicaEntry {
-    /// Hexadecimal.
+    /// The keys in hexadecimal.
     keys: String,
 }
 
-/// What this server remembers: so it has its entry again at once, also without the API server.
+/// The persisted claim. A restarted server regains its entry at once, even without the API server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct PersistedClaim {
     claim: LeaseClaim,
@@ -89,8 +91,8 @@ struct PersistedClaim {
 }
 
 impl QuicKeyLeases {
-    /// Finds an entry, and its keys. Where that fails, the keys are the remembered ones or new ones, and the failure is
-    /// told.
+    /// Claims an entry and returns its keys. If that fails, reports the failure and returns the
+    /// persisted keys or new ones.
     pub(super) async fn claim(
         &self,
         documents: &SharedDocuments,
@@ -159,8 +161,9 @@ impl QuicKeyLeases {
         Ok(PersistedClaim { claim, keys })
     }
 
-    /// Gets the Lease of the entry that it had, of a free one, or of a new one. An entry that another server has by now
-    /// is not remembered any more: its keys are that server's.
+    /// Acquires the Lease of the previous entry, or else of the first entry that is free or new. If
+    /// another server holds the previous entry, the persisted claim is dropped, because those keys
+    /// belong to that server.
     async fn acquire_any(
         &self,
         persisted_claim: &mut Option<PersistedClaim>,
@@ -205,7 +208,7 @@ impl QuicKeyLeases {
         )
     }
 
-    /// Takes or renews the Lease of an entry. Says whether this server has it.
+    /// Acquires or renews the Lease of an entry. Returns `true` if this server holds it.
     async fn acquire_or_renew(&self, claim: &LeaseClaim) -> Result<bool, ApiError> {
         let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
         let found = self.cluster_objects.call(leases.get_opt(&name)).await?;
@@ -249,7 +252,7 @@ impl QuicKeyLeases {
             .is_some())
     }
 
-    /// Renews the Lease until it is given back.
+    /// Renews the Lease until it is released.
     pub(super) fn renew_until_released(self, claim: LeaseClaim, shutdown: &Shutdown) -> LeaseGuard {
         let end = CancellationToken::new();
         let (ended, done) = tokio::sync::oneshot::channel();
@@ -296,7 +299,7 @@ impl QuicKeyLeases {
     }
 }
 
-/// The right to QUIC keys, renewed until it is given back.
+/// A claim on QUIC keys that is renewed until it is released.
 #[derive(Debug)]
 pub struct LeaseGuard {
     end: CancellationToken,
@@ -304,15 +307,15 @@ pub struct LeaseGuard {
 }
 
 impl LeaseGuard {
-    /// Gives the keys back, for a server that comes after this one; new sessions must not be given them any more. Takes 2 s
-    /// at most.
+    /// Releases the keys for a later server. New sessions must not use them after this call. Takes
+    /// at most 2 s.
     pub async fn release(self) {
         self.end.cancel();
         let _either_way = tokio::time::timeout(RELEASE_LIMIT + CALL_LIMIT, self.done).await;
     }
 }
 
-/// Whether somebody may take a Lease; pure.
+/// Returns `true` if `holder` may take the Lease. Pure.
 fn is_free(spec: &LeaseSpec, holder: &str, wall: Timestamp) -> bool {
     let held_by = spec.holder_identity.as_deref().unwrap_or_default();
     let renewed = spec.renew_time.as_ref().map(|time| time.0);
@@ -336,7 +339,7 @@ fn spec(before: Option<&LeaseSpec>, holder: &str, wall: Timestamp) -> LeaseSpec 
     }
 }
 
-/// The keys of an entry; made by whoever asks first.
+/// Returns the keys of an entry. The first caller creates them.
 async fn load_or_create_keys(documents: &SharedDocuments, entry: u8) -> Result<String, String> {
     let document = documents.document(REPLICAS);
     let finding = tokio::task::spawn_blocking(move || {
@@ -417,7 +420,7 @@ mod tests {
         assert!(is_free(&lease("a", now), "a", now));
         assert!(!is_free(&lease("b", ago(50)), "a", now));
         assert!(is_free(&lease("b", ago(61)), "a", now));
-        // A holder whose clock is ahead.
+        // The holder's clock is ahead.
         assert!(!is_free(&lease("b", ago(-300)), "a", now));
     }
 

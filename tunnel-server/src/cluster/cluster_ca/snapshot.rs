@@ -1,5 +1,5 @@
-//! What all servers share, as this one heard it last, in its data directory: a server that starts without the API server
-//! has the same CA and refuses the same nodes.
+//! Snapshot of the shared state in the data directory. A server that starts without the API server
+//! uses the last observed CA and refuses the same nodes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,22 +20,22 @@ use crate::store::data_dir::DataDir;
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// The form of the file.
+/// Format of the file.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct SharedSnapshot {
-    /// The Secret that the CA is of; another one's is of no use.
+    /// Secret that the CA came from. The snapshot is ignored for another Secret.
     secret: String,
     certificates: String,
     #[serde(with = "wiped")]
     key: Zeroizing<String>,
     pub(super) documents: BTreeMap<String, String>,
-    /// Whether the documents were heard.
+    /// Whether the documents were observed.
     is_whole: bool,
 }
 
 impl SharedSnapshot {
-    /// The CA, if there is a usable one.
+    /// Returns the CA if it is usable.
     pub(super) fn material(&self) -> Option<CaMaterial> {
         if self.key.is_empty() {
             return None;
@@ -46,14 +46,14 @@ impl SharedSnapshot {
             .ok()
     }
 
-    /// Whether it is enough to start with.
+    /// Returns `true` if the snapshot is complete enough to start with.
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
     }
 }
 
-/// What was kept of the Secret of this name; nothing when there is no file or it cannot be understood, since the cluster
-/// tells it again.
+/// Returns the persisted state of the Secret with this name. Returns the empty state if the file is
+/// missing or not valid, because the cluster provides the state again.
 pub(super) fn load(data: &DataDir, secret: &str) -> SharedSnapshot {
     let path = data.authority();
     let read = files::read_secret(&path).map_err(|error| error.to_string());
@@ -80,7 +80,7 @@ pub(super) fn load(data: &DataDir, secret: &str) -> SharedSnapshot {
     }
 }
 
-/// Puts the certificates where people look for them.
+/// Writes the certificates to the path where operators expect them.
 pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     let path = data.ca_certificate();
     let writing =
@@ -92,7 +92,7 @@ pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     }
 }
 
-/// Keeps what is heard, as soon as it changes.
+/// Starts the task that persists the state as soon as it changes.
 pub(super) fn start(
     data: &DataDir,
     mut last: SharedSnapshot,
@@ -145,7 +145,7 @@ fn state(
     }
 }
 
-/// A text that is wiped when it is dropped.
+/// Serialization of a text that is wiped on drop.
 mod wiped {
     use serde::{Deserialize as _, Deserializer, Serializer};
     use zeroize::Zeroizing;
@@ -164,7 +164,7 @@ mod wiped {
     }
 }
 
-/// The file, and the certificates where people look for them.
+/// Writes the file, and the certificates to the path where operators expect them.
 fn save(path: &Path, certificate: &Path, persisted: &SharedSnapshot) -> std::io::Result<()> {
     let content = Zeroizing::new(serde_json::to_vec(persisted).map_err(std::io::Error::other)?);
     files::replace(path, &content)?;

@@ -39,7 +39,7 @@ async fn anothers_lease_is_taken_when_it_did_not_change_for_its_duration() {
     let (mut me, start, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
     let after = |seconds| start + Duration::from_secs(seconds);
     let other = spec("other", 100);
-    // Its times may be of any clock: only whether it changes counts.
+    // The times in the Lease may be of any clock. Only whether the Lease changes counts.
     assert_eq!(
         me.next_action(Some(&other), start, wall),
         LeaseAction::Follow("other".into())
@@ -118,7 +118,7 @@ fn lease(holder: &str, version: &str) -> Value {
     })
 }
 
-/// F38.
+/// F38: the term ends without a renewal.
 #[tokio::test(start_paused = true)]
 async fn writing_ends_ten_seconds_after_the_last_renewal_and_comes_back_with_the_next() {
     let (mut election, mut server) = election();
@@ -189,12 +189,12 @@ async fn lease_that_another_took_ends_writing_at_once() {
         stop.cancel();
     };
     tokio::join!(election.run(&stop), playing);
-    // Not ours, so nothing is given back.
+    // Another candidate holds the Lease, so this one does not release it.
     election.release().await;
     server.is_quiet_for(Duration::from_secs(60)).await;
 }
 
-/// A server that was paused must not write on the strength of a term that ended meanwhile.
+/// A server that was paused must not write under a term that ended in the meantime.
 #[tokio::test(start_paused = true)]
 async fn term_that_is_over_counts_for_nothing_before_anybody_says_so() {
     let (term, leadership) = testing::leadership();
@@ -204,7 +204,7 @@ async fn term_that_is_over_counts_for_nothing_before_anybody_says_so() {
     assert_eq!(leadership.until(end), None);
 }
 
-/// With the rights of the manifests, which cannot create.
+/// The permissions of the manifests do not include `create`.
 #[tokio::test(start_paused = true)]
 async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
     let (mut election, mut server) = election();
@@ -223,7 +223,7 @@ async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
                 && condition.ends_with("| kubectl -n kube-system create -f -"),
             "{condition}"
         );
-        // As manifests ship it.
+        // An empty Lease, as manifests ship it.
         let mut empty = lease("", "1");
         empty.as_object_mut().unwrap().remove("spec");
         found.answer(&empty);

@@ -1,7 +1,9 @@
-//! Host names of Nodes as their aliases: which a node may have, and which node has one that several claim; pure.
+//! Hostnames of Nodes as aliases: which alias a node may have, and which node owns an alias that
+//! several nodes claim. Pure.
 //!
-//! A kubelet writes the host name of its Node as it likes, and an alias is a name in DNS and in routes. So it comes from the
-//! Node's own name, which the API server ties to the kubelet's certificate, or from a pattern of the operator.
+//! A kubelet can set the hostname of its Node freely, and an alias becomes a name in DNS and in
+//! routes. An alias must therefore derive from the Node's own name, which the API server ties to
+//! the kubelet's certificate, or match a pattern of the operator.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,20 +12,20 @@ use tunnel_proto::wire::name::NodeName;
 use super::ClusterNode;
 use crate::dns::NamePattern;
 
-/// Nodes by the alias that they have.
+/// Owner nodes by alias.
 pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;
 
-/// What decides about aliases beside the Nodes themselves.
+/// Rules for aliases, in addition to the Nodes themselves.
 #[derive(Debug, Clone, Default)]
 pub(in crate::cluster) struct AliasRules {
-    /// `--record-names`.
+    /// Patterns of `--record-names`.
     pub(in crate::cluster) patterns: Vec<NamePattern>,
-    /// Who had which alias last.
+    /// Previous owners of the aliases.
     pub(in crate::cluster) owners: AliasOwners,
 }
 
 impl AliasRules {
-    /// The alias, if a node of this name may have it.
+    /// Returns the alias if a node with this name may have it.
     pub(super) fn check(&self, alias: NodeName, own: &NodeName) -> Result<NodeName, String> {
         let (text, node) = (alias.as_str(), own.as_str());
         let is_first_label = node.split('.').next() == Some(text);
@@ -41,7 +43,8 @@ impl AliasRules {
     }
 }
 
-/// Leaves each alias to one node: that which had it before, else the one whose object is oldest. Returns why others lost it.
+/// Assigns each alias to one node: the previous owner, or else the node whose object is oldest.
+/// Returns the reasons why other nodes lost it.
 pub(super) fn assign_aliases(nodes: &mut [ClusterNode], before: &AliasOwners) -> Vec<String> {
     let names: BTreeSet<NodeName> = nodes.iter().map(|node| node.name.clone()).collect();
     let mut claims: BTreeMap<NodeName, Vec<usize>> = BTreeMap::new();
@@ -90,6 +93,6 @@ fn owner(nodes: &[ClusterNode], claimants: &[usize], before: Option<&str>) -> Op
         .iter()
         .map(|index| Some((nodes[*index].facts.created?, *index)))
         .collect();
-    // Of two of one second, the first by name.
+    // If two objects have the same age, the first one by name wins.
     ages?.into_iter().min().map(|(_, index)| index)
 }

@@ -1,5 +1,5 @@
-//! Claims of Nodes on addresses and networks that an operator should look at, since dials of the server's own leave them out;
-//! pure.
+//! Pure checks of addresses and networks that Nodes claim. Direct dials ignore the conflicting
+//! claims, so an operator should review them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -9,20 +9,21 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::NodeSet;
 
-/// Nodes that a line names.
+/// Maximum number of nodes that a line names.
 const NAMES_SHOWN_MAX: usize = 4;
 
-/// A network, or an address as a network of one, and the node that claims it.
+/// A network, or an address as a network of one, with the node that claims it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct AddressClaim<'a> {
     network: Cidr,
-    /// Networks come before equal addresses, and hold them.
+    /// Networks sort before equal addresses, and contain them.
     is_address: bool,
     node: &'a NodeName,
 }
 
 impl NodeSet {
-    /// Lines about networks that are not used, and about claims that contradict each other.
+    /// Returns lines about networks that are not used, and about claims that conflict with each
+    /// other.
     pub(in crate::cluster) fn conflicts(&self, services: &[Cidr]) -> Vec<String> {
         let mut lines = Vec::new();
         let mut claims = Vec::new();
@@ -54,7 +55,8 @@ impl NodeSet {
         lines
     }
 
-    /// Addresses that a node in the cloud shares. Nodes behind agents may well have the same one, each in its own site.
+    /// Returns lines about addresses that a cloud node shares with other nodes. Nodes behind agents
+    /// may share an address, because each has its own site.
     fn shared_addresses(&self) -> Vec<String> {
         let mut owners: BTreeMap<IpAddr, (bool, Vec<&NodeName>)> = BTreeMap::new();
         for node in &self.nodes {
@@ -94,7 +96,8 @@ fn in_services(claims: &[AddressClaim<'_>], services: &[Cidr]) -> Vec<String> {
     overlapping.collect()
 }
 
-/// A line for each network that holds claims of other nodes; the claims are sorted, so that what is in a network follows it.
+/// Returns a line for each network that contains claims of other nodes. The claims are sorted, so
+/// the contents of a network follow it.
 fn nested(claims: &[AddressClaim<'_>]) -> Vec<String> {
     let mut contained: BTreeMap<AddressClaim<'_>, BTreeSet<&NodeName>> = BTreeMap::new();
     let mut open: Vec<AddressClaim<'_>> = Vec::new();

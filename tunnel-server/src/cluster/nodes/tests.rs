@@ -48,8 +48,9 @@ fn hosts(store: &NodeStore) -> String {
     RecordSet::new(&nodes, tunnel).hosts()
 }
 
-/// What CoreDNS's hosts plugin reads (`plugin/hosts/hostsfile.go`): `#` begins a comment, fields are split at white space,
-/// the first is an address, all others are names; lines without both are skipped.
+/// Parses a text like the hosts plugin of CoreDNS (`plugin/hosts/hostsfile.go`). `#` begins a
+/// comment. Fields are separated by white space. The first field is an address, and all others are
+/// names. Lines without both are skipped.
 fn parsed(hosts: &str) -> BTreeSet<(IpAddr, String)> {
     let mut entries = BTreeSet::new();
     for line in hosts.lines() {
@@ -63,7 +64,7 @@ fn parsed(hosts: &str) -> BTreeSet<(IpAddr, String)> {
     entries
 }
 
-/// DNS-1, from objects.
+/// DNS-1, from Node objects.
 #[test]
 fn nodes_become_the_guides_records() {
     let store = store(&[
@@ -84,7 +85,7 @@ fn nodes_become_the_guides_records() {
     );
 }
 
-/// DNS-6: no name is another's by its end.
+/// DNS-6: a name that is the suffix of another one does not match it.
 #[test]
 fn deleted_node_takes_only_its_own_line() {
     let nodes = ["1", "worker-1", "xworker-1"].map(|name| node(name, true, &[]));
@@ -97,7 +98,7 @@ fn deleted_node_takes_only_its_own_line() {
     );
 }
 
-/// DNS-5, and what changes nothing.
+/// DNS-5, and changes that have no effect.
 #[test]
 fn label_and_addresses_count_and_heartbeats_do_not() {
     let cloud = node("a", false, &[("InternalIP", "10.0.0.1")]);
@@ -129,7 +130,7 @@ fn list_replaces_what_was_there_only_when_it_is_complete() {
     let begun = store.apply(vec![Event::Init, Event::InitApply(b.clone())]);
     assert_eq!(begun, Applied::default());
     assert_eq!(hosts(&store), format!("{TUNNEL}\ta"));
-    // The list began anew: what it told before does not count.
+    // The list restarted, so its earlier items do not count.
     let done = store.apply(vec![
         Event::Init,
         Event::InitApply(a.clone()),
@@ -174,7 +175,7 @@ fn connected_agent_can_make_an_edge_node() {
     assert_eq!(nodes[0].location, NodeLocation::Edge);
 }
 
-/// T13: names that mean something else, or are no names.
+/// T13: names with another meaning, and invalid names.
 #[test]
 fn hostile_names_go_nowhere() {
     let long = "a".repeat(254);
@@ -243,8 +244,8 @@ fn hostile_names_go_nowhere() {
     }
 }
 
-/// T13, T14 and R07 together: whatever the names are, the hosts text parses back to exactly the good ones, and adding or
-/// removing one never changes the line of another.
+/// T13, T14 and R07 together: for any names, the hosts text parses back to exactly the valid ones,
+/// and adding or removing one never changes the line of another.
 #[test]
 fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
     const PIECES: [&str; 16] = [

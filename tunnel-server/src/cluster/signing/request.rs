@@ -1,4 +1,4 @@
-//! CertificateSigningRequests: what is asked for, under which name, and what has become of it. Pure.
+//! Pure functions for CertificateSigningRequests: their name, content and state.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{
@@ -12,26 +12,27 @@ use tunnel_proto::wire::enroll::hex;
 use crate::cluster::objects::KUBELET_CLIENT_NAME;
 use crate::cluster::signing::snapshot::{KubeletCredential, not_after};
 
-/// Bytes of the digest in a request's name: two servers of a cluster never have one name.
+/// Number of digest bytes in the name of a request. Two servers of a cluster never share a name.
 const DIGEST_BYTES: usize = 8;
 
-/// What has become of a request.
+/// State of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RequestState {
-    /// There is none.
+    /// The request does not exist.
     Absent,
-    /// Nobody has approved or denied it.
+    /// The request is neither approved nor denied.
     Pending,
-    /// It is approved, and not signed yet.
+    /// The request is approved but not signed yet.
     Approved,
-    /// The chain, PEM.
+    /// The issued chain in PEM.
     Issued(Vec<u8>),
-    /// It was denied or has failed, and why.
+    /// The request was denied or has failed, with the reason.
     Refused(&'static str, String),
 }
 
-/// The name of the request for the next certificate. It follows from the key and from the certificate that is there, so that
-/// a server finds its request again after a restart and replicas never share one.
+/// Returns the name of the request for the next certificate. The name follows from the key and the
+/// current certificate. A server therefore finds its request after a restart, and replicas never
+/// share one.
 pub(super) fn request_name(kept: &KubeletCredential) -> String {
     let last = kept.certificate.as_ref().and_then(|own| not_after(own));
     let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
@@ -43,7 +44,7 @@ pub(super) fn request_name(kept: &KubeletCredential) -> String {
     format!("{KUBELET_CLIENT_NAME}-{}", hex(digest))
 }
 
-/// A request for a client certificate with our name and no group.
+/// Builds a request for a client certificate with the server's name and no group.
 pub(super) fn request(
     name: &str,
     signer: &str,
@@ -70,7 +71,7 @@ pub(super) fn request(
     })
 }
 
-/// What has become of a request, as it was found.
+/// Returns the state of an observed request.
 pub(super) fn request_state(found: Option<&CertificateSigningRequest>) -> RequestState {
     let Some(found) = found else {
         return RequestState::Absent;

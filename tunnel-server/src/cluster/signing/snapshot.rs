@@ -1,4 +1,5 @@
-//! The key and certificate for kubelets in the data directory. The key is made once and stays.
+//! Key and certificate for kubelets in the data directory. The key is created once and never
+//! changes.
 
 use std::io;
 use std::sync::Arc;
@@ -15,19 +16,19 @@ use zeroize::Zeroizing;
 
 use crate::store::data_dir::DataDir;
 
-/// The part of a certificate's life after which it is renewed: between the two, as the kubelet does.
+/// Range for the fraction of a certificate's lifetime after which it is renewed, as in the kubelet.
 const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);
 
-/// What there is.
+/// The key and the certificate.
 pub(super) struct KubeletCredential {
     pub(super) key: KeyPair,
-    /// The last one, whether it has ended or not.
+    /// The last certificate, even if it has expired.
     pub(super) certificate: Option<Arc<CertifiedKey>>,
-    /// Where in its life it is renewed.
+    /// Fraction of the lifetime after which the certificate is renewed.
     renew_fraction: f64,
 }
 
-/// Why a certificate cannot be used.
+/// Error for a certificate that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UnusableError {
     #[error("not PEM")]
@@ -39,7 +40,8 @@ pub(super) enum UnusableError {
 }
 
 impl KubeletCredential {
-    /// Reads both, or makes a key. A certificate that is not the key's is passed over. Blocks the thread.
+    /// Reads the key and the certificate, or creates a key. A certificate for another key is
+    /// ignored. Blocks the thread.
     pub(super) fn open(data: &DataDir) -> io::Result<Self> {
         let path = data.kubelet_client_key();
         let key = match files::read_secret(&path)? {
@@ -71,7 +73,7 @@ impl KubeletCredential {
         Ok(persisted)
     }
 
-    /// Takes a chain, PEM, leaf first, if it is for the key and has not ended.
+    /// Installs a PEM chain, leaf first, if it matches the key and has not expired.
     pub(super) fn install(&mut self, chain: &[u8]) -> Result<Arc<CertifiedKey>, UnusableError> {
         let chain = tls::files::chain(chain).map_err(UnusableError::Pem)?;
         let key = PrivateKeyDer::Pkcs8(self.key.serialize_der().into());
@@ -83,7 +85,7 @@ impl KubeletCredential {
         Ok(own)
     }
 
-    /// When the next certificate is due; long ago when there is none.
+    /// Returns the renewal time, which is in the past if there is no certificate.
     pub(super) fn renew_at(&self) -> SystemTime {
         let leaf = self.certificate.as_ref().and_then(|own| own.cert.first());
         let times = leaf.and_then(|leaf| validity(leaf).ok());
@@ -94,7 +96,7 @@ impl KubeletCredential {
     }
 }
 
-/// When a certificate ends.
+/// Returns the expiry of a certificate.
 pub(super) fn not_after(own: &CertifiedKey) -> Option<SystemTime> {
     let leaf = own.cert.first()?;
     validity(leaf).ok().map(|(_, until)| until)

@@ -59,7 +59,7 @@ impl Fixture {
         self.problems.of(Condition::KubeletCertificate).join("\n")
     }
 
-    /// Lets the server find nothing, and takes the request that it then makes.
+    /// Answers that no request exists, and returns the request that the server then creates.
     async fn asked(&mut self) -> Value {
         let poll = self.server.call().await;
         assert!(
@@ -79,7 +79,7 @@ impl Fixture {
         object
     }
 
-    /// Answers the next look with this status.
+    /// Answers the next poll with this status.
     async fn finds(&mut self, object: &Value, status: Value) {
         let mut object = object.clone();
         object["status"] = status;
@@ -94,7 +94,8 @@ fn base64(bytes: &[u8]) -> Value {
     serde_json::to_value(k8s_openapi::ByteString(bytes.to_vec())).unwrap()
 }
 
-/// Signs what was asked for, for a time around now: from so long ago, for so long.
+/// Signs the request with a certificate that began `ago` before the current time and lasts for
+/// `life`.
 fn signed(object: &Value, ago: Duration, life: Duration) -> (String, Value) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -146,7 +147,7 @@ async fn request_is_approved_and_its_certificate_is_used_and_persisted() {
     fixture.server.is_quiet_for(HOUR / 2).await;
     assert!(fixture.is_delegating());
     assert_eq!(fixture.condition(), "");
-    // The next process has it at once, and asks for nothing.
+    // The next process uses the certificate at once and sends no request.
     let Fixture {
         scratch, signing, ..
     } = fixture;
@@ -160,7 +161,7 @@ async fn request_is_approved_and_its_certificate_is_used_and_persisted() {
 async fn certificate_is_renewed_under_another_name_while_the_old_one_is_in_use() {
     let mut fixture = fixture(Scratch::new());
     let object = fixture.asked().await;
-    // 95 % of its life is over.
+    // 95 % of the lifetime is over.
     let (_, certificate) = signed(&object, 19 * HOUR, 20 * HOUR);
     fixture
         .finds(&object, json!({ "certificate": certificate }))
@@ -196,7 +197,7 @@ async fn refused_request_is_a_condition_and_is_recreated_after_its_deletion() {
     fixture
         .finds(&object, json!({ "conditions": failed }))
         .await;
-    // A certificate of another key is of no use.
+    // A certificate for another key is not usable.
     let stranger = KeyPair::generate().unwrap();
     let other = CertificateParams::default().self_signed(&stranger).unwrap();
     fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;

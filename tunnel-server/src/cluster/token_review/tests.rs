@@ -13,7 +13,7 @@ fn settings() -> AgentTokens {
     }
 }
 
-/// A token with these claims and a signature that nobody looks at here.
+/// Returns a token with these claims. These tests do not check the signature.
 fn token(claims: &Value) -> ServiceAccountToken {
     let encoded = json!(ByteString(claims.to_string().into_bytes()));
     let payload = encoded.as_str().unwrap().trim_end_matches('=').to_owned();
@@ -179,7 +179,7 @@ async fn expired_token_has_its_own_error_and_malformed_token_is_not_sent() {
     let (attested, ()) = tokio::join!(attest(&client, &ended, &settings), api);
     assert_eq!(attested, Err(AttestError::Expired));
     for garbage in ["", "eyJ", "eyJ.e30.x", "eyJ.e30", "a.b.c.d", "eyJ.!!!.x"] {
-        // Without an answer this would wait for ever.
+        // If the client sent the token, the test would wait forever for an answer.
         let attested = attest(&client, &ServiceAccountToken::new(garbage), &settings).await;
         let expected = AttestError::NotAccepted("tunnel-server".into());
         assert_eq!(attested, Err(expected), "{garbage:?}");

@@ -24,7 +24,7 @@ fn list(items: &[Value], more: &str) -> Value {
     })
 }
 
-/// Versions that were seen; `-` for an object that is not there.
+/// Observed versions, with `-` for an absent object.
 type Versions = Arc<Mutex<Vec<String>>>;
 
 fn followed() -> (ApiServer, Versions, Shutdown) {
@@ -91,7 +91,7 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
     until_versions(&versions, &["2", "12"]).await;
 }
 
-/// F21: a watch that is cut goes on from where it was, without a list.
+/// F21: a watch that is interrupted resumes at its last version, without a list.
 #[tokio::test(start_paused = true)]
 async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
     let (mut server, versions, _tasks) = followed();
@@ -120,7 +120,7 @@ async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
     until_versions(&versions, &["-", "11", "-"]).await;
 }
 
-/// F21: 410 at the start of a watch and in it, again and again.
+/// F21: repeated status 410, at the start of a watch and within it.
 #[tokio::test(start_paused = true)]
 async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
     let (mut server, versions, _tasks) = followed();
@@ -144,7 +144,7 @@ async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
     assert!(!versions.lock().unwrap().is_empty());
 }
 
-/// F22: told while it lasts, also when what is followed says nothing afterwards.
+/// F22: the condition lasts as long as the failure, and clears even if the watch has no events.
 #[tokio::test(start_paused = true)]
 async fn lost_right_is_a_condition_until_the_watch_runs_again() {
     let readiness = Readiness::default();
@@ -174,7 +174,7 @@ async fn lost_right_is_a_condition_until_the_watch_runs_again() {
     assert_eq!(readiness.conditions(), []);
 }
 
-/// F21: after a restart of the API server the first watch ends with 410. That is normal.
+/// F21: after a restart of the API server the first watch ends with 410, which is normal.
 #[tokio::test(start_paused = true)]
 async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {
     for in_stream in [false, true] {
@@ -221,7 +221,7 @@ async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {
     }
 }
 
-/// A version that expires again and again is a problem, and stays one over the lists between.
+/// A version that expires repeatedly is a condition, which stays between the lists.
 #[tokio::test(start_paused = true)]
 async fn version_that_keeps_expiring_is_a_condition() {
     let readiness = Readiness::default();
@@ -241,7 +241,7 @@ async fn version_that_keeps_expiring_is_a_condition() {
     }
 }
 
-/// A watch that runs is no problem, however busy it is.
+/// A running watch is not a condition, however busy it is.
 #[tokio::test(start_paused = true)]
 async fn busy_watch_is_no_condition_after_a_while() {
     let readiness = Readiness::default();

@@ -98,7 +98,7 @@ fn map(version: &str, data: &Value) -> Value {
     })
 }
 
-/// DNS-1, DNS-7, F22: made when it is missing, and made again when somebody deletes it.
+/// DNS-1, DNS-7, F22: a missing ConfigMap is created, and created again after a deletion.
 #[tokio::test(start_paused = true)]
 async fn records_are_written_byte_for_byte_and_again_after_a_deletion() {
     let (mut fixture, mut writers) = fixture();
@@ -129,7 +129,8 @@ async fn records_are_written_byte_for_byte_and_again_after_a_deletion() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// With the rights of the manifests, which cannot create: the condition has the command, and ends when somebody ran it.
+/// The permissions of the manifests do not include `create`. The condition has the command, and
+/// clears after an operator has run it.
 #[tokio::test(start_paused = true)]
 async fn map_that_may_not_be_created_is_a_condition_with_the_command() {
     let (mut fixture, mut writers) = fixture();
@@ -172,7 +173,7 @@ async fn map_that_may_not_be_created_is_a_condition_with_the_command() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// F22, T14: only our key, and within two seconds.
+/// F22, T14: only the server's key is repaired, within two seconds.
 #[tokio::test(start_paused = true)]
 async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {
     let (mut fixture, mut writers) = fixture();
@@ -209,7 +210,7 @@ async fn foreign_edit_is_repaired_and_foreign_keys_are_kept() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// F23: the loser of a conflict looks anew and writes on top of the winner's version.
+/// F23: the loser of a conflict reads again and writes on top of the winner's version.
 #[tokio::test(start_paused = true)]
 async fn conflict_is_retried_on_a_fresh_copy_and_a_burst_is_one_write() {
     let (mut fixture, mut writers) = fixture();
@@ -248,7 +249,7 @@ async fn conflict_is_retried_on_a_fresh_copy_and_a_burst_is_one_write() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// F38: the one that lost the Lease does not write, and says nothing of what it could not.
+/// F38: a server that lost the Lease does not write, and does not report failed writes.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_written_without_the_lease() {
     let (mut fixture, mut writers) = fixture();
@@ -270,7 +271,7 @@ async fn nothing_is_written_without_the_lease() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// T14.
+/// T14: the old records stay, with a condition and an Event.
 #[tokio::test(start_paused = true)]
 async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
     let (mut fixture, mut writers) = fixture();
@@ -311,7 +312,7 @@ async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// F21, F22: refusals are said, tried again with growing waits, and are over when they are over.
+/// F21, F22: refusals are reported, retried with growing delays, and cleared after a success.
 #[tokio::test(start_paused = true)]
 async fn refused_writes_are_retried_and_reported() {
     let (mut fixture, mut writers) = fixture();
@@ -367,7 +368,7 @@ async fn refused_writes_are_retried_and_reported() {
     tokio::join!(writers.run(&stop), playing);
 }
 
-/// The view of guide 000, with fields that this build does not know.
+/// The Service of guide 000, with fields that this build does not know.
 #[tokio::test(start_paused = true)]
 async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
     let (mut fixture, mut writers) = fixture();

@@ -35,7 +35,7 @@ fn query(name: &str, kind: RecordType) -> Message {
     message
 }
 
-/// The reply with what was counted; `None` for silence.
+/// Returns the reply and its outcome, or `None` if the server does not answer.
 fn ask_with(message: &[u8], names: &Names) -> Option<(Message, QueryOutcome)> {
     let records = records();
     let context = AnswerContext {
@@ -208,7 +208,7 @@ fn edns_is_answered_with_edns_and_unknown_versions_are_refused() {
     edns.set_version(1);
     message.set_edns(edns);
     let (reply, _) = ask_with(&message.to_vec().unwrap(), &names(true)).unwrap();
-    // 16, which TSIG calls BADSIG.
+    // Code 16 is BADSIG in TSIG.
     assert_eq!(u16::from(reply.metadata.response_code), 16);
 }
 

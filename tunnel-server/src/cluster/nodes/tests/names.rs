@@ -1,4 +1,5 @@
-//! Node objects, hostile ones among them, with the records and routes that the names of each lead to.
+//! Tests with Node objects, including hostile ones, and the records and routes that their names
+//! produce.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +8,8 @@ use serde_json::json;
 use super::*;
 use crate::routing::routes::RouteTable;
 
-/// A Node's name and Hostname, and the alias that follows, if any. `--record-names` is `*.edge.example.com,gw-*`.
+/// A Node's name and Hostname, and the resulting alias, if any. `--record-names` is
+/// `*.edge.example.com,gw-*`.
 const NAMES: [(&str, &str, Option<&str>); 34] = [
     ("worker-1", "worker-1", None),
     (
@@ -106,7 +108,7 @@ fn names_of_hostile_nodes_make_no_foreign_record_or_route() {
     }
 }
 
-/// Two nodes whose first labels are equal.
+/// Returns one of two nodes whose first labels are equal.
 fn twin(name: &str, created: Option<&str>) -> NodeObject {
     let mut object = node(
         name,
@@ -145,7 +147,7 @@ fn contested_alias_stays_with_the_node_that_had_it_first() {
     late.apply(vec![Event::Apply(old.clone())]);
     assert_eq!(owner(&mut late).as_deref(), Some("a.new"), "had it before");
 
-    // Over a restart: what is on disk says who had it.
+    // After a restart, the snapshot on disk determines the previous owner.
     let facts = serde_json::to_string(&late.facts).unwrap();
     let owners = serde_json::to_string(&late.aliases.owners).unwrap();
     let rules = AliasRules {

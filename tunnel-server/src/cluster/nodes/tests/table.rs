@@ -1,4 +1,4 @@
-//! Node objects, hostile ones among them, with the dials that each leads to.
+//! Tests with Node objects, including hostile ones, and the dials that each of them produces.
 
 use serde_json::json;
 
@@ -12,12 +12,11 @@ const SERVICES: &str = "10.96.0.0/12";
 const OWN_SERVICE: &str = "10.96.0.7";
 const OWN_POD: &str = "10.244.1.5";
 
-/// A Node object.
 #[derive(Debug, Clone, Copy)]
 struct Object<'a> {
     name: &'a str,
     is_edge: bool,
-    /// With an `x` in front: of type ExternalIP, else InternalIP.
+    /// Addresses of type InternalIP, or of type ExternalIP with the prefix `x`.
     addresses: &'a [&'a str],
     networks: &'a [&'a str],
 }
@@ -41,7 +40,7 @@ impl Object<'_> {
     }
 }
 
-/// The cluster before a hostile Node comes.
+/// The cluster without a hostile Node.
 const BASE: [Object<'_>; 3] = [
     Object {
         name: "cloud-1",
@@ -63,7 +62,7 @@ const BASE: [Object<'_>; 3] = [
     },
 ];
 
-/// Where CONNECTs lead in the cluster without further Nodes.
+/// Targets of CONNECT and their results in the cluster without further Nodes.
 const BEFORE: [(&str, &str); 12] = [
     ("cloud-1:10250", "direct 10.0.0.9"),
     ("10.0.0.9:10250", "direct 10.0.0.9"),
@@ -79,7 +78,7 @@ const BEFORE: [(&str, &str); 12] = [
     ("10.9.0.1:443", "403"),
 ];
 
-/// The server of the cluster with these Nodes as well, and what an operator is shown.
+/// Returns the server of the cluster with these additional Nodes, and the lines for the operator.
 fn setting(more: &[Object<'_>]) -> (ClusterFixture, Vec<String>) {
     let objects: Vec<_> = BASE.iter().chain(more).map(Object::parsed).collect();
     let set = set(&store(&objects));
@@ -120,7 +119,7 @@ fn without_hostile_nodes_everything_leads_where_it_should() {
 
 type Probes = &'static [(&'static str, &'static str)];
 
-/// A network of Pods of a Node without the label, and where CONNECTs lead then.
+/// A Pod network of a Node without the label, and the resulting CONNECT decisions.
 const CLOUD_NETWORKS: [(&str, Probes); 26] = [
     ("10.244.3.0/24", &[("10.244.3.7:443", "direct 10.244.3.7")]),
     (
@@ -131,7 +130,7 @@ const CLOUD_NETWORKS: [(&str, Probes); 26] = [
         "::ffff:10.244.3.0/120",
         &[("10.244.3.7:443", "direct 10.244.3.7")],
     ),
-    // Not used.
+    // These networks are not used.
     (
         "0.0.0.0/0",
         &[("8.8.8.8:443", "403"), ("127.0.0.1:22", "403")],
@@ -167,7 +166,7 @@ const CLOUD_NETWORKS: [(&str, Probes); 26] = [
     ("fd00:ec2::/64", &[("[fd00:ec2::254]:80", "403")]),
     ("64:ff9b::/96", &[("[64:ff9b::7f00:1]:80", "403")]),
     ("2002:7f00::/32", &[("[2002:7f00:1::1]:80", "403")]),
-    // What others have is cut out, and the rest stays.
+    // The networks of other nodes are excluded, and the remainder is used.
     (
         "10.0.0.0/8",
         &[
@@ -179,7 +178,7 @@ const CLOUD_NETWORKS: [(&str, Probes); 26] = [
     ("10.244.2.128/25", &[("10.244.2.200:443", "403")]),
 ];
 
-/// The same of a Node with the label.
+/// A Pod network of a Node with the label, and the resulting CONNECT decisions.
 const EDGE_NETWORKS: [(&str, Probes); 8] = [
     ("10.244.4.0/24", &[("10.244.4.7:443", "403")]),
     (
@@ -226,7 +225,7 @@ fn networks_of_hostile_nodes_redirect_no_dial() {
     }
 }
 
-/// A Node's addresses, whether it has the label, and where CONNECTs lead then.
+/// A Node's addresses, whether it has the label, and the resulting CONNECT decisions.
 const ADDRESSES: [(&[&str], bool, Probes); 28] = [
     (
         &["10.0.0.20"],
@@ -246,7 +245,7 @@ const ADDRESSES: [(&[&str], bool, Probes); 28] = [
         true,
         &[("172.16.0.2:10250", "agent n-1")],
     ),
-    // Of several nodes, whatever they are.
+    // Addresses of several nodes of any kind.
     (
         &["10.0.0.9"],
         true,
@@ -292,7 +291,7 @@ const ADDRESSES: [(&[&str], bool, Probes); 28] = [
         false,
         &[("cloud-1:10250", "400"), ("n-1:443", "direct 10.0.0.20")],
     ),
-    // Of Services.
+    // Addresses of Services.
     (
         &["10.96.0.10"],
         true,
@@ -311,7 +310,8 @@ const ADDRESSES: [(&[&str], bool, Probes); 28] = [
         false,
         &[("10.96.0.7:443", "400"), ("n-1:443", "400")],
     ),
-    // Of Pods: the one address is the node's, and the rest of the network stays.
+    // Addresses of Pods: the single address belongs to the node, and the rest of the network is
+    // unaffected.
     (
         &["10.244.1.7"],
         true,
@@ -329,13 +329,13 @@ const ADDRESSES: [(&[&str], bool, Probes); 28] = [
             ("10.244.2.8:443", "403"),
         ],
     ),
-    // Of the server itself.
+    // Addresses of the server itself.
     (
         &["10.244.1.5"],
         false,
         &[("10.244.1.5:10264", "403"), ("n-1:10264", "403")],
     ),
-    // Of no node.
+    // Addresses that no node can have.
     (
         &["127.0.0.1"],
         false,
@@ -408,7 +408,7 @@ fn addresses_of_hostile_nodes_redirect_no_dial() {
             is_claimed,
             &format!("{addresses:?}, edge: {is_edge}"),
         );
-        // Nodes behind agents may share an address, each in its own site.
+        // Nodes behind agents may share an address, because each has its own site.
         let is_others = claims
             .iter()
             .any(|claim| claim.starts_with("10.") && *claim != "10.0.0.20")
@@ -421,7 +421,8 @@ fn addresses_of_hostile_nodes_redirect_no_dial() {
     }
 }
 
-/// Compares where targets lead, and that all others lead where they did before, unless they are what is claimed.
+/// Compares the decisions for these targets. All other targets must keep their decisions, except
+/// the claimed ones.
 fn check(setting: &ClusterFixture, probes: Probes, is_claimed: impl Fn(&str) -> bool, case: &str) {
     for (target, expected) in probes {
         assert_eq!(setting.leads(target), *expected, "{target} with {case}");
