@@ -1,5 +1,5 @@
-//! The admin socket: what the command-line verbs ask of a running server, as HTTP/1.1 with JSON on a Unix socket that
-//! only the server's user can open.
+//! The admin socket: an HTTP/1.1 API with JSON on a Unix socket that only the server's user can
+//! open. The command-line verbs use it to control a running server.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -39,24 +39,24 @@ pub use client::{AdminClient, AdminError};
 pub use command::{AgentCommand, agent_command};
 pub use message::{CreateToken, CreatedToken, ErrorBody, RevokedNode};
 
-/// What the admin socket gives access to.
+/// The state that the admin socket exposes.
 #[derive(Clone)]
 pub struct AdminState {
-    /// The CA.
+    /// CA whose certificate is served.
     pub ca: Arc<LocalCa>,
-    /// The join tokens.
+    /// Join tokens to create, list and revoke.
     pub tokens: Arc<TokenStore>,
-    /// The known nodes.
+    /// Known nodes to record and forget.
     pub nodes: Arc<KnownNodes>,
     /// Nodes whose certificates are revoked.
     pub revocations: Arc<Revocations>,
-    /// The list of nodes as the meta endpoint gives it.
+    /// List of nodes in the form of the meta endpoint.
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
     /// Addresses that agents should dial, HOST:PORT.
     pub advertised: Vec<String>,
-    /// Whether tokens can be exchanged for certificates; not with `--agent-ca`.
+    /// Whether tokens can be exchanged for certificates; `false` with `--agent-ca`.
     pub can_issue: bool,
-    /// The way to nodes, for `connect`.
+    /// Tunnels to nodes, for `connect`.
     pub tunnels: Option<AdminTunnels>,
 }
 
@@ -69,11 +69,12 @@ impl fmt::Debug for AdminState {
     }
 }
 
-/// Serves the admin socket of a data directory until `stop`, then removes it. A socket that a dead server left behind
-/// is replaced. To be called within a runtime.
+/// Serves the admin socket of a data directory until `stop`, then removes it. A socket left behind
+/// by a dead server is replaced. Must be called within a runtime.
 ///
 /// # Errors
-/// When another server answers there, or the socket cannot be made, with its path.
+/// Returns an error with the path if another server answers on the socket, or if the socket cannot
+/// be created.
 pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
     let path = dir.admin_socket();
     let (listener, socket) = unix::bind(&path, OWNER_ONLY).map_err(|error| match error.kind() {
@@ -183,7 +184,7 @@ async fn answer(
     }
 }
 
-/// Makes a token, and its node known. Blocks the thread.
+/// Creates a token and records its node as known. Blocks the thread.
 fn create_token(
     state: &AdminState,
     token_request: CreateToken,
@@ -227,23 +228,26 @@ fn create_token(
     ))
 }
 
-/// Takes a node's tokens back and revokes its certificates; says how many of those could still be used. Blocks the thread.
+/// Revokes a node's tokens and certificates. Returns the number of revoked tokens that had not
+/// expired. Blocks the thread.
 ///
 /// # Errors
-/// When it cannot be kept; for a running server it holds until its end all the same.
+/// Returns an error if the revocation cannot be persisted. In a running server it is then in force
+/// until the process ends.
 pub fn revoke_node(
     revocations: &Revocations,
     tokens: &TokenStore,
     node: &NodeName,
 ) -> io::Result<usize> {
-    // Both, whatever becomes of the first: a token would buy the same key another certificate. Tokens first: what one
-    // buys until then is dated before the revocation.
+    // Do both even if the first fails: a token would admit the same key to another certificate.
+    // Revoke tokens first: a certificate issued with a token until then is dated before the
+    // revocation.
     let tokens = tokens.revoke_node_tokens(node, SystemTime::now());
     let certificates = revocations.revoke(node, SystemTime::now());
     certificates.and(tokens)
 }
 
-/// Forgets a node that is not connected. Blocks the thread.
+/// Removes a node that is not connected from the known nodes. Blocks the thread.
 fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
     let is_connected = (state.status)()
         .iter()
@@ -264,7 +268,7 @@ fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> 
         .map_err(|error| RequestError::internal(&error))
 }
 
-/// Runs what touches files off the runtime's own threads.
+/// Runs work that accesses files outside the runtime's own threads.
 async fn blocking<T: Send + 'static>(
     state: &Arc<AdminState>,
     work: impl FnOnce(Arc<AdminState>) -> T + Send + 'static,
@@ -293,7 +297,7 @@ fn value(status: StatusCode, value: &impl Serialize) -> Result<FullResponse, Req
     }
 }
 
-/// The method, if it is one that a person may have meant; others are not repeated.
+/// Returns the method if it is common. An uncommon method is not repeated in the error.
 fn method(method: &Method) -> &str {
     let known = [
         Method::GET,
@@ -309,7 +313,7 @@ fn method(method: &Method) -> &str {
     }
 }
 
-/// An answer that says no.
+/// A refusal with its HTTP status.
 struct RequestError {
     status: StatusCode,
     problem: String,
@@ -346,16 +350,16 @@ impl RequestError {
     }
 }
 
-/// Nobody but the server's own user.
+/// Access for the server's own user only.
 const OWNER_ONLY: SocketPermissions = SocketPermissions {
     mode: 0o600,
     owner: None,
 };
-/// Connections at once; more wait. Verbs make one each.
+/// Maximum number of concurrent connections; further ones wait. Each command opens one.
 const CONNECTIONS_MAX: usize = 16;
-/// A caller must send its request head within this time.
+/// Timeout for receiving a request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest request; a token with a hundred addresses is a few KiB.
+/// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Builds all parts from a configuration, and ends them in order.
+//! Start-up and shutdown of the server: builds all components from a configuration, and stops them
+//! in order.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -60,7 +61,7 @@ use sockets::{
     serving_names,
 };
 
-/// A running server.
+/// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]
 pub struct App {
     bound: BoundAddrs,
@@ -77,15 +78,16 @@ pub struct App {
     cluster: ClusterServices,
     revocations: Arc<Revocations>,
     lease_guard: authority::LeaseGuard,
-    /// Held until the process ends: one server per data directory.
+    /// Lock of the data directory, held until the process ends: one server per data directory.
     _lock: std::fs::File,
 }
 
 impl App {
-    /// Starts every part; returns once all sockets are bound.
+    /// Starts every component. Returns when all sockets are bound.
     ///
     /// # Errors
-    /// When the data directory is in use or damaged, a file cannot be read, or an address cannot be bound.
+    /// Returns an error if the data directory is in use or damaged, a file cannot be read, or an
+    /// address cannot be bound.
     pub async fn start(config: Config, shutdown: Shutdown) -> anyhow::Result<Self> {
         for warning in &config.warnings {
             warn!("{warning}");
@@ -329,56 +331,58 @@ impl App {
         })
     }
 
-    /// The addresses really bound.
+    /// Returns the bound addresses.
     #[must_use]
     pub fn bound(&self) -> &BoundAddrs {
         &self.bound
     }
 
-    /// Stopping: cancel its drain token to end the server in order.
+    /// Returns the shutdown handle. Cancel its drain token to stop the server gracefully.
     #[must_use]
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
     }
 
-    /// The local CA.
+    /// Returns the local CA.
     #[must_use]
     pub fn ca(&self) -> &Arc<LocalCa> {
         &self.ca
     }
 
-    /// Join tokens.
+    /// Returns the join tokens.
     #[must_use]
     pub fn tokens(&self) -> &Arc<TokenStore> {
         &self.tokens
     }
 
-    /// Known nodes.
+    /// Returns the known nodes.
     #[must_use]
     pub fn nodes(&self) -> &Arc<KnownNodes> {
         &self.nodes
     }
 
-    /// What the embedded DNS answers: the known nodes, and the names of the configuration.
+    /// Returns the records of the embedded DNS: the known nodes, and the names of the
+    /// configuration.
     #[must_use]
     pub fn records(&self) -> &Records {
         &self.records
     }
 
-    /// Revoked nodes.
+    /// Returns the nodes whose certificates are revoked.
     #[must_use]
     pub fn revocations(&self) -> &Arc<Revocations> {
         &self.revocations
     }
 
-    /// Connected agents.
+    /// Returns the registry of connected agents.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// Serves until the drain token is cancelled, then ends: no new work, running work within the drain timeout, sessions
-    /// closed after everything sent has arrived.
+    /// Serves until the drain token is cancelled, then stops: the server accepts no new work,
+    /// running work may finish within the drain timeout, and sessions close after all sent data has
+    /// arrived.
     pub async fn run(mut self) {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
@@ -386,8 +390,10 @@ impl App {
         }
         let _not_ready = self.readiness.block("draining");
         let lease_guard = std::mem::take(&mut self.lease_guard);
-        // At the start, so that a server that comes now has the keys: what still reaches this one goes on, and a packet of a
-        // session of this one that reaches the other has lost its way, which the other's reset says at once.
+        // Release the lease at the start of the drain, so that the next server can take the keys at
+        // once. Packets that still reach this server are handled. A packet of one of this server's
+        // sessions that reaches the other server is misrouted, and the other server's reset reports
+        // that at once.
         let stop = self.shutdown.stop().clone();
         tokio::join!(self.drain(), lease_guard.release(&stop));
         self.shutdown.finish().await;
@@ -399,7 +405,8 @@ impl App {
         info!("stopped");
     }
 
-    /// No new work, running work within the drain timeout, then the end of all sessions.
+    /// Accepts no new work, waits for running work within the drain timeout, then closes all
+    /// sessions.
     async fn drain(&mut self) {
         match self.shutdown.drain_within(self.config.drain_timeout).await {
             DrainOutcome::Complete => {
@@ -431,9 +438,10 @@ impl App {
 }
 
 impl App {
-    /// Where another server may follow at once, gives agents the time to connect to it before their sessions here end. Until
-    /// the network leads new connections to that server only, this one has to refuse them: a QUIC dial to a server that has
-    /// gone would wait in silence for seconds.
+    /// Gives agents time to connect to another server before their sessions here close, if another
+    /// server may take over at once. Until the network routes new connections only to that server,
+    /// this server must refuse them: a QUIC dial to a stopped server would get no answer for
+    /// seconds.
     async fn wait_for_agents_to_leave(&self) {
         let settings = self.config.kubernetes.as_ref();
         if settings.is_none_or(|settings| settings.single_replica) {
@@ -457,18 +465,18 @@ impl App {
     }
 }
 
-/// Agents dial another server within 0.5 s, and again until the network of the cluster knows that this one is going, which
-/// takes a second or so.
+/// Time for agents to connect to another server. Agents dial within 0.5 s, and again until the
+/// cluster's network knows that this server is stopping, which takes about a second.
 const AGENTS_LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 const AGENTS_LEAVE_POLL: Duration = Duration::from_millis(20);
 
-/// Windows and timers of agents' sessions, whatever carries them.
+/// Returns the windows and timers of agents' sessions, for every transport.
 fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
     let limits = &config.limits;
     SessionSettings {
         stream_window: limits.stream_window,
         streams: limits.streams_per_agent,
-        // Agents give the signs of life; the session's own clocks ask for one where it is missing.
+        // Agents send keep-alives. The session's liveness timers probe when one is missing.
         keep_alive: None,
         idle_timeout: limits.idle_timeout(),
         congestion: config.quic_congestion,
@@ -476,7 +484,7 @@ fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
     }
 }
 
-/// Keeps the routes of known nodes equal to them.
+/// Updates the routes whenever the known nodes change.
 fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shutdown: &Shutdown) {
     let (nodes, routes, metrics) = (nodes.clone(), routes.clone(), metrics.clone());
     let mut changed = nodes.changed();

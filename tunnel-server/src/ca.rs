@@ -1,5 +1,5 @@
-//! Our CA, from the data directory or from the cluster: signs agents' certificates and the server's own, and may be
-//! replaced in use.
+//! The local CA, loaded from the data directory or from the cluster. The CA signs the certificates
+//! of agents and of the server, and can be replaced while the server runs.
 
 use std::fmt;
 use std::io;
@@ -41,86 +41,87 @@ pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;
 pub use material::CaMaterial;
 
-/// Life of every certificate but the CA's own, unless `limits.certificateLife` says another.
+/// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
+/// it.
 pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// The CA of an installation without a CA of its own.
+/// The CA of an installation whose operator does not provide one.
 pub struct LocalCa {
     material: ArcSwap<CaMaterial>,
-    /// Counts the CAs that it has been; told when it becomes another.
+    /// Number of replacements so far. Receivers are notified of each replacement.
     generation: watch::Sender<u64>,
     life: Duration,
-    /// Key of the server's credential towards agents; only in memory.
+    /// Key of the server's credentials for agents. The key exists only in memory.
     server_key: LeafKey,
-    /// Key of all serving certificates of the TLS door; only in memory.
+    /// Key of all serving certificates of the HTTPS listener. The key exists only in memory.
     serving_key: LeafKey,
 }
 
-/// Why the CA cannot be used.
+/// The reason why the CA cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CaError {
-    /// A file cannot be read or made; the text names it.
+    /// A file cannot be read or created; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
-    /// There is a certificate, but no key that could sign.
+    /// The certificate exists, but its private key does not.
     #[error(
         "{0} exists, but its key {1} is missing; restore the key, or remove both to create a new CA"
     )]
     KeyMissing(String, String),
-    /// A file does not hold what its name says.
+    /// The content of a file does not match its name.
     #[error("{name} holds no usable {what}: {problem}")]
     Damaged {
-        /// The file, or the key of a Secret.
+        /// Path of the file, or key in the Secret.
         name: String,
-        /// What it should hold.
+        /// Expected content.
         what: &'static str,
-        /// What is wrong.
+        /// Description of the error.
         problem: String,
     },
-    /// Key and certificate are not a pair.
+    /// The key and the certificate do not match.
     #[error("{0} and {1} do not belong together")]
     Mismatch(String, String),
-    /// A new key or certificate cannot be made.
+    /// A new key or certificate cannot be generated.
     #[error("cannot generate a key or certificate")]
     Generate(#[source] rcgen::Error),
-    /// TLS does not take the new key.
+    /// The TLS library rejects the new key.
     #[error("cannot use a new key for TLS")]
     Tls(#[source] rustls::Error),
 }
 
-/// A certificate for an agent.
+/// A certificate for an agent, with its chain.
 #[derive(Debug, Clone)]
 pub struct AgentCertificate {
-    /// LeafParams first; the root is not in it.
+    /// Chain with the leaf first. The root is not included.
     pub chain: Vec<CertificateDer<'static>>,
-    /// The roots of the moment of the issue.
+    /// Roots at the time of issue.
     pub roots: Vec<CertificateDer<'static>>,
-    /// When the leaf ends.
+    /// Time at which the leaf expires.
     pub not_after: SystemTime,
 }
 
-/// Why no certificate is issued.
+/// The reason why a certificate is not issued.
 #[derive(Debug, thiserror::Error)]
 pub enum IssueError {
-    /// The request does not parse, is not signed by its own key, or asks for extensions that we do not know.
+    /// The request does not parse, is not signed by its own key, or asks for unknown extensions.
     #[error("certificate request is malformed or not signed by its own key")]
     Request(#[source] rcgen::Error),
-    /// The key is none of those that we sign.
+    /// The type or size of the key is not supported.
     #[error("key is not P-256, P-384, Ed25519 or RSA of at least 2048 bits")]
     Key,
-    /// Signing failed.
+    /// The certificate cannot be signed.
     #[error("cannot sign a certificate")]
     Sign(#[source] rcgen::Error),
-    /// The system gives no random serial number.
+    /// The operating system returned no random bytes.
     #[error("cannot generate a serial number")]
     Serial(#[source] io::Error),
 }
 
 impl LocalCa {
-    /// Loads the CA from the data directory, or makes one there. Blocks the thread.
+    /// Loads the CA from the data directory, or creates one there. Blocks the thread.
     ///
     /// # Errors
-    /// [`CaError`], naming the file.
+    /// Returns a [`CaError`] that names the file.
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
         let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
@@ -143,7 +144,7 @@ impl LocalCa {
         let root_pem = if let Some(pem) = certificate {
             String::from_utf8_lossy(&pem).into_owned()
         } else {
-            // The key may be here without its certificate: a crash between the two files.
+            // A crash between the two writes leaves the key without its certificate.
             let pem = material::self_signed(&key, SystemTime::now())?.pem();
             files::replace(&certificate_path, pem.as_bytes())?;
             info!(path = %certificate_path.display(), "created a CA");
@@ -153,10 +154,10 @@ impl LocalCa {
         Self::new(Arc::new(material))
     }
 
-    /// A CA that signs with this.
+    /// Creates a CA that signs with `material`.
     ///
     /// # Errors
-    /// When a key of the server's own cannot be made.
+    /// Returns an error if one of the server's own keys cannot be generated.
     pub fn new(material: Arc<CaMaterial>) -> Result<Self, CaError> {
         Ok(Self {
             material: ArcSwap::new(material),
@@ -167,7 +168,8 @@ impl LocalCa {
         })
     }
 
-    /// Becomes another CA: what is issued from here on is of it. What was issued stays as it is. Says whether it differs.
+    /// Replaces the CA for certificates issued from now on. Certificates that were already issued
+    /// are not affected. Returns `false` if `material` is unchanged.
     pub fn replace(&self, material: Arc<CaMaterial>) -> bool {
         if self.material.load().is_same(&material) {
             return false;
@@ -177,57 +179,58 @@ impl LocalCa {
         true
     }
 
-    /// Tells when it has become another CA.
+    /// Returns a receiver that is notified when the CA is replaced.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.generation.subscribe()
     }
 
-    /// Counts the CAs that it has been.
     fn generation(&self) -> u64 {
         *self.generation.borrow()
     }
 
-    /// Issues certificates of this life instead of [`CERTIFICATE_LIFE`].
+    /// Sets the lifetime of issued certificates, instead of [`CERTIFICATE_LIFE`].
     #[must_use]
     pub fn with_life(self, life: Duration) -> Self {
         Self { life, ..self }
     }
 
-    /// Life of the certificates that it issues.
+    /// Returns the lifetime of issued certificates.
     #[must_use]
     pub fn life(&self) -> Duration {
         self.life
     }
 
-    /// Every root that certificates of this installation chain to: one, or more while the CA is being replaced.
+    /// Returns every root to which certificates of this installation chain: one, or several while
+    /// the CA is being replaced.
     #[must_use]
     pub fn roots(&self) -> Vec<CertificateDer<'static>> {
         self.material.load().roots.clone()
     }
 
-    /// The certificate of the key that signs.
+    /// Returns the certificate of the signing key.
     #[must_use]
     pub fn root(&self) -> CertificateDer<'static> {
         self.material.load().root.clone()
     }
 
-    /// The roots as PEM, as in the file `ca.crt`.
+    /// Returns the roots as PEM, as in the file `ca.crt`.
     #[must_use]
     pub fn root_pem(&self) -> String {
         self.material.load().root_pem.clone()
     }
 
-    /// SHA-256 of the CA's public key, which join tokens pin.
+    /// Returns the SHA-256 of the CA's public key, which join tokens pin.
     #[must_use]
     pub fn spki_sha256(&self) -> [u8; 32] {
         self.material.load().spki_sha256
     }
 
-    /// Issues a certificate for an agent. Only the public key of the request counts; its names are overwritten.
+    /// Issues a certificate for an agent. The public key is taken from the request; the names in
+    /// the request are ignored.
     ///
     /// # Errors
-    /// [`IssueError`].
+    /// Returns an [`IssueError`].
     pub fn issue_agent(
         &self,
         csr_der: &[u8],
@@ -236,10 +239,10 @@ impl LocalCa {
         self.issue(&AgentCsr::parse(csr_der)?, node, SystemTime::now())
     }
 
-    /// As [`Self::issue_agent`] for a request that was checked before.
+    /// Issues a certificate like [`Self::issue_agent`] for a request that is already parsed.
     ///
     /// # Errors
-    /// [`IssueError`].
+    /// Returns an [`IssueError`].
     pub fn issue(
         &self,
         request: &AgentCsr,
@@ -247,7 +250,7 @@ impl LocalCa {
         now: SystemTime,
     ) -> Result<AgentCertificate, IssueError> {
         let leaf = LeafParams {
-            // Never the bare name: a name of a node must not read as the CN that a caller's check looks for.
+            // A bare node name must not match a CN that is checked for callers.
             common_name: format!("culvert agent {node}"),
             names: vec![uri(&Role::Agent(node.clone()))?],
             usage: ExtendedKeyUsagePurpose::ClientAuth,
@@ -261,8 +264,10 @@ impl LocalCa {
         })
     }
 
-    /// The server's credential towards agents: the role `culvert://server`, with the root in the chain for agents that
-    /// know it by hash only. Reissued at half life; `on_issue` hears the end of each.
+    /// Returns a resolver for the server's credentials for agents. The certificate has the role
+    /// `culvert://server`. The chain contains the root, for agents that know the root only by its
+    /// hash. The resolver reissues the certificate at half of its lifetime and calls `on_issue`
+    /// with the expiry of each certificate.
     #[must_use]
     pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
         Arc::new(cert_resolver::ServerCertResolver::new(
@@ -271,9 +276,10 @@ impl LocalCa {
         ))
     }
 
-    /// Serving certificates of the TLS door by SNI: one per known node, and a default for the door's own names, which also
-    /// answers clients without SNI and unknown names. They carry no role: they can never act as the tunnel server towards
-    /// agents.
+    /// Returns a resolver that selects serving certificates of the HTTPS listener by SNI: one per
+    /// known node, and a default for the listener's own names, which also answers clients without
+    /// SNI and unknown names. The certificates carry no role, so they can never identify the tunnel
+    /// server to agents.
     #[must_use]
     pub fn serving_resolver(
         self: &Arc<Self>,
@@ -316,7 +322,7 @@ impl LocalCa {
         key: &LeafKey,
         now: SystemTime,
     ) -> Result<CertifiedKey, IssueError> {
-        // One CA for both: it may be replaced meanwhile.
+        // Load the CA once: another thread may replace it in the meantime.
         let material = self.material.load();
         let (certificate, _) = self.sign(&material, leaf, &key.pair, now)?;
         Ok(CertifiedKey::new(
@@ -360,20 +366,20 @@ impl fmt::Debug for LocalCa {
     }
 }
 
-/// Asks whether a node is known; called in handshakes, so it must be quick.
+/// A callback that returns whether a node is known. Handshakes call it, so it must be quick.
 pub type IsKnown = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
 
-/// Hears when the certificate that was just issued ends.
+/// A callback that receives the expiry of the certificate that was just issued.
 pub type OnIssue = Box<dyn Fn(SystemTime) + Send + Sync>;
 
-/// What differs between the certificates that the CA signs.
+/// The fields that differ between certificates signed by the CA.
 struct LeafParams {
     common_name: String,
     names: Vec<SanType>,
     usage: ExtendedKeyUsagePurpose,
 }
 
-/// A key in the two forms that signing a certificate and answering a handshake need.
+/// A key in the forms needed to sign certificates and to answer handshakes.
 struct LeafKey {
     pair: KeyPair,
     signing: Arc<dyn SigningKey>,
@@ -388,7 +394,7 @@ impl LeafKey {
     }
 }
 
-/// A positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
+/// Returns a positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
 fn serial() -> io::Result<SerialNumber> {
     let mut bytes = random::<16>()?;
     bytes[0] = bytes[0] & 0x7f | 0x40;
@@ -408,7 +414,7 @@ fn uri(role: &Role) -> Result<SanType, IssueError> {
         .map_err(IssueError::Sign)
 }
 
-/// Longest common name (RFC 5280, appendix A, ub-common-name).
+/// Maximum length of a common name (RFC 5280, appendix A, ub-common-name).
 const COMMON_NAME_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The command line: verbs, flags and their help.
+//! The command line: commands, flags and their help.
 
 use std::path::PathBuf;
 
@@ -9,67 +9,69 @@ use crate::admin::verbs::connect::ConnectArgs;
 use crate::admin::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
 use crate::config::RawConfig;
 
-/// Culvert's cloud side: accepts agents and passes requests for edge nodes to them
+/// Culvert's cloud side: accepts agents and forwards requests for edge nodes to them
 ///
-/// Agents connect to port 10262. Callers reach a node by its name: through the HTTP listener (10264), the HTTPS listener (10263),
-/// extra ports bound with --proxy-port-listen, or TCP services of the configuration file.
+/// Agents connect to port 10262. Callers reach a node by its name: through the HTTP listener
+/// (10264), the HTTPS listener (10263), extra ports bound with --proxy-port-listen, or TCP services
+/// of the configuration file.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-server", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
 pub struct Cli {
-    /// What to do.
+    /// Command to run.
     #[command(subcommand)]
     pub verb: Verb,
 }
 
-/// What the binary can do.
+/// The commands of the binary.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Run the server until SIGTERM or SIGINT; a second signal stops at once
+    /// Run the server until SIGTERM or SIGINT; a second signal stops it at once
     ///
-    /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
-    /// a key of the file (same words, camelCase): --http-listen is httpListen. The file alone also has the sections
-    /// `services:` and `limits:`.
+    /// Settings are taken from flags, then the environment, then the file of --config, then the
+    /// defaults. Each flag is a key of the file (same words, camelCase): --http-listen is
+    /// httpListen. Only the file has the sections `services:` and `limits:`.
     Run(Box<ConfigArgs>),
-    /// Load the configuration as `run` would, print all mistakes at once, and exit
+    /// Load the configuration as `run` would, print all errors at once, and exit
     CheckConfig(Box<ConfigArgs>),
     /// Create, list and revoke join tokens
     #[command(subcommand)]
     Token(TokenVerb),
-    /// List known and connected nodes, revoke or forget one
+    /// List known and connected nodes, revoke or forget a node
     Nodes(NodesArgs),
-    /// Print the CA certificate that issues the listeners' serving certificates
+    /// Print the certificate of the CA that issues the listeners' serving certificates
     Ca(CaArgs),
     /// Connect standard input and output to a port of a node, as a ProxyCommand of ssh and ansible
     ///
-    /// ssh -o ProxyCommand='tunnel-server connect %h %p' worker-1. On the server's host it goes through the running server;
-    /// elsewhere --server names one, with a client certificate. Exit code 1 and a line on standard error when the node or
-    /// the port cannot be had, or the connection is cut.
+    /// ssh -o ProxyCommand='tunnel-server connect %h %p' worker-1. On the server's host the
+    /// connection goes through the running server; elsewhere --server names a server, with a client
+    /// certificate. If the node or the port cannot be reached, or the connection is reset, the
+    /// command exits with code 1 and a line on standard error.
     Connect(ConnectArgs),
     /// Ask a running server on this host whether it is ready: exit code 0 or 1
     ///
-    /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].
+    /// Intended for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].
     Healthcheck(HealthcheckArgs),
-    /// Print the completion script of a shell
+    /// Print the completion script for a shell
     Completion {
-        /// The shell.
+        /// Shell to print the script for.
         shell: Shell,
     },
     /// Print the version
     Version,
 }
 
-/// Where settings come from.
+/// The sources of the settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
     /// Configuration file (YAML)
     #[arg(long, env = "TUNNEL_SERVER_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Flags and variables.
+    /// Settings given as flags or environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
 }
 
-/// The command with all its flags, for completion and the generated reference.
+/// Returns the command with all its flags, for completion and the generated reference.
 #[must_use]
 pub fn command() -> clap::Command {
     Cli::command()

@@ -1,4 +1,5 @@
-//! Configuration: what is written (`RawConfig`: flags, environment, YAML) becomes what it means (`Config`).
+//! Configuration: converts raw settings (`RawConfig`: flags, environment, YAML) to checked settings
+//! (`Config`).
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -41,94 +42,95 @@ pub use limits::{LIMITS, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
-/// Where the server keeps its state unless told otherwise.
+/// Default directory of the server's state.
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
-/// Prefix of the environment variables.
+/// Prefix of all environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
-/// Ports that agents dial on their loopback unless told otherwise.
+/// Default ports that agents dial on their loopback.
 pub const LOCALHOST_PORTS: &str = "10266, 10267";
-/// Extra ports that may be bound; a range typed by mistake must not open thousands of sockets.
+/// Maximum number of extra ports. A mistyped range must not open thousands of sockets.
 const EXTRA_PORTS_MAX: usize = 64;
 
-/// Checked settings.
+/// The checked settings of the server.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// State.
+    /// Directory of the server's state.
     pub data_dir: PathBuf,
-    /// Port 10262, in order of preference.
+    /// Addresses of port 10262, in order of preference.
     pub agent_listen: Vec<SocketAddr>,
     /// Congestion control of QUIC sessions.
     pub quic_congestion: CongestionControl,
-    /// Port 10263.
+    /// Address of the HTTPS listener, port 10263.
     pub https_listen: Option<SocketAddr>,
-    /// Port 10264.
+    /// Address of the HTTP listener, port 10264.
     pub http_listen: Option<SocketAddr>,
-    /// Port 10265.
+    /// Address of the meta port, 10265.
     pub meta_listen: SocketAddr,
-    /// What agents dial; empty means this host's addresses.
+    /// Addresses that agents dial; empty means this host's addresses.
     pub advertise: Vec<String>,
-    /// Allowed ports.
+    /// Allowed ports of the nodes.
     pub ports: PortPolicy,
-    /// Where the extra ports are bound.
+    /// Addresses on which the extra ports are bound.
     pub proxy_port_listen: ProxyPortListen,
-    /// Chain and key of the TLS door.
+    /// Certificate chain and key of the HTTPS listener.
     pub https_certificate: Option<KeyPairFiles>,
-    /// Further names of the TLS door in the local CA's certificate.
+    /// Additional names of the HTTPS listener in the local CA's certificate.
     pub https_names: Vec<String>,
-    /// Its further addresses.
+    /// Additional addresses of the HTTPS listener in the local CA's certificate.
     pub https_addresses: Vec<IpAddr>,
-    /// What the operator brings for port 10262 in place of the local CA.
+    /// Certificate files that the operator provides for port 10262 instead of the local CA.
     pub agent_files: Option<AgentFiles>,
-    /// CA of kubelets, whose client certificates make them agents of their nodes.
+    /// CA of kubelets' client certificates, which make kubelets agents of their nodes.
     pub kubelet_ca: KubeletCa,
-    /// CA of callers and whether a certificate is required.
+    /// CA of callers, and whether a certificate is required.
     pub client_auth: Option<(PathBuf, bool)>,
-    /// TLS towards https targets.
+    /// Settings of TLS to https targets.
     pub targets: TargetSettings,
-    /// Embedded DNS, unless it is off.
+    /// Settings of the embedded DNS, or `None` if it is off.
     pub dns: Option<DnsSettings>,
-    /// CONNECT doors, unless they are off.
+    /// Settings of the CONNECT listeners, or `None` if they are off.
     pub connect: Option<ConnectSettings>,
-    /// Time for running requests after SIGTERM.
+    /// Maximum time for running requests to end after SIGTERM.
     pub drain_timeout: Duration,
-    /// Log level.
+    /// Minimum level of log messages.
     pub log_level: LevelFilter,
-    /// Log format.
+    /// Format of log messages.
     pub log_format: LogFormat,
-    /// The cluster to follow.
+    /// Settings of the cluster to follow.
     pub kubernetes: Option<KubernetesSettings>,
     /// TCP services with their listeners.
     pub services: Vec<(SocketAddr, Service)>,
     /// Limits and timers.
     pub limits: Limits,
-    /// What an operator should know at start.
+    /// Warnings that the server logs at start.
     pub warnings: Vec<String>,
 }
 
-/// Certificates for agents' sessions that the operator brings.
+/// Certificates for agents' sessions that the operator provides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentFiles {
-    /// What agents' certificates chain to.
+    /// CA to which agents' certificates chain.
     pub ca: PathBuf,
-    /// The server's own.
+    /// Certificate chain and key of the server.
     pub pair: KeyPairFiles,
 }
 
-/// Where extra proxy ports are bound.
+/// The addresses on which extra proxy ports are bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProxyPortListen {
-    /// Not at all.
+    /// Extra ports are not bound.
     Off,
-    /// On the host of the door whose scheme they have.
+    /// Each port is bound on the host of the listener with its scheme.
     WithListener,
-    /// Here.
+    /// All ports are bound on this host.
     Host(IpAddr),
 }
 
-/// Reads the YAML file, if one is named, under the flags and environment.
+/// Loads the YAML file, if one is named, and applies flags and environment variables over it.
 ///
 /// # Errors
-/// [`ConfigError`] when the file cannot be read or understood, or with all mistakes of the settings.
+/// Returns a [`ConfigError`] if the file cannot be read or parsed, or with all errors of the
+/// settings.
 pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError> {
     let (lower, warning) = match file {
         Some(path) => {
@@ -158,10 +160,10 @@ impl TryFrom<RawConfig> for Config {
 }
 
 impl Config {
-    /// What the settings mean in these surroundings.
+    /// Checks the settings for this environment.
     ///
     /// # Errors
-    /// [`ConfigError`] with all mistakes.
+    /// Returns a [`ConfigError`] with all errors.
     pub fn check(raw: &RawConfig, environment: Environment) -> Result<Self, ConfigError> {
         let mut mistakes = ConfigErrors::default();
         let errors = &mut mistakes;
@@ -219,7 +221,7 @@ impl Config {
                 raw.localhost_proxy_ports.as_deref(),
                 LOCALHOST_PORTS,
             ),
-            // Filled in with what was really bound.
+            // Filled in with the bound ports later.
             own: Vec::new(),
         };
         let services = raw
@@ -316,7 +318,7 @@ impl Config {
 }
 
 impl Config {
-    /// The extra proxy ports with their addresses, and whether each is https.
+    /// Returns the extra proxy ports with their addresses, and whether each is https.
     #[must_use]
     pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, bool)> {
         let host = |https: bool| match self.proxy_port_listen {
@@ -335,11 +337,12 @@ impl Config {
             .collect()
     }
 
-    /// The TLS door is meant for the network; with nobody asked who they are, whoever reaches it reaches the nodes.
+    /// Returns a warning if the HTTPS listener is on the network and accepts callers without a
+    /// certificate.
     fn unauthenticated_listener_warning(&self, in_cluster: bool) -> Option<String> {
         let asked = match &self.client_auth {
             None => false,
-            // In a cluster callers without a certificate have tokens that kubelets judge.
+            // In a cluster, callers without a certificate have tokens that kubelets verify.
             Some((_, required)) => *required || in_cluster,
         };
         let wide = self
@@ -353,7 +356,7 @@ impl Config {
         })
     }
 
-    /// Doors that anyone on the network could use need an explicit word.
+    /// Requires an explicit setting for listeners that anyone on the network could use.
     fn refuse_unauthenticated_listeners(
         &self,
         errors: &mut ConfigErrors,
@@ -388,7 +391,7 @@ impl Config {
     }
 }
 
-/// Names of all environment variables that mean something here.
+/// Returns the names of all environment variables that the commands read.
 #[must_use]
 pub fn known_variables(command: &clap::Command) -> BTreeSet<String> {
     let own = command.get_arguments().filter_map(clap::Arg::get_env);

@@ -1,4 +1,4 @@
-//! The binary: picks a verb and turns its end into an exit code.
+//! The binary: runs a command and maps its result to an exit code.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -15,11 +15,12 @@ use tunnel_server::app::App;
 use tunnel_server::cli::{Cli, ConfigArgs, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 
-/// glibc's allocator keeps what a flood took; this one gives it back within seconds. `.cargo/config.toml` has its options.
+/// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
+/// not. `.cargo/config.toml` sets its options.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// Usage or configuration (EX_USAGE of sysexits.h).
+/// Exit code for usage and configuration errors (EX_USAGE of sysexits.h).
 const EXIT_USAGE: u8 = 64;
 
 fn main() -> ExitCode {
@@ -79,7 +80,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// 64 when the person at the keyboard can mend it, else 1.
+/// Returns 64 if the user can fix the error, else 1.
 fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<VerbError>() {
         return error.exit_code();
@@ -91,13 +92,13 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// Runs a short verb on a small runtime.
+/// Runs a short command on a single-threaded runtime.
 fn block_on(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let done = runtime.block_on(verb);
-    // A thread may still wait for standard input.
+    // A thread may still be blocked on standard input.
     runtime.shutdown_background();
     done?;
     Ok(ExitCode::SUCCESS)

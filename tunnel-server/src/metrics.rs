@@ -1,4 +1,4 @@
-//! What the server counts. Labels are enums; nothing of a caller's or peer's text becomes one.
+//! Metrics of the server. Labels are enums and never contain text of callers or peers.
 
 pub(crate) mod limit;
 
@@ -24,15 +24,16 @@ use tunnel_proto::wire::code::CloseCode;
 use crate::config::Limit;
 use crate::ingress::error::Outcome;
 
-/// Upper bounds for opening a stream, seconds: from one local round trip to the open timeout.
+/// Upper bounds of the buckets for opening a stream, in seconds: from one local round trip to the
+/// open timeout.
 const OPEN_SECONDS: [f64; 10] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
 ];
 
-/// The result of a handshake that took too long.
+/// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
 
-/// All metrics of the server; clones share them.
+/// All metrics of the server. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     agents: Family<TransportLabel, Gauge>,
@@ -99,7 +100,7 @@ struct LimitLabel {
     limit: StaticLabel,
 }
 
-/// A word of the program's own text.
+/// A label value from the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct StaticLabel(pub(crate) &'static str);
 
@@ -118,7 +119,8 @@ impl EncodeLabelValue for StaticLabel {
 }
 
 impl Metrics {
-    /// Registers all metrics under `tunnel_server_`; the pool's are read when they are asked for.
+    /// Registers all metrics under `tunnel_server_`. The buffer pool's gauges are read at each
+    /// scrape.
     #[must_use]
     pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
         let metrics = Self {
@@ -228,7 +230,7 @@ impl Metrics {
             metrics.limits.clone(),
         );
         for limit in Limit::ALL {
-            // Shown from the start, so that a first increase is seen.
+            // Create every series at start, so that the first increase is visible.
             drop(metrics.limits.get_or_create(&limit.into()));
         }
         registry.register(
@@ -265,7 +267,7 @@ impl Metrics {
         metrics
     }
 
-    /// Counts a connected agent until the guard goes.
+    /// Counts a connected agent until the guard is dropped.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
         GaugeGuard::new(self.agent_gauge(transport))
@@ -278,7 +280,7 @@ impl Metrics {
         self.agents.get_or_create(&label).clone()
     }
 
-    /// Counts a suspect session until the guard goes.
+    /// Counts a suspect session until the guard is dropped.
     #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
         GaugeGuard::new(self.sessions_suspect.clone())
@@ -292,19 +294,19 @@ impl Metrics {
         self.session_ends.get_or_create(&label).inc();
     }
 
-    /// Counts an open stream until the guard goes.
+    /// Counts an open stream until the guard is dropped.
     #[must_use]
     pub fn stream(&self) -> GaugeGuard {
         GaugeGuard::new(self.streams_open.clone())
     }
 
-    /// Counts a connection of the server's own until the guard goes.
+    /// Counts a connection that the server itself dialed until the guard is dropped.
     #[must_use]
     pub fn dialed(&self) -> GaugeGuard {
         GaugeGuard::new(self.direct_open.clone())
     }
 
-    /// Counts an ended stream or request with the bytes from and to the agent.
+    /// Counts a finished stream or request, and the bytes received from and sent to the agent.
     pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
         self.streams
             .get_or_create(&OutcomeLabel { result: outcome })
@@ -321,17 +323,17 @@ impl Metrics {
             .inc_by(sent);
     }
 
-    /// Notes how long opening a stream took.
+    /// Records the time that opening a stream took.
     pub fn opened(&self, elapsed: Duration) {
         self.open_seconds.observe(elapsed.as_secs_f64());
     }
 
-    /// Counts that a limit was reached.
+    /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
         self.limits.get_or_create(&limit.into()).inc();
     }
 
-    /// Counts the end of a handshake or admission: `ok` or the name of the failure.
+    /// Counts a finished handshake or admission by result: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
         self.handshakes
@@ -341,7 +343,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Whatever timed out on the agents' port did so by one limit.
+    /// Counts timeouts on the agents' port. One limit applies to all of them.
     fn count_timeout(&self, result: &'static str) {
         if result == TIMEOUT || result == CloseCode::HandshakeTimeout.label() {
             self.limit(Limit::HandshakeTimeout);
@@ -353,12 +355,12 @@ impl Metrics {
         self.evicted_callers.inc();
     }
 
-    /// Counts a caller whose connection was refused for lack of a place.
+    /// Counts a caller whose connection was refused because no permit was available.
     pub fn refused_caller(&self) {
         self.refused_callers.inc();
     }
 
-    /// Counts a renewal: `issued` or the name of the refusal.
+    /// Counts a renewal by result: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
         self.renewals
             .get_or_create(&ResultLabel {
@@ -367,7 +369,8 @@ impl Metrics {
             .inc();
     }
 
-    /// Counts a request with or without a password: `right`, `wrong`, `missing` or `waiting`.
+    /// Counts a request by the result of its password check: `right`, `wrong`, `missing` or
+    /// `waiting`.
     pub fn password(&self, result: &'static str) {
         self.basic_auth
             .get_or_create(&ResultLabel {
@@ -376,7 +379,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Notes what came of reading certificate files again.
+    /// Records the result of reloading certificate files.
     pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome) {
         let result = match reload {
             ReloadOutcome::Changed => "changed",
@@ -394,7 +397,7 @@ impl Metrics {
             .set(failed.into());
     }
 
-    /// Counts an enrollment: `ok` or the name of the failure.
+    /// Counts an enrollment by result: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
         self.enrollments
@@ -404,7 +407,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Notes the size of the route table.
+    /// Records the size of the route table.
     pub fn routes(&self, nodes: usize, conflicts: usize) {
         self.known_nodes
             .set(i64::try_from(nodes).unwrap_or(i64::MAX));
@@ -412,7 +415,7 @@ impl Metrics {
             .set(i64::try_from(conflicts).unwrap_or(i64::MAX));
     }
 
-    /// Notes when the server's own certificate ends.
+    /// Records the expiry of the server's own certificate.
     pub fn certificate(&self, not_after: std::time::SystemTime) {
         let since_epoch = not_after
             .duration_since(std::time::UNIX_EPOCH)
@@ -420,7 +423,7 @@ impl Metrics {
         self.certificate_not_after.set(since_epoch.as_secs_f64());
     }
 
-    /// Notes when a certificate ends that the server was given beside its own.
+    /// Records the expiry of another certificate that the server was given.
     pub fn credential(&self, files: &'static str, not_after: std::time::SystemTime) {
         let since_epoch = not_after
             .duration_since(std::time::UNIX_EPOCH)
@@ -434,7 +437,7 @@ impl Metrics {
     }
 }
 
-/// Holds a gauge one higher.
+/// A guard that increments a gauge until it is dropped.
 #[derive(Debug)]
 pub struct GaugeGuard(Gauge);
 
@@ -451,7 +454,7 @@ impl Drop for GaugeGuard {
     }
 }
 
-/// What stalled readers hold, and may hold.
+/// Gauges for the bytes that stalled readers hold and may hold.
 #[derive(Debug)]
 struct PoolGauges(Arc<BufferPool>);
 

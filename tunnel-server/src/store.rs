@@ -1,4 +1,5 @@
-//! What the server persists: its data directory, and the documents that servers of a cluster share.
+//! Persistent state of the server: the data directory, and the documents that servers of a cluster
+//! share.
 
 #[cfg(feature = "kubernetes")]
 mod cluster_document;

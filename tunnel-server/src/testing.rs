@@ -1,4 +1,5 @@
-//! For tests: sessions in memory whose agent the test plays, and whose signs of life it can switch off.
+//! Test support: in-memory sessions whose agent the test plays, and whose liveness the test
+//! controls.
 
 use std::future::Future;
 use std::io;
@@ -33,11 +34,11 @@ use crate::routing::registry::{CallerKey, OpenError, OpenedStream, Registry, Reg
 use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
 
-/// Beyond every limit of the code under test.
+/// A timeout beyond every limit of the code under test.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
-/// Streams that an agent of a [`Bench`] may have.
+/// Number of streams that an agent of a [`Bench`] may have.
 pub(crate) const STREAMS: usize = 8;
-/// Size of the pool that texts name.
+/// Size of the buffer pool.
 pub(crate) const POOL: u64 = 64 << 20;
 
 pub(crate) fn node() -> NodeName {
@@ -48,7 +49,7 @@ pub(crate) fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
 }
 
-/// The server's end of a session in memory, and the agent's.
+/// Returns the server's end and the agent's end of an in-memory session.
 pub(crate) fn session() -> (Arc<FakeSession>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
         domain: TrustDomain::Tunnel,
@@ -68,7 +69,7 @@ pub(crate) fn session() -> (Arc<FakeSession>, Arc<dyn Session>) {
     (Arc::new(fake), agent)
 }
 
-/// Waits for what comes by itself.
+/// Waits until `holds` returns `true`.
 pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let waiting = async {
         while !holds() {
@@ -80,7 +81,7 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A session that gives no sign of life when told so.
+/// A session that can be made silent, full, slow to close, or panicking.
 #[derive(Debug)]
 pub(crate) struct FakeSession {
     inner: Arc<dyn Session>,
@@ -88,17 +89,17 @@ pub(crate) struct FakeSession {
     full: AtomicBool,
     slow_to_close: AtomicBool,
     panicking: AtomicBool,
-    /// The server's end of the control stream, when it is not to go through the session.
+    /// Server's end of the control stream, if the control stream bypasses the session.
     control: Mutex<Option<DuplexStream>>,
 }
 
 impl FakeSession {
-    /// Whether probes are left unanswered.
+    /// Sets whether probes stay unanswered.
     pub(crate) fn set_silent(&self, silent: bool) {
         self.silent.store(silent, Ordering::Relaxed);
     }
 
-    /// Whether stalled readers hold too much.
+    /// Sets whether the session reports that stalled readers hold too much.
     pub(crate) fn set_full(&self, full: bool) {
         self.full.store(full, Ordering::Relaxed);
     }
@@ -108,7 +109,7 @@ impl FakeSession {
         self.panicking.store(true, Ordering::Relaxed);
     }
 
-    /// Makes closing wait for a second, as transports may for what was sent last.
+    /// Makes closing take one second, as a transport may take to deliver its last data.
     pub(crate) fn set_slow_to_close(&self) {
         self.slow_to_close.store(true, Ordering::Relaxed);
     }
@@ -188,7 +189,7 @@ impl Session for FakeSession {
     }
 }
 
-/// A control stream that holds as little as the test wants.
+/// A control stream with a buffer of the size that the test needs.
 #[derive(Debug)]
 struct Pipe(DuplexStream);
 
@@ -225,7 +226,7 @@ impl AsyncWrite for Pipe {
     }
 }
 
-/// What a server has for sessions.
+/// The server state that sessions need.
 pub(crate) struct Bench {
     pub(crate) sessions: Sessions,
     counters: MetricsRegistry,
@@ -269,7 +270,7 @@ impl Bench {
         }
     }
 
-    /// The value of a metric, with its labels as they are shown.
+    /// Returns the value of a metric. `name` contains the labels as exposed.
     pub(crate) fn metric(&self, name: &str) -> Option<u64> {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
@@ -285,14 +286,14 @@ impl Bench {
             .await
     }
 
-    /// An agent process that was admitted.
+    /// Connects an agent that is admitted.
     pub(crate) async fn agent(&self, instance: u8) -> Agent {
         let (agent, answer) = self.connect_agent(instance, 4096).await;
         assert!(matches!(answer, ControlMessage::Welcome(_)), "{answer:?}");
         agent
     }
 
-    /// An agent process that said Hello, and the answer.
+    /// Connects an agent that sends Hello, and returns the server's answer.
     pub(crate) async fn connect_agent(
         &self,
         instance: u8,
@@ -303,7 +304,8 @@ impl Bench {
         (agent, answer)
     }
 
-    /// An agent process that said Hello. Its control stream holds `control_bytes` each way.
+    /// Connects an agent that sends Hello. The control stream buffers `control_bytes` in each
+    /// direction.
     pub(crate) async fn hello(&self, instance: u8, control_bytes: usize) -> Agent {
         let (near, far) = session();
         let (server_end, agent_end) = tokio::io::duplex(control_bytes);
@@ -343,18 +345,18 @@ impl Drop for Bench {
     }
 }
 
-/// An agent that the test plays.
+/// An agent played by the test.
 pub(crate) struct Agent {
-    /// The server's end.
+    /// Server's end of the session.
     pub(crate) near: Arc<FakeSession>,
-    /// The agent's end.
+    /// Agent's end of the session.
     pub(crate) far: Arc<dyn Session>,
     pub(crate) reader: ControlReader,
     pub(crate) writer: ControlWriter,
 }
 
 impl Agent {
-    /// The next stream of the server, its header read.
+    /// Accepts the next stream of the server and reads its header.
     pub(crate) async fn stream(&self) -> Stream {
         let incoming = within(self.far.accept()).await.unwrap();
         incoming
@@ -364,7 +366,7 @@ impl Agent {
             .1
     }
 
-    /// The next message of the server.
+    /// Receives the next control message of the server.
     pub(crate) async fn recv(&mut self) -> ControlMessage {
         within(self.reader.receive()).await.unwrap().unwrap()
     }

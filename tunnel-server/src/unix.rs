@@ -1,5 +1,6 @@
-//! Unix sockets that the server offers: made beside their name and moved there when they are ready, so that none ever has
-//! another mode or owner; one that a dead server left is replaced, one that answers is not.
+//! Unix sockets of the server. A socket is created under a temporary name and renamed when it is
+//! ready, so that it never has another mode or owner. A socket left by a dead server is replaced;
+//! one that answers is not.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -8,19 +9,20 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
 
-/// Who may use a socket.
+/// The mode and owner of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SocketPermissions {
-    /// Its mode.
+    /// Mode of the socket file.
     pub mode: u32,
-    /// Its owner and group, where they are not the process's own.
+    /// Owner and group, if they differ from the process's own.
     pub owner: Option<(u32, Option<u32>)>,
 }
 
-/// Binds a socket. To be called within a runtime.
+/// Binds a socket. Must be called within a runtime.
 ///
 /// # Errors
-/// When something that is no socket is in the way, somebody answers there, or the system refuses; with the path.
+/// Returns an error with the path if something other than a socket exists at the path, if another
+/// process answers there, or if the operating system refuses.
 pub fn bind(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
     let named =
         |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
@@ -80,7 +82,7 @@ fn bind_and_rename(
     }
 }
 
-/// Removes the socket when it goes, unless another one has taken its name.
+/// A guard that removes the socket file on drop, unless another socket has taken its name.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -123,7 +125,7 @@ mod tests {
         let taken = bind(&path, PRIVATE).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
         drop(listener);
-        // As after a crash: the file is there and nobody listens.
+        // After a crash the file exists and no process listens.
         let wide = SocketPermissions {
             mode: 0o660,
             ..PRIVATE

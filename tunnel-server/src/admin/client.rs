@@ -1,4 +1,4 @@
-//! The verbs' side of the admin socket.
+//! The client of the admin socket.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,39 +17,39 @@ use crate::admin::status::NodeStatus;
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
 
-/// Talks to the server that runs with a data directory. Each call makes a connection of its own.
+/// A client of the server that runs with a data directory. Each call opens its own connection.
 #[derive(Debug, Clone)]
 pub struct AdminClient {
     path: PathBuf,
 }
 
-/// Why the running server did not do what it was asked.
+/// The reason why a request to the running server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AdminError {
-    /// Its socket cannot be opened.
+    /// The socket cannot be opened.
     #[error("cannot reach the running server at {0}")]
     Unreachable(PathBuf, #[source] io::Error),
-    /// The connection broke.
+    /// The connection was lost.
     #[error("connection to the running server was lost")]
     ConnectionLost(#[source] hyper::Error),
-    /// The answer did not come in time.
+    /// The server did not answer in time.
     #[error("the running server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
-    /// The answer cannot be read, or is larger than any of ours.
+    /// The response cannot be parsed, or is too large.
     #[error("cannot read the answer of the running server: {0}")]
     InvalidResponse(String),
-    /// It says no.
+    /// The server refused the request.
     #[error("{problem}")]
     Refused {
-        /// The HTTP status.
+        /// HTTP status of the response.
         status: StatusCode,
-        /// Its reason.
+        /// Reason given by the server.
         problem: String,
     },
 }
 
 impl AdminError {
-    /// Whether what was asked for does not exist.
+    /// Returns whether the requested object does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Refused { status, .. } if *status == StatusCode::NOT_FOUND)
@@ -57,10 +57,10 @@ impl AdminError {
 }
 
 impl AdminClient {
-    /// Finds the running server; `None` when there is none.
+    /// Connects to the running server. Returns `None` if no server runs.
     ///
     /// # Errors
-    /// [`AdminError::Unreachable`] when there is a socket that may not be opened.
+    /// Returns [`AdminError::Unreachable`] if there is a socket that cannot be opened.
     pub async fn connect(dir: &DataDir) -> Result<Option<Self>, AdminError> {
         let path = dir.admin_socket();
         match UnixStream::connect(&path).await {
@@ -77,10 +77,10 @@ impl AdminClient {
         }
     }
 
-    /// Makes a join token.
+    /// Creates a join token.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn create_token(
         &self,
         token_request: &CreateToken,
@@ -90,18 +90,18 @@ impl AdminClient {
         parse(&self.call(Method::POST, "/tokens", body).await?)
     }
 
-    /// All join tokens.
+    /// Returns all join tokens.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn tokens(&self) -> Result<Vec<TokenInfo>, AdminError> {
         parse(&self.call(Method::GET, "/tokens", Vec::new()).await?)
     }
 
-    /// Takes a token back. Says whether there is one of this id.
+    /// Revokes a token. Returns `false` if no token has this id.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn revoke_token(&self, id: &str) -> Result<bool, AdminError> {
         let is_plain = !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
         if !is_plain {
@@ -110,35 +110,36 @@ impl AdminClient {
         self.delete(&format!("/tokens/{id}")).await
     }
 
-    /// All known nodes.
+    /// Returns all known nodes.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn nodes(&self) -> Result<Vec<NodeStatus>, AdminError> {
         parse(&self.call(Method::GET, "/nodes", Vec::new()).await?)
     }
 
-    /// Forgets a node that is not connected. Says whether it was known.
+    /// Removes a node that is not connected from the known nodes. Returns `false` if the node is
+    /// unknown.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {
         self.delete(&format!("/nodes/{node}")).await
     }
 
-    /// Revokes a node's certificates and takes its tokens back.
+    /// Revokes a node's certificates and tokens.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn revoke_node(&self, node: &NodeName) -> Result<RevokedNode, AdminError> {
         let path = format!("/nodes/{node}/revoke");
         parse(&self.call(Method::POST, &path, Vec::new()).await?)
     }
 
-    /// The CA's certificate as PEM.
+    /// Returns the CA's certificate as PEM.
     ///
     /// # Errors
-    /// [`AdminError`].
+    /// Returns an [`AdminError`].
     pub async fn ca(&self) -> Result<String, AdminError> {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
         String::from_utf8(body.to_vec())
@@ -187,7 +188,7 @@ impl AdminClient {
                 .collect()
                 .await
                 .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-            // The connection ends with its sender.
+            // Dropping the sender closes the connection.
             drop(sender);
             Ok((status, body.to_bytes()))
         };
@@ -208,7 +209,7 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, AdminError> {
     serde_json::from_slice(body).map_err(|error| AdminError::InvalidResponse(error.to_string()))
 }
 
-/// A busy disk may need seconds.
+/// Timeout for a response. A busy disk may need seconds.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Largest answer; a list of 10,000 nodes is about 4 MiB.
+/// Maximum size of a response. A list of 10,000 nodes is about 4 MiB.
 const RESPONSE_MAX_BYTES: usize = 64 * 1024 * 1024;

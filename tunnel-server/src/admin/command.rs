@@ -1,4 +1,4 @@
-//! The command that starts an agent with a new token.
+//! The command that starts an agent with a new join token.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -11,9 +11,9 @@ use tunnel_proto::wire::name::NodeName;
 /// A command line for the edge host.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AgentCommand {
-    /// The command, with the token's secret.
+    /// Command with the token's secret.
     pub command: String,
-    /// What to check about it.
+    /// Advice to the operator about the command.
     pub hint: Option<String>,
 }
 
@@ -26,8 +26,8 @@ impl fmt::Debug for AgentCommand {
     }
 }
 
-/// The command for a node and a token. Without advertised addresses it names the address that this host would use
-/// towards others, and says so.
+/// Returns the command for a node and a token. Without advertised addresses the command contains
+/// the address that this host uses for outgoing connections, and the hint says so.
 #[must_use]
 pub fn agent_command(advertised: &[String], node: &NodeName, token: &str) -> AgentCommand {
     let mut hint = None;

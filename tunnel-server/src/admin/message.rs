@@ -1,4 +1,4 @@
-//! What travels over the admin socket.
+//! The messages of the admin socket.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -11,47 +11,47 @@ use tunnel_proto::wire::name::NodeName;
 use super::agent_command;
 use crate::store::data_dir::{name_text, time_text};
 
-/// Asks for a join token.
+/// A request for a join token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct CreateToken {
-    /// The node that may use it.
+    /// Node that may use the token.
     #[serde(with = "name_text")]
     pub node: NodeName,
-    /// Its life.
+    /// Lifetime of the token in seconds.
     pub ttl_seconds: u64,
-    /// The node's addresses, if requests by address should find it.
+    /// Addresses of the node, if requests by address should select it.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
 }
 
-/// What became of a revoked node.
+/// The result of revoking a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RevokedNode {
-    /// Its tokens that could still be used, and were taken back.
+    /// Number of revoked tokens that had not expired.
     pub tokens: usize,
 }
 
-/// A new join token.
+/// A new join token with the command that uses it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CreatedToken {
-    /// The token with its secret.
+    /// Token with its secret.
     pub token: String,
-    /// Its public part.
+    /// Public part of the token.
     pub id: String,
-    /// When it ends.
+    /// Time at which the token expires.
     #[serde(with = "time_text")]
     pub expires: SystemTime,
-    /// How to start the agent.
+    /// Command that starts the agent.
     pub command: String,
-    /// What to check about the command.
+    /// Advice to the operator about the command.
     pub hint: Option<String>,
 }
 
 impl CreatedToken {
-    /// A token with the command that uses it.
+    /// Creates the response for a token, with the command that uses it.
     #[must_use]
     pub fn new(
         token: &JoinToken,
@@ -81,9 +81,9 @@ impl fmt::Debug for CreatedToken {
     }
 }
 
-/// Why the server refuses.
+/// The body of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// A line for people.
+    /// Message for the operator.
     pub error: String,
 }

@@ -1,4 +1,4 @@
-//! What people and programs are told about nodes: the list behind `/nodes`, the verb `nodes` and the metrics.
+//! The status of nodes, for `/nodes`, the command `nodes` and the metrics.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -11,47 +11,50 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::Registry;
 use crate::routing::routes::RouteNode;
 
-/// One node of the list; connected or not.
+/// The status of one known node, connected or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
-    /// The node's name.
+    /// Name of the node.
     pub node: String,
-    /// Whether an agent is connected for it.
+    /// Whether an agent is connected for the node.
     pub connected: bool,
-    /// The transport of its active session; the fields up to the certificate's are that session's, too.
+    /// Transport of the active session. The fields up to the certificate's expiry describe that
+    /// session too.
     pub transport: Option<String>,
-    /// `live`, or `suspect` while nothing is heard of the agent: then requests are refused until it answers.
+    /// `live`, or `suspect` while the agent does not respond. Requests to a suspect agent are
+    /// refused until it answers.
     #[serde(default)]
     pub state: Option<String>,
-    /// Where the agent connects from.
+    /// Source address of the agent's session.
     pub address: Option<String>,
-    /// The agent's software.
+    /// Version of the agent's software.
     pub version: Option<String>,
-    /// When the session was admitted, RFC 3339.
+    /// Time at which the session was admitted, RFC 3339.
     pub connected_since: Option<String>,
-    /// Smoothed round trip time.
+    /// Smoothed round-trip time, in milliseconds.
     pub rtt_millis: Option<u64>,
-    /// Streams open now, over all sessions of the node; the control streams do not count.
+    /// Number of open streams over all sessions of the node, without control streams.
     pub streams: u64,
     /// Payload bytes received from the agent in this session.
     pub bytes_in: u64,
     /// Payload bytes sent to the agent in this session.
     pub bytes_out: u64,
-    /// End of the agent's certificate, RFC 3339.
+    /// Expiry of the agent's certificate, RFC 3339.
     pub certificate_not_after: Option<String>,
-    /// Addresses that an operator or the cluster gave the node; only these count for routing.
+    /// Addresses that an operator or the cluster assigned to the node. Routing uses only these.
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
-    /// The address that the agent takes for its own; shown only.
+    /// Address that the agent reports as its own. Routing does not use it.
     #[serde(default)]
     pub claimed_address: Option<String>,
-    /// Those of its addresses that other nodes have too, with the names of all of them.
+    /// Addresses of the node that other nodes have too, each with the names of all nodes that have
+    /// it.
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
 }
 
-/// Every known node, by name; those of the cluster are known, too.
+/// Returns the status of every known node, including the cluster's nodes, sorted by name.
 #[must_use]
 pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> Vec<NodeStatus> {
     let known = nodes.snapshot();
@@ -105,7 +108,7 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
                 status.streams = streams.sum();
                 status.bytes_in = health.bytes_in;
                 status.bytes_out = health.bytes_out;
-                // Renewed on a session, it is newer than what the session began with.
+                // A certificate renewed on a session is newer than the one of its handshake.
                 let begun_with = agent.session.peer().not_after;
                 let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
                 status.certificate_not_after = Some(timestamp(latest));

@@ -192,7 +192,7 @@ fn tokens_are_taken_back_before_the_certificates_are_revoked() {
         tokens,
         ..
     } = &fixture.state;
-    // Whatever is first waits here for its file.
+    // The first change waits here for the lock on its file.
     let held = fixture.scratch.0.lock_files().unwrap();
     std::thread::scope(|scope| {
         let revoking = scope.spawn(|| revoke_node(revocations, tokens, &node));

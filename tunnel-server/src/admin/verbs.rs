@@ -1,5 +1,5 @@
-//! The operator's verbs `token`, `nodes`, `ca`, `connect` and `healthcheck`: through the running server where there is one, else
-//! on the files of the data directory.
+//! The commands `token`, `nodes`, `ca`, `connect` and `healthcheck`. They use the running server if
+//! there is one, or else the files of the data directory.
 
 use std::io::{self, Write};
 use std::net::IpAddr;
@@ -22,7 +22,7 @@ pub mod connect;
 mod healthcheck;
 mod table;
 
-/// Where the server keeps its files.
+/// The argument that names the data directory.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DataDirArg {
     /// Directory with the CA, keys, tokens and known nodes
@@ -36,47 +36,48 @@ pub struct DataDirArg {
     pub data_dir: PathBuf,
 }
 
-/// The form of a list.
+/// The output format of a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum OutputFormat {
-    /// For people.
+    /// Table for reading in a terminal.
     Table,
-    /// For programs.
+    /// JSON for scripts and programs.
     Json,
 }
 
 /// Join tokens, by which agents get their first certificate.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum TokenVerb {
-    /// Make a token; prints it alone on standard output, and the agent's full command on standard error
+    /// Create a token; prints only the token on standard output, and the full agent command on
+    /// standard error
     Create {
         /// Node that the token is for
         #[arg(long, value_name = "NAME")]
         node: NodeName,
-        /// How long it can be used, as in 30m, 1h or 7d
+        /// Time for which the token can be used, as in 30m, 1h or 7d
         #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
         ttl: Duration,
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
         ips: Vec<IpAddr>,
-        /// The data directory.
+        /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
     },
     /// List the tokens and who used them
     List {
-        /// Form of the list
+        /// Output format of the list
         #[arg(short, long, value_enum, default_value = "table")]
         output: OutputFormat,
-        /// The data directory.
+        /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
     },
     /// Revoke a token; certificates issued with it stay valid
     Revoke {
-        /// First part of the token, as in the list
+        /// First part of the token, as shown in the list
         id: String,
-        /// The data directory.
+        /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
     },
@@ -85,30 +86,31 @@ pub enum TokenVerb {
 /// List the known nodes and whether they are connected.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NodesArgs {
-    /// What to do instead of listing them.
+    /// Action on one node, instead of the list.
     #[command(subcommand)]
     pub verb: Option<NodesVerb>,
-    /// Form of the list
+    /// Output format of the list
     #[arg(short, long, value_enum, default_value = "table")]
     pub output: OutputFormat,
-    /// The data directory.
+    /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,
 }
 
-/// What can be done with a node.
+/// Actions on a node.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum NodesVerb {
-    /// Refuse all certificates that a node has, and end its sessions: for a stolen or compromised edge
+    /// Refuse all certificates of a node and close its sessions: for a stolen or compromised edge
     ///
-    /// Its join tokens are taken back, too. A new token lets the node in again with a new certificate.
+    /// The join tokens of the node are revoked too. A new token admits the node again with a new
+    /// certificate.
     Revoke {
-        /// Its name
+        /// Name of the node
         name: NodeName,
     },
     /// Forget a node that will not come back; its certificates stay valid unless they are revoked
     Forget {
-        /// Its name
+        /// Name of the node
         name: NodeName,
     },
 }
@@ -116,7 +118,7 @@ pub enum NodesVerb {
 /// Print the CA's certificate; callers of the HTTPS listener need it.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CaArgs {
-    /// The data directory.
+    /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,
 }
@@ -124,7 +126,7 @@ pub struct CaArgs {
 /// Ask the running server whether it is ready.
 #[derive(Debug, Clone, clap::Args)]
 pub struct HealthcheckArgs {
-    /// The server's meta address
+    /// Meta address of the server
     #[arg(
         long,
         value_name = "ADDR",
@@ -134,50 +136,51 @@ pub struct HealthcheckArgs {
     pub meta_listen: String,
 }
 
-/// Why a verb failed.
+/// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum VerbError {
-    /// A file cannot be used; the text names it.
+    /// A file cannot be used; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
-    /// The CA cannot be used.
+    /// The CA cannot be loaded or created.
     #[error(transparent)]
     Ca(#[from] CaError),
-    /// No token was made.
+    /// The token was not created.
     #[error(transparent)]
     Token(#[from] CreateTokenError),
-    /// The running server did not do it.
+    /// The running server could not be reached or refused the request.
     #[error(transparent)]
     Server(#[from] AdminError),
-    /// There is no such token.
+    /// No token has this id.
     #[error("no token has the id {0:?}; 'tunnel-server token list' shows them")]
     UnknownToken(String),
-    /// There is no such node.
+    /// No node has this name.
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownNode(NodeName),
-    /// The server does not run, or is not ready.
+    /// The server does not run or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
-    /// The directory is a server's of a cluster, which keeps this elsewhere.
+    /// The directory belongs to a server in a cluster, which stores this data in the cluster's
+    /// Secrets.
     #[error(
         "no tunnel-server runs with {}, and what it follows is in its cluster's Secrets: use the verb where a server runs, as in \
          kubectl exec",
         .0.display()
     )]
     ClusterManaged(PathBuf),
-    /// The directory is a server's of a cluster that has not kept the CA's certificate.
+    /// The directory belongs to a server in a cluster that has not saved the CA's certificate.
     #[error("{} does not exist yet; the CA's certificate is in the cluster's ConfigMap for agents", .0.display())]
     CaNotStored(PathBuf),
-    /// There is no connection to a node.
+    /// The connection to a node could not be opened.
     #[error(transparent)]
     Connect(#[from] connect::ConnectError),
-    /// A list cannot be shown as JSON.
+    /// A list cannot be encoded as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
 }
 
 impl VerbError {
-    /// 64 when the arguments are at fault, else 1.
+    /// Returns 64 if the arguments are invalid, else 1.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -203,10 +206,10 @@ impl VerbError {
 }
 
 impl TokenVerb {
-    /// Does it and prints the result.
+    /// Runs the command and prints the result.
     ///
     /// # Errors
-    /// [`VerbError`].
+    /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
         self.execute().await?.print()
     }
@@ -251,10 +254,10 @@ impl TokenVerb {
 }
 
 impl NodesArgs {
-    /// Does it and prints the result.
+    /// Runs the command and prints the result.
     ///
     /// # Errors
-    /// [`VerbError`].
+    /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
         self.execute().await?.print()
     }
@@ -300,10 +303,11 @@ impl NodesArgs {
 }
 
 impl CaArgs {
-    /// Prints the CA's certificate; makes the CA when there is none yet. Without a server, a cluster's is what was heard last.
+    /// Prints the CA's certificate, and creates the CA if there is none. Without a running server,
+    /// a cluster's directory provides the last observed certificate.
     ///
     /// # Errors
-    /// [`VerbError`].
+    /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
         self.execute().await?.print()
     }
@@ -323,18 +327,18 @@ impl CaArgs {
 }
 
 impl HealthcheckArgs {
-    /// Asks the server's meta port whether it is ready, and prints a line.
+    /// Asks the server's meta port whether the server is ready, and prints one line.
     ///
     /// # Errors
-    /// [`VerbError::NotReady`].
+    /// Returns [`VerbError::NotReady`].
     pub async fn run(self) -> Result<(), VerbError> {
         healthcheck::check_ready(&self.meta_listen).await?;
         VerbOutput::out("ready\n".into()).print()
     }
 }
 
-/// A directory whose files are what a server of it follows. In a cluster a change of them would be told as done and have no
-/// effect.
+/// Returns `dir` if its files are what a server uses. In a cluster a change to the files would
+/// appear to succeed and have no effect.
 fn require_standalone(dir: &DataDir) -> Result<&DataDir, VerbError> {
     if dir.is_cluster_managed() {
         return Err(VerbError::ClusterManaged(dir.path().to_owned()));
@@ -354,7 +358,7 @@ async fn revoke_node(
         )
     } else {
         let dir = require_standalone(dir)?;
-        // Whether certificates are ours matters to the running server only.
+        // Only the running server needs to know whether the CA is local.
         let revocations = Revocations::open(dir, true)?;
         let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
         (tokens, "no tunnel-server runs with this data directory")
@@ -408,7 +412,7 @@ async fn create_token(
     })
 }
 
-/// The known nodes as the running server would list them if none was connected.
+/// Returns the known nodes as a running server without connected agents would list them.
 fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
     let conflicts = nodes.conflicts();
     let shared = |address: &IpAddr| {
@@ -434,7 +438,7 @@ fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
     Ok(text)
 }
 
-/// What a verb prints.
+/// The output of a command.
 struct VerbOutput {
     out: String,
     err: String,
@@ -448,7 +452,7 @@ impl VerbOutput {
         }
     }
 
-    /// A reader that has seen enough is no failure.
+    /// Prints the output. A reader that closes the pipe early is not an error.
     fn print(self) -> Result<(), VerbError> {
         let written = write_all(&mut io::stdout(), &self.out)
             .and_then(|()| write_all(&mut io::stderr(), &self.err));

@@ -1,5 +1,5 @@
-//! The CA, join tokens, revocations and QUIC keys: from the data directory, or in a cluster from what all servers share,
-//! which a start waits for.
+//! Selection of the CA, join tokens, revocations and QUIC keys: from the data directory, or in a
+//! cluster from the state that all servers share. The start waits for that state.
 
 use std::sync::Arc;
 
@@ -16,25 +16,25 @@ use crate::ca::tokens::TokenStore;
 use crate::config::Config;
 use crate::store::data_dir::DataDir;
 
-/// The way to the cluster.
+/// A connection to the cluster.
 #[cfg(feature = "kubernetes")]
 pub(super) type ClusterHandle = crate::cluster::ClusterHandle;
-/// This build has none.
+/// An uninhabited type: this build cannot follow a cluster.
 #[cfg(not(feature = "kubernetes"))]
 pub(super) type ClusterHandle = std::convert::Infallible;
 
-/// What a server proves itself with and admits agents by.
+/// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
     pub(super) ca: Arc<LocalCa>,
     pub(super) tokens: Arc<TokenStore>,
     pub(super) revocations: Arc<Revocations>,
     pub(super) keys: QuicKeys,
-    /// Present in a cluster.
+    /// Connection to the cluster, or `None` for a standalone server.
     pub(super) cluster_handle: Option<ClusterHandle>,
     pub(super) lease_guard: LeaseGuard,
 }
 
-/// The right to the QUIC keys, where others could get it.
+/// The lease on the QUIC keys, if other servers could take them.
 #[derive(Debug, Default)]
 pub(super) struct LeaseGuard {
     #[cfg(feature = "kubernetes")]
@@ -42,7 +42,7 @@ pub(super) struct LeaseGuard {
 }
 
 impl LeaseGuard {
-    /// Gives the right back; the sessions that have the keys may go on. Cancel-safe.
+    /// Releases the lease. Sessions that use the keys may continue. Cancel-safe.
     pub(super) async fn release(self, stop: &CancellationToken) {
         #[cfg(feature = "kubernetes")]
         if let Some(lease) = self.lease {
@@ -57,7 +57,7 @@ impl LeaseGuard {
     }
 }
 
-/// What finding it takes.
+/// The inputs for loading the [`Authority`].
 pub(super) struct AuthorityContext<'a> {
     pub(super) config: &'a Config,
     pub(super) data: &'a DataDir,
@@ -66,11 +66,12 @@ pub(super) struct AuthorityContext<'a> {
 }
 
 impl AuthorityContext<'_> {
-    /// Finds all of it. In a cluster this may take until somebody mends the cluster; meanwhile the meta port tells what
-    /// is wrong.
+    /// Loads the authority. In a cluster this may wait until an operator fixes the cluster. In the
+    /// meantime the meta port reports the condition.
     ///
     /// # Errors
-    /// When a file cannot be read or made, or the server is to stop before it has all.
+    /// Returns an error if a file cannot be read or created, or if the server is stopped before
+    /// everything is loaded.
     pub(super) async fn authority(
         self,
         meta: &TcpListener,
@@ -106,7 +107,7 @@ impl AuthorityContext<'_> {
 
         let cluster_handle = ClusterHandle::open(settings, self.readiness, registry).await?;
         let waiting = self.readiness.block("ca");
-        // The metrics are not complete yet, so that this one has none.
+        // The server's metrics are not complete yet, so this meta server exposes none.
         let meanwhile = Shutdown::new();
         let told = Meta::new(self.readiness.clone(), MetricsRegistry::default());
         info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
@@ -136,13 +137,13 @@ impl AuthorityContext<'_> {
         })
     }
 
-    /// Whether agents' certificates are of our CA.
+    /// Returns whether the local CA issues the agents' certificates.
     fn is_issuer(&self) -> bool {
         self.config.agent_files.is_none()
     }
 }
 
-/// Another handle to the same listener.
+/// Duplicates the handle of a listener.
 #[cfg(feature = "kubernetes")]
 fn duplicate_listener(listener: &TcpListener) -> std::io::Result<TcpListener> {
     use std::os::fd::AsFd as _;

@@ -1,4 +1,4 @@
-//! Starts the cluster's side when there is a cluster, and leaves the rest alone when there is none.
+//! Starts the cluster integration if a cluster is configured, and does nothing otherwise.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 
-/// What the cluster's side feeds and reads.
+/// The components that the cluster integration updates and reads.
 #[cfg_attr(
     not(feature = "kubernetes"),
     expect(dead_code, reason = "nobody follows a cluster in this build")
@@ -42,19 +42,19 @@ pub(super) struct ClusterContext<'a> {
     pub(super) shutdown: &'a Shutdown,
 }
 
-/// A cluster that is followed.
+/// The services of a followed cluster.
 #[derive(Debug, Default)]
 pub(super) struct ClusterServices {
-    /// Whom doors may ask for pods.
+    /// Resolver of pods to nodes, for the listeners.
     pub(super) pods: Option<PodResolver>,
-    /// Whom enrollments may ask about tokens.
+    /// Reviewer of ServiceAccount tokens, for enrollments.
     pub(super) attestor: Option<Attestor>,
     #[cfg(feature = "kubernetes")]
     writing: Option<crate::cluster::WritersHandle>,
 }
 
 impl ClusterServices {
-    /// Waits until nothing is written to the cluster any more. The drain must have begun.
+    /// Waits until all writes to the cluster have ended. The drain must have begun.
     pub(super) async fn ended(&mut self) {
         #[cfg(feature = "kubernetes")]
         if let Some(writing) = self.writing.take() {
@@ -65,7 +65,7 @@ impl ClusterServices {
     }
 }
 
-/// Follows the cluster of the configuration, if there is one.
+/// Follows the configured cluster, if there is one.
 #[cfg(feature = "kubernetes")]
 pub(super) fn start_cluster(
     config: &Config,
@@ -82,7 +82,8 @@ pub(super) fn start_cluster(
     };
     let pods = settings.pod_lookup.then(PodResolver::new);
     let (finder, questions) = pods.unzip();
-    // Tokens buy certificates of the local CA; without it there is nothing to be had for them.
+    // ServiceAccount tokens only serve to obtain certificates of the local CA, so reviews need that
+    // CA.
     let reviews = parts.agents.renewals.is_some().then(Attestor::new);
     let (attestor, attestations) = reviews.unzip();
     let parts = ClusterInputs {
@@ -120,7 +121,7 @@ pub(super) fn start_cluster(
     }
 }
 
-/// This build follows none, and the configuration has none.
+/// Returns no services: this build cannot follow a cluster, and the configuration has none.
 #[cfg(not(feature = "kubernetes"))]
 pub(super) fn start_cluster(
     _config: &Config,

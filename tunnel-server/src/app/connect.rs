@@ -1,4 +1,5 @@
-//! The CONNECT doors of the configuration, and the way for `tunnel-server connect` on the admin socket.
+//! The configured CONNECT listeners, and the tunnels for `tunnel-server connect` on the admin
+//! socket.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,10 +23,11 @@ use crate::routing::decision::Scheme;
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::unix::{self, SocketFile, SocketPermissions};
 
-/// Opening a stream takes at most this long here: a scrape that gives up after 10 s is to have heard why.
+/// Maximum time for opening a stream on these listeners. A scrape that times out after 10 s must
+/// receive the reason before that.
 const OPEN_MAX: Duration = Duration::from_secs(8);
 
-/// What is bound.
+/// The bound sockets of the CONNECT listeners.
 #[derive(Debug)]
 pub(super) struct ConnectSockets {
     tcp: Option<TcpListener>,
@@ -58,7 +60,7 @@ impl ConnectSockets {
         self.tcp.as_ref().map(TcpListener::local_addr).transpose()
     }
 
-    /// Opens the doors; what is returned serves the admin socket, which reaches nodes alone.
+    /// Starts the listeners. Returns the tunnels for the admin socket, which reach only nodes.
     pub(super) fn start(
         self,
         config: &Config,
@@ -120,7 +122,7 @@ impl ConnectSockets {
     }
 }
 
-/// Reads the passwords, and follows their file.
+/// Loads the passwords and watches their file.
 fn passwords(
     settings: &ConnectSettings,
     watcher: &CredentialWatcher<'_>,

@@ -1,5 +1,5 @@
-//! What the server proves itself with towards agents, and whom it takes for one: the local CA, or what the operator
-//! brings, which is followed while the server runs.
+//! The server's credentials for agents, and the trust anchors for agents' certificates: from the
+//! local CA, or from files of the operator, which are watched while the server runs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,27 +23,29 @@ use crate::ca::revocation::Revocations;
 use crate::config::{Config, KubeletCa};
 use crate::metrics::Metrics;
 
-/// A certificate that ends sooner than this is told at start and when it is replaced.
+/// Remaining lifetime below which a certificate's expiry is logged, at start and when the
+/// certificate is replaced.
 const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
 
-/// The server's part in agents' handshakes.
+/// The credentials and trust anchors for agents' handshakes.
 pub(super) struct AgentAuth {
     pub(super) own: Arc<dyn ResolvesServerCert>,
     pub(super) trust: Arc<AgentTrust>,
-    /// Present when the local CA issues.
+    /// Issuer of agents' certificates, if the local CA issues them.
     pub(super) renewals: Option<Arc<Renewals>>,
-    /// What enrollment's connections show; it goes with the join tokens, which pin the local CA.
+    /// Certificate for enrollment connections. The local CA issues it, because join tokens pin that
+    /// CA.
     pub(super) enrollment: Arc<dyn ResolvesServerCert>,
 }
 
-/// What following files takes.
+/// The settings and handles for watching credential files.
 pub(super) struct CredentialWatcher<'a> {
     pub(super) interval: Duration,
     pub(super) metrics: &'a Metrics,
     pub(super) shutdown: &'a Shutdown,
 }
 
-/// Builds the agents' side and follows its files.
+/// Builds the credentials for agents' handshakes and watches their files.
 pub(super) fn agent_auth(
     config: &Config,
     ca: &Arc<LocalCa>,
@@ -83,7 +85,8 @@ pub(super) fn agent_auth(
     })
 }
 
-/// Kubelets as agents by a CA of the operator's file, followed; without one the cluster says it.
+/// Loads and watches the CA file that admits kubelets as agents. Without a file, the cluster
+/// provides the CA.
 pub(super) fn watch_kubelet_ca(
     config: &Config,
     agents: &AgentAuth,
@@ -100,7 +103,7 @@ pub(super) fn watch_kubelet_ca(
     Ok(())
 }
 
-/// Trusts what the CA trusts, also when it becomes another.
+/// Updates the trusted roots whenever the CA is replaced.
 fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
     let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
     shutdown.spawn_service(async move {
@@ -113,7 +116,8 @@ fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
     });
 }
 
-/// A chain and key from files, followed; `record_expiry` hears when each certificate ends.
+/// Loads and watches a certificate chain and key. Calls `record_expiry` with the expiry of each
+/// certificate.
 pub(super) fn watch_pair(
     what: &'static str,
     files: &KeyPairFiles,
@@ -133,14 +137,14 @@ pub(super) fn watch_pair(
     Ok(held)
 }
 
-/// A chain and key as their files are at this moment.
+/// Loads the current chain and key from their files.
 pub(super) fn read_pair(files: &KeyPairFiles) -> Result<Loaded<Arc<CertifiedKey>>, FileError> {
     let value = files.load()?;
     let digest = digest_of(&value.cert);
     Ok(Loaded { digest, value })
 }
 
-/// CA certificates as their file is at this moment.
+/// Loads the current CA certificates from their file.
 pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
     let roots = load_roots(path)?;
     let digest = digest_of(&roots);
@@ -149,7 +153,8 @@ pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, File
 }
 
 impl CredentialWatcher<'_> {
-    /// Follows the file of CA certificates whose content of that digest is in use; `apply` takes what is new.
+    /// Watches a file of CA certificates. `digest` identifies the content in use, and `apply`
+    /// receives new content.
     pub(super) fn watch_roots(
         &self,
         what: &'static str,
@@ -163,7 +168,7 @@ impl CredentialWatcher<'_> {
         self.watch(what, digest, move || read_roots(&read), apply);
     }
 
-    /// Follows the files of a chain and its key in the same way.
+    /// Watches the files of a certificate chain and its key, like [`Self::watch_roots`].
     pub(super) fn watch_pair(
         &self,
         what: &'static str,
@@ -180,7 +185,7 @@ impl CredentialWatcher<'_> {
         self.watch(what, digest, move || read_pair(&read), apply);
     }
 
-    /// Follows files whose content has `digest` now.
+    /// Watches files whose current content has `digest`.
     pub(super) fn watch<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
         &self,
         what: &'static str,
@@ -202,7 +207,8 @@ impl CredentialWatcher<'_> {
     }
 }
 
-/// Content that differs in any certificate differs in this; a key is its certificate's.
+/// Returns a digest that changes with any of the certificates. A key changes only with its
+/// certificate.
 fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
     let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
     sha256(&bytes)

@@ -1,4 +1,5 @@
-//! Standalone, the DNS records are those of the known nodes, which are all edge nodes, and of the configuration.
+//! DNS records of a standalone server: the known nodes, which are all edge nodes, and the names of
+//! the configuration.
 
 use std::sync::Arc;
 
@@ -13,18 +14,18 @@ use crate::dns::{
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
 
-/// What the embedded DNS takes from the server around it.
+/// The server state that the embedded DNS uses.
 pub(super) struct DnsContext<'a> {
     pub(super) data: &'a DataDir,
     pub(super) nodes: &'a Arc<KnownNodes>,
     pub(super) records: &'a Records,
     pub(super) metrics: &'a mut Registry,
     pub(super) shutdown: &'a Shutdown,
-    /// Absent where the DNS is not configured.
+    /// Limits of the DNS, or `None` if the DNS is not configured.
     pub(super) limits: Option<DnsLimits>,
 }
 
-/// Starts the embedded DNS and what feeds it, if it is configured.
+/// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
 pub(super) fn serve(
     sockets: Option<DnsSockets>,
     config: &Config,
@@ -39,9 +40,10 @@ pub(super) fn serve(
         limits,
         metrics: DnsMetrics::new(context.metrics, context.records.clone()),
     };
-    // The records come before the first question: a name that is not known yet would be asked of other resolvers.
+    // Load the records before the first query: an unknown name would be forwarded to other
+    // resolvers.
     if config.kubernetes.is_some() {
-        // Who follows the cluster's Nodes feeds the records, as soon as the API server answers.
+        // The watcher of the cluster's Nodes updates the records as soon as the API server answers.
         restore(context.data, context.records);
     } else {
         follow_nodes(context.nodes, settings, context.records, context.shutdown);
@@ -49,7 +51,8 @@ pub(super) fn serve(
     Some(Dns::start(parts, context.shutdown))
 }
 
-/// Keeps the records equal to the known nodes and the configuration. A name of both belongs to the configuration.
+/// Updates the records whenever the known nodes change. If a name is in both sources, the
+/// configuration's record is used.
 fn follow_nodes(
     nodes: &Arc<KnownNodes>,
     settings: &DnsSettings,

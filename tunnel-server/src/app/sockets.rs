@@ -1,4 +1,5 @@
-//! Every socket of the server, bound before anything runs, so that a conflict is seen at start.
+//! The sockets of the server. All are bound before any component runs, so that a conflict is
+//! detected at start.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -25,31 +26,31 @@ use crate::ingress::{HttpListener, ListenerKind};
 use crate::routing::decision::Scheme;
 use crate::routing::routes::Routes;
 
-/// Tries to find a port number that is free for TCP and UDP when asked for port 0.
+/// Maximum number of attempts to find a port that is free for TCP and UDP, if port 0 is configured.
 const SAME_PORT_TRIES: usize = 16;
 
-/// The addresses really bound.
+/// The addresses to which the sockets are bound.
 #[derive(Debug, Clone)]
 pub struct BoundAddrs {
-    /// Agents, UDP and TCP.
+    /// Address for agents, UDP and TCP.
     pub agents: SocketAddr,
-    /// The TLS door.
+    /// Address of the HTTPS listener.
     pub https: Option<SocketAddr>,
-    /// The plain door.
+    /// Address of the HTTP listener.
     pub http: Option<SocketAddr>,
-    /// Meta.
+    /// Address of the meta port.
     pub meta: SocketAddr,
-    /// Extra proxy ports.
+    /// Addresses of the extra proxy ports.
     pub proxy: Vec<SocketAddr>,
-    /// TCP services by name.
+    /// Addresses of TCP services, with their names.
     pub services: Vec<(String, SocketAddr)>,
-    /// DNS, UDP and TCP.
+    /// Address of the embedded DNS, UDP and TCP.
     pub dns: Option<SocketAddr>,
-    /// The CONNECT door.
+    /// Address of the CONNECT listener.
     pub connect: Option<SocketAddr>,
 }
 
-/// What is bound.
+/// The bound sockets of the server.
 pub(super) struct Sockets {
     pub(super) tcp: TcpListener,
     pub(super) quic: Arc<QuicAcceptor>,
@@ -158,7 +159,7 @@ pub(super) fn log_bound(bound: &BoundAddrs) {
     }
 }
 
-/// Binds TCP and UDP to one port number, at the first of the addresses that can be bound.
+/// Binds TCP and UDP to the same port number, on the first address that can be bound.
 async fn bind_both<U>(
     addresses: &[SocketAddr],
     setting: &str,
@@ -173,7 +174,8 @@ async fn bind_both<U>(
             };
             match both {
                 Ok(both) => return Ok(both),
-                // A number that the system picked for TCP may be taken for UDP; it picks another.
+                // The port that the system chose for TCP may be in use for UDP. The next attempt
+                // gets another one.
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse && address.port() == 0 => {}
                 Err(error) => {
                     failures.push(format!("{address}: {error}"));
@@ -197,7 +199,7 @@ pub(super) async fn listen(
         .with_context(|| format!("cannot listen on {address} ({setting})"))
 }
 
-/// What the TLS door is called on this host and by the configuration.
+/// Returns the names of the HTTPS listener: those of this host and those of the configuration.
 pub(super) fn serving_names(config: &Config) -> ServingNames {
     let mut names = vec!["localhost".to_owned()];
     names.extend(
@@ -234,7 +236,7 @@ pub(super) fn serving_names(config: &Config) -> ServingNames {
     ServingNames::new(names, addresses)
 }
 
-/// What the doors show of themselves.
+/// Returns the resolver of the listeners' serving certificates.
 pub(super) fn serving_certificates(
     config: &Config,
     (ca, names): (&Arc<LocalCa>, &ServingNames),
@@ -267,7 +269,7 @@ pub(super) fn reserved_ports(bound: &BoundAddrs) -> Vec<Port> {
         .collect()
 }
 
-/// Every TCP port that is bound.
+/// Returns every TCP port that is bound.
 pub(super) fn bound_ports(bound: &BoundAddrs) -> Vec<Port> {
     let single = [bound.https, bound.http, bound.dns, bound.connect];
     let many = bound.proxy.iter().copied();
@@ -278,7 +280,7 @@ pub(super) fn bound_ports(bound: &BoundAddrs) -> Vec<Port> {
         .collect()
 }
 
-/// What agents are told to dial: as configured, else this host's address.
+/// Returns the addresses that agents should dial: the configured ones, or else this host's address.
 pub(super) fn advertised(config: &Config, agents: SocketAddr) -> Vec<String> {
     if !config.advertise.is_empty() {
         return config.advertise.clone();

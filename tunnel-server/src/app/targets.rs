@@ -1,4 +1,4 @@
-//! The files of TLS towards callers and https targets, followed while the server runs.
+//! Certificate files for TLS with callers and https targets, watched while the server runs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,15 +17,17 @@ use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::target_tls::TargetTls;
 
-/// Label and log name of the server's own client certificate.
+/// Metric label and log name of the server's own client certificate.
 const TARGET_CERTIFICATE: &str = "target_certificate";
-/// Under which `/readyz?verbose` tells that there is nothing to lend, as for a certificate that is asked of the cluster.
+/// Name under which `/readyz?verbose` reports that no client certificate is available, as for a
+/// certificate requested from the cluster.
 const CONDITION: &str = "kubelet certificate";
-/// In place of the digest of files that are not there yet; no content has it.
+/// Digest that stands for missing files. No content has it.
 const ABSENT: [u8; 32] = [0; 32];
 
-/// TLS of doors with `own`, and with the CA of callers if there is one, followed as `what`; the flag says whether callers
-/// need a certificate.
+/// Builds the TLS configuration of listeners with the certificate `own`. If there is a CA of
+/// callers, its file is watched under the name `what`; the flag says whether callers need a
+/// certificate.
 pub(super) fn listener_tls(
     what: &'static str,
     own: Arc<dyn ResolvesServerCert>,
@@ -43,7 +45,7 @@ pub(super) fn listener_tls(
     Ok(tls)
 }
 
-/// TLS towards https targets, and what is lent to callers.
+/// Builds the TLS configuration for https targets and client-certificate delegation.
 pub(super) fn targets(
     config: &Config,
     watcher: &CredentialWatcher<'_>,
@@ -66,8 +68,9 @@ pub(super) fn targets(
     Ok(targets)
 }
 
-/// Lends what the files hold, and follows them. In a cluster they are of a Secret that may be made after the server has
-/// started: while there are none, nothing is lent, and `readiness` says so.
+/// Loads and watches the client certificate for delegation. In a cluster the files may come from a
+/// Secret that is created after the server has started. Until then no certificate is delegated, and
+/// `readiness` reports the condition.
 fn delegate(
     targets: &Arc<TargetTls>,
     files: &KeyPairFiles,

@@ -1,4 +1,5 @@
-//! Which node a ServiceAccount token is bound to: a question that enrollments ask, and the cluster's side answers.
+//! Attestation of ServiceAccount tokens: an enrollment asks to which node a token is bound, and the
+//! cluster module answers.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,25 +16,26 @@ pub use crate::ca::key_binding::KeyBinding;
 use crate::ca::key_binding::KeyBindings;
 use crate::ca::tokens::{FAILURES_PER_MINUTE, FailureWindow};
 
-/// Questions that wait to be taken; an enrollment that finds no room is told to come again.
+/// Maximum number of queued questions. An enrollment that finds the queue full is refused and may
+/// retry.
 const QUEUE_MAX: usize = 64;
-/// How long an enrollment waits for an answer; its connection has 5 s in all.
+/// Time for which an enrollment waits for an answer. The whole connection has 5 s.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(4500);
-/// Tokens whose failures are counted.
+/// Maximum number of tokens whose failures are counted.
 const TRACKED_TOKENS_MAX: usize = 4096;
 
-/// A ServiceAccount token. Its `Debug` form tells nothing of it.
+/// A ServiceAccount token. The `Debug` form does not reveal the token.
 #[derive(Clone)]
 pub struct ServiceAccountToken(Arc<Zeroizing<String>>);
 
 impl ServiceAccountToken {
-    /// Takes a token as it came.
+    /// Creates the value from the text of a request.
     #[must_use]
     pub fn new(text: &str) -> Self {
         Self(Arc::new(text.trim().to_owned().into()))
     }
 
-    /// The token itself.
+    /// Returns the text of the token, which is a secret.
     #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
@@ -46,56 +48,56 @@ impl fmt::Debug for ServiceAccountToken {
     }
 }
 
-/// What the cluster vouches for.
+/// The facts that the cluster attests about a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttestedToken {
-    /// The node that the token is bound to, by itself or by its Pod.
+    /// Node to which the token is bound, directly or through its Pod.
     pub node: NodeName,
-    /// The ServiceAccount's user name.
+    /// User name of the ServiceAccount.
     pub account: String,
-    /// When the token was issued.
+    /// Time at which the token was issued.
     pub issued: SystemTime,
-    /// When the token ends.
+    /// Time at which the token expires.
     pub ends: SystemTime,
     /// SHA-256 of the token.
     pub token: [u8; 32],
 }
 
-/// Why a token proves no node.
+/// The reason why a token does not prove a node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttestError {
-    /// The API server does not take it for a token of this audience.
+    /// The API server does not accept the token for this audience.
     #[error("the API server does not accept the ServiceAccount token for the audience {0:?}")]
     NotAccepted(String),
-    /// Its time is over.
+    /// The token has expired.
     #[error(
         "the ServiceAccount token has expired, or this server's clock is ahead of the cluster's"
     )]
     Expired,
-    /// It is somebody else's.
+    /// The token belongs to another ServiceAccount.
     #[error("the token belongs to {0}, which is not in --agent-service-account")]
     OtherAccount(String),
-    /// It is no projected token.
+    /// The token is not a projected token.
     #[error(
         "the ServiceAccount token is bound to no Pod or node; use a token of a projected volume"
     )]
     NotBound,
-    /// There is no such Pod, or it is another one of the same name.
+    /// The Pod does not exist, or another Pod has its name.
     #[error("the Pod {0} that the ServiceAccount token is bound to is gone")]
     PodGone(String),
-    /// The API server says no node's name.
+    /// The API server reports no valid node name.
     #[error("the Pod of this ServiceAccount token is not scheduled, or its node name is invalid")]
     NotScheduled,
-    /// The same token failed too often.
+    /// Too many attempts with this token failed.
     #[error("too many attempts with a bad token; try again in a minute")]
     RateLimited,
-    /// Nobody can be asked in time.
+    /// The API server did not answer in time.
     #[error("cannot review ServiceAccount tokens: the API server is unavailable; try again later")]
     Unavailable,
 }
 
 impl AttestError {
-    /// The code that the agent is told.
+    /// Returns the code that is sent to the agent.
     #[must_use]
     pub fn code(&self) -> EnrollCode {
         match self {
@@ -111,26 +113,26 @@ impl AttestError {
     }
 }
 
-/// A question with the way back.
+/// A token to review and the channel for the answer.
 #[derive(Debug)]
 pub struct Question {
-    /// The token.
+    /// Token to review.
     pub token: ServiceAccountToken,
-    /// Where the answer goes.
+    /// Channel for the answer.
     pub answer: oneshot::Sender<Result<AttestedToken, AttestError>>,
 }
 
-/// Asks whose node a token proves. Clones ask the same side.
+/// A client of the cluster module that resolves tokens to nodes. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct Attestor {
     questions: mpsc::Sender<Question>,
-    /// By the hash of the token.
+    /// Failures by the SHA-256 of the token.
     failures: Arc<Mutex<HashMap<[u8; 32], FailureWindow>>>,
     first_keys: KeyBindings,
 }
 
 impl Attestor {
-    /// An attestor and the questions it asks.
+    /// Creates an attestor and the receiver of its questions.
     #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<Question>) {
         let (questions, receiver) = mpsc::channel(QUEUE_MAX);
@@ -142,11 +144,11 @@ impl Attestor {
         (attestor, receiver)
     }
 
-    /// The node of a token, within 4.5 s. A token that failed often is refused without asking; others' failures refuse
-    /// nobody. Cancel-safe.
+    /// Returns the node of a token within 4.5 s. A token that failed often is refused without a
+    /// question to the cluster; failures of other tokens have no effect. Cancel-safe.
     ///
     /// # Errors
-    /// Why it proves none.
+    /// Returns the reason why the token proves no node.
     pub async fn node_of(
         &self,
         token: ServiceAccountToken,
@@ -173,7 +175,8 @@ impl Attestor {
         answered
     }
 
-    /// Binds the token to the first key that uses it here; the same key may use it again, as after a lost answer.
+    /// Binds the token to the first key that uses it on this server. The same key may use the token
+    /// again, for example after a lost answer.
     #[must_use]
     pub fn bind(&self, attested: &AttestedToken, key: [u8; 32], now: SystemTime) -> KeyBinding {
         self.first_keys
@@ -192,7 +195,7 @@ impl Attestor {
         if failures.len() >= TRACKED_TOKENS_MAX {
             failures.retain(|_, window| window.is_current(now));
         }
-        // Beyond that, tokens are asked about every time; how many at once has its own bound.
+        // Beyond this limit every attempt is sent to the cluster. The queue has its own limit.
         if failures.len() < TRACKED_TOKENS_MAX || failures.contains_key(&id) {
             failures
                 .entry(id)
@@ -206,7 +209,7 @@ impl Attestor {
 mod tests {
     use super::*;
 
-    /// Answers every question so, and says how many there were.
+    /// Answers every question with `with` and returns the number of questions.
     async fn answered(
         mut questions: mpsc::Receiver<Question>,
         with: Result<AttestedToken, AttestError>,

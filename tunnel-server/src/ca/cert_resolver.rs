@@ -1,5 +1,5 @@
-//! Credentials that servers answer handshakes with: issued when needed, kept in memory, reissued at half life and when
-//! the CA or the names have changed.
+//! Certificate resolvers for TLS handshakes. Certificates are issued on demand, cached in memory,
+//! and reissued at half of their lifetime and after a change of the CA or the names.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -16,7 +16,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{IsKnown, IssueError, LocalCa, OnIssue, ServingNames};
 
-/// The server's credential towards agents.
+/// The server's credentials for agents.
 pub(super) struct ServerCertResolver {
     ca: Arc<LocalCa>,
     cached: Mutex<Option<CachedCert>>,
@@ -24,7 +24,7 @@ pub(super) struct ServerCertResolver {
 }
 
 impl ServerCertResolver {
-    /// Issues the first credential at once, so that a CA that cannot sign is noticed at start.
+    /// Issues the first certificate at once, so that a CA that cannot sign is noticed at start.
     pub(super) fn new(ca: Arc<LocalCa>, on_issue: OnIssue) -> Self {
         let this = Self {
             ca,
@@ -67,7 +67,7 @@ impl ResolvesServerCert for ServerCertResolver {
     }
 }
 
-/// Serving certificates of the TLS door.
+/// The serving certificates of the HTTPS listener.
 pub(super) struct ServingCertResolver {
     ca: Arc<LocalCa>,
     is_known: IsKnown,
@@ -79,7 +79,7 @@ pub(super) struct ServingCertResolver {
 struct CertCache {
     default: Option<CachedCert>,
     nodes: HashMap<NodeName, CachedCert>,
-    /// The nodes in the order of their first leaf; the oldest goes first.
+    /// Nodes in the order of their first certificate. The oldest is evicted first.
     order: VecDeque<NodeName>,
 }
 
@@ -108,7 +108,6 @@ impl ServingCertResolver {
         }
     }
 
-    /// How many leaves of nodes are kept.
     #[cfg(test)]
     pub(super) fn cached_nodes(&self) -> usize {
         self.cache.lock().unwrap().nodes.len()
@@ -150,7 +149,7 @@ impl ServingCertResolver {
             .is_some_and(|cached| cached.is_fresh(&self.ca, own.generation, now))
         {
             let generation = (self.ca.generation(), own.generation);
-            // A name that is not ASCII cannot be in a certificate; clients send such names in another form.
+            // A non-ASCII name cannot be in a certificate. Clients send such names in ASCII form.
             let mut names: Vec<SanType> =
                 own.names.iter().filter_map(|name| dns(name).ok()).collect();
             let ips = own.addresses.iter().filter(|ip| !ip.is_unspecified());
@@ -180,18 +179,18 @@ impl fmt::Debug for ServingCertResolver {
     }
 }
 
-/// A credential with the moment of its issue.
 #[derive(Debug)]
 struct CachedCert {
     credential: Arc<CertifiedKey>,
     issued: SystemTime,
-    /// Of the CA that issued it, and of the names that it has.
+    /// Generation of the issuing CA, and of the names in the certificate.
     generation: (u64, u64),
 }
 
 impl CachedCert {
-    /// Before half life, of the CA that signs now and with the names of now. A clock that was set back makes it stale too,
-    /// since it may lie before its beginning.
+    /// Returns whether the certificate is younger than half of its lifetime and matches the current
+    /// CA and names. If the clock was set back, the certificate is stale too, because it may not be
+    /// valid yet.
     fn is_fresh(&self, ca: &LocalCa, names: u64, now: SystemTime) -> bool {
         let life = ca.life();
         self.generation == (ca.generation(), names)
@@ -201,7 +200,7 @@ impl CachedCert {
     }
 }
 
-/// Takes what was issued; when that failed, what is held serves on.
+/// Caches the issued certificate. If the issue failed, the cached certificate stays in use.
 fn update_cached(
     cached: &mut Option<CachedCert>,
     issued: Result<CertifiedKey, IssueError>,
@@ -230,5 +229,6 @@ fn dns(name: &str) -> Result<SanType, rcgen::Error> {
     Ia5String::try_from(name).map(SanType::DnsName)
 }
 
-/// CertCache kept; each is about 1 KiB, and a dropped one costs one signature when it is asked for again.
+/// Maximum number of cached node certificates. Each takes about 1 KiB, and an evicted one costs one
+/// signature when it is requested again.
 pub(super) const CACHED_CERTS_MAX: usize = 1024;

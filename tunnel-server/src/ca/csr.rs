@@ -1,4 +1,5 @@
-//! Certificate requests of agents: signed by their own key, and of a kind of key that we sign.
+//! Certificate requests of agents. A request must be signed by its own key, and the key must be of
+//! a supported type.
 
 use aws_lc_rs::rsa::PublicEncryptingKey;
 use rcgen::{
@@ -10,17 +11,18 @@ use tunnel_proto::identity::sha256;
 
 use super::IssueError;
 
-/// A request whose sender holds the private key. Its names and wishes were dropped.
+/// A request whose sender has proved possession of the private key. Requested names and extensions
+/// are dropped.
 #[derive(Debug, Clone)]
 pub struct AgentCsr {
     key: PublicKey,
 }
 
 impl AgentCsr {
-    /// Checks a PKCS#10 request in DER.
+    /// Parses and verifies a PKCS#10 request in DER.
     ///
     /// # Errors
-    /// [`IssueError::Request`] or [`IssueError::Key`].
+    /// Returns [`IssueError::Request`] or [`IssueError::Key`].
     pub fn parse(csr_der: &[u8]) -> Result<Self, IssueError> {
         let request =
             CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(csr_der))
@@ -33,7 +35,8 @@ impl AgentCsr {
         }
     }
 
-    /// SHA-256 of the key's SubjectPublicKeyInfo; names the key in the token store.
+    /// Returns the SHA-256 of the key's SubjectPublicKeyInfo, which identifies the key in the token
+    /// store.
     #[must_use]
     pub fn key_sha256(&self) -> [u8; 32] {
         sha256(&self.key.subject_public_key_info())
@@ -44,8 +47,8 @@ impl AgentCsr {
     }
 }
 
-/// The parser takes the kind of key from the signature algorithm, which may be of another curve than the key; the
-/// length of the key tells.
+/// Returns whether the CA signs this type of key. The parser derives the type from the signature
+/// algorithm, which may use another curve than the key, so the length of the key is checked.
 fn is_supported(key: &PublicKey) -> bool {
     let kind = key.algorithm();
     let bytes = key.der_bytes();
@@ -63,7 +66,7 @@ fn is_supported(key: &PublicKey) -> bool {
     }
 }
 
-/// An uncompressed point (SEC 1, section 2.3.3).
+/// Returns whether `bytes` is an uncompressed point (SEC 1, section 2.3.3).
 fn is_point(bytes: &[u8], coordinate: usize) -> bool {
     bytes.len() == 1 + 2 * coordinate && bytes.first() == Some(&4)
 }

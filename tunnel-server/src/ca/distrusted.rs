@@ -1,5 +1,6 @@
-//! Ends sessions of agents whose CA was taken out of `--agent-ca`: judged when the file has changed, and when a session is
-//! registered whose handshake may have been before that.
+//! Closes sessions of agents whose CA was removed from `--agent-ca`. Sessions are checked when the
+//! file changes. A session is also checked when it is registered, because its handshake may have
+//! preceded the change.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,12 +12,12 @@ use tunnel_proto::wire::code::CloseCode;
 
 use crate::routing::registry::Registry;
 
-/// What agents are told.
+/// Close reason for sessions whose CA is not trusted.
 pub(crate) const DISTRUSTED: &str = "the CA of the agent's certificate is no longer trusted";
 
-/// Judges all sessions after each replacement of the roots. Agents' processes that have proven themselves by the new ones,
-/// over a newer session, keep their older ones until these have done their work; so do those that were issued a
-/// certificate of the new ones over a live session.
+/// Checks all sessions after each replacement of the roots. If an agent process has a newer session
+/// that the new roots accept, its older sessions stay until their work is done. A session also
+/// stays if the agent received a certificate of the new CA on it.
 pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shutdown) {
     let (trust, registry, tasks) = (trust.clone(), registry.clone(), shutdown.clone());
     let mut replaced = trust.replaced();
@@ -24,7 +25,7 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
         while replaced.changed().await.is_ok() {
             let (trust, registry) = (trust.clone(), registry.clone());
             let checking = move || find_distrusted(&trust, &registry);
-            // Thousands of signatures take a while.
+            // Verifying thousands of signatures takes a while.
             let Ok(distrusted) = tokio::task::spawn_blocking(checking).await else {
                 return;
             };

@@ -1,5 +1,6 @@
-//! Enrollment: one framed request over TLS without a client certificate; a join token, in a cluster a ServiceAccount token,
-//! or the proof by the key of a certificate that has ended, buys a certificate.
+//! Enrollment: one framed request over TLS without a client certificate. The agent obtains a
+//! certificate with a join token, in a cluster with a ServiceAccount token, or with a proof by the
+//! key of an expired certificate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,25 +24,27 @@ use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::rfc3339;
 
-/// Anybody who reaches the port can cause these lines.
+/// Any client that can connect to the port can cause these log messages.
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
 
-/// What enrollments need. Clones share it.
+/// The services that enrollments use. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Enrollment {
-    /// Issues the certificates; without it their operator brings them.
+    /// Issuer of the certificates. `None` if the operator provides the agents' certificates.
     pub renewals: Option<Arc<Renewals>>,
-    /// Decides who may have one.
+    /// Join tokens that admit agents.
     pub tokens: Arc<TokenStore>,
-    /// Learns the names.
+    /// Known nodes, to which enrolled nodes are added.
     pub nodes: Arc<KnownNodes>,
-    /// Asks a cluster about ServiceAccount tokens.
+    /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
 }
 
 impl Enrollment {
-    /// Serves one request and ends the stream. Says the result in a word for logs and metrics: `issued`, the code of
-    /// the refusal, or `cut`. `exported` is what both ends of the TLS connection know and nobody else. The caller limits the time. Not cancel-safe: the token may have been used.
+    /// Serves one request and closes the stream. Returns the result for logs and metrics: `issued`,
+    /// the code of the refusal, or `cut`. `exported` is the exporter value of the TLS connection,
+    /// which only its two ends know. The caller limits the time. Not cancel-safe: the token may
+    /// have been used.
     pub async fn serve<S>(
         &self,
         mut stream: S,
@@ -108,7 +111,7 @@ impl Enrollment {
         }
     }
 
-    /// What the cluster says of a ServiceAccount token; `None` for everything else.
+    /// Returns what the cluster attests about a ServiceAccount token, or `None` for other requests.
     async fn attested(
         &self,
         request: &EnrollRequest,
@@ -123,7 +126,8 @@ impl Enrollment {
             let detail = "this server is not connected to a cluster and accepts join tokens only, not ServiceAccount tokens";
             return Err((EnrollCode::NotOffered, detail.to_owned()));
         };
-        // Before the token is judged, so that a revocation meanwhile refuses the certificate.
+        // Read the revocation before the token is reviewed, so that a revocation in the meantime
+        // refuses the certificate.
         let revoked = renewals.revocations.of_node(&request.node_name);
         let token = ServiceAccountToken::new(&request.token);
         let attested = attestor
@@ -147,7 +151,7 @@ impl Enrollment {
         Ok(Some(Attestation { attested, revoked }))
     }
 
-    /// A ServiceAccount token is good for the first key that uses it, as a join token is.
+    /// Binds a ServiceAccount token to the first key that uses it, like a join token.
     fn bind(
         &self,
         attested: &AttestedToken,
@@ -176,7 +180,7 @@ impl Enrollment {
         exported: ExporterValue,
     ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
         let this = self.clone();
-        // Signatures and files: nothing for the runtime's own threads.
+        // Signing and file access would block the runtime's threads.
         let work = tokio::task::spawn_blocking(move || {
             this.issue(&request, attestation, &exported, SystemTime::now())
         });
@@ -186,7 +190,7 @@ impl Enrollment {
         })
     }
 
-    /// What bought the reply. Blocks the thread.
+    /// Issues the certificate and returns the credential that authorized it. Blocks the thread.
     fn issue(
         &self,
         request: &EnrollRequest,
@@ -204,7 +208,8 @@ impl Enrollment {
             self.nodes.record(&request.node_name, &[]);
             return Ok((EnrolledBy::Proof, renewed.reply));
         }
-        // The request is judged first, so that a damaged one does not bind the token to a key that is no use.
+        // Parse the request first, so that a damaged request does not bind the token to an unusable
+        // key.
         let certificate_request = AgentCsr::parse(&request.csr).map_err(refusal)?;
         if let Some(Attestation { attested, revoked }) = attestation {
             let node = &attested.node;
@@ -213,7 +218,8 @@ impl Enrollment {
             self.nodes.record(node, &[]);
             return Ok((EnrolledBy::Account(attested.account), issued.reply));
         }
-        // Before the token is judged: revoking a node takes its tokens back first and its certificates after that.
+        // Read the revocation before the token is redeemed: revoking a node revokes its tokens
+        // first and its certificates after that.
         let revoked = renewals.revocations.of_node(&request.node_name);
         let grant = self.tokens.redeem(
             &request.token,
@@ -227,23 +233,23 @@ impl Enrollment {
     }
 }
 
-/// What another key than the first is told.
+/// Refusal for a key other than the first.
 const TOKEN_BOUND_TO_OTHER_KEY: &str =
     "this ServiceAccount token is bound to another key; wait for the kubelet's next token";
 
-/// What the cluster vouches for, and the node's revocation as it was before.
+/// An attested token, and the revocation of its node as read before the review.
 struct Attestation {
     attested: AttestedToken,
     revoked: Option<SystemTime>,
 }
 
-/// What bought a certificate.
+/// The credential that authorized a certificate.
 enum EnrolledBy {
-    /// The join token of this id.
+    /// Join token with this id.
     Token(String),
-    /// A token of this ServiceAccount.
+    /// ServiceAccount token of this account.
     Account(String),
-    /// The key of a certificate that has ended.
+    /// Proof by the key of an expired certificate.
     Proof,
 }
 
@@ -252,7 +258,7 @@ fn not_offered() -> EnrollRefusal {
     (EnrollCode::NotOffered, detail.to_owned())
 }
 
-/// A value that only the two ends of a TLS connection can compute.
+/// An exporter value that only the two ends of a TLS connection can compute.
 pub type ExporterValue = [u8; RENEW_EXPORT_BYTES];
 
 enum ReadError {
@@ -278,7 +284,7 @@ async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollReq
     }
     let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;
     let frame = frame.unwrap_or_default();
-    // What is left of the buffer shares its memory with the frame.
+    // The rest of the buffer shares its memory with the frame.
     drop(buffer);
     let request = EnrollRequest::decode(&frame).map_err(ReadError::Frame);
     if let Ok(mut frame) = frame.try_into_mut() {
@@ -295,7 +301,7 @@ where
     reply.encode(&mut bytes).map_err(std::io::Error::other)?;
     stream.write_all(&bytes).await?;
     stream.shutdown().await?;
-    // Closing with unread bytes would reset the connection and may take the reply along.
+    // Closing with unread bytes would reset the connection and may discard the reply.
     let draining = async {
         let mut scratch = [0; 1024];
         while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
@@ -304,7 +310,7 @@ where
     Ok(())
 }
 
-/// How long to wait for the agent to close after the reply.
+/// Time to wait for the agent to close the connection after the reply.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -354,7 +360,7 @@ mod tests {
             }
         }
 
-        /// Sends bytes and returns the word of the result with the reply's bytes.
+        /// Sends bytes and returns the result with the bytes of the reply.
         async fn send(&self, bytes: &[u8]) -> (&'static str, BytesMut) {
             let (mut agent, server): (DuplexStream, _) = tokio::io::duplex(64 * 1024);
             let peer = "192.0.2.1:5".parse().unwrap();

@@ -1,13 +1,16 @@
-//! ServiceAccount tokens that bought a certificate, each with its key: who reads a token later buys nothing with it.
+//! ServiceAccount tokens that were used for a certificate, each with its key. An attacker who reads
+//! a token later cannot use it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-/// Tokens that are remembered, some 100 bytes each; only those that the cluster vouched for are.
+/// Maximum number of bindings, of about 100 bytes each. Only tokens that the cluster attested are
+/// bound.
 const TOKENS_MAX: usize = 65_536;
 
-/// The first key of each token, for as long as the token is good and this process runs. Clones share them.
+/// The first key of each token. A binding lives until the token expires or the process ends. Clones
+/// share the bindings.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeyBindings(Arc<Mutex<HashMap<[u8; 32], BoundKey>>>);
 
@@ -17,19 +20,20 @@ struct BoundKey {
     ends: SystemTime,
 }
 
-/// Whether a token is good for a key.
+/// The result of binding a token to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyBinding {
-    /// No other key used the token.
+    /// The token is bound to this key.
     Granted,
-    /// Another key did.
+    /// The token is bound to another key.
     BoundToOtherKey,
-    /// Too many tokens are remembered.
+    /// The maximum number of bindings is reached.
     Full,
 }
 
 impl KeyBindings {
-    /// Binds a token, by its hash, to the first key that asks; the same key may ask again.
+    /// Binds a token, by its hash, to the first key that uses it. The same key may bind the token
+    /// again.
     pub(crate) fn bind(
         &self,
         token: [u8; 32],

@@ -1,4 +1,5 @@
-//! A CA as it is kept: certificates to trust and the key that signs, both PEM, and whether they belong together.
+//! CA material as persisted: trusted certificates and the signing key, both PEM, checked to match
+//! each other.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -18,9 +19,9 @@ use crate::store::data_dir::whole_seconds;
 
 /// A CA that can sign: its certificates and its key, checked against each other.
 pub struct CaMaterial {
-    /// The certificate of the key that signs.
+    /// Certificate of the signing key.
     pub(super) root: CertificateDer<'static>,
-    /// All certificates to trust: while a CA is being replaced, the old and the new one.
+    /// All trusted certificates: while the CA is being replaced, the old and the new one.
     pub(super) roots: Vec<CertificateDer<'static>>,
     pub(super) root_pem: String,
     pub(super) key_pem: Zeroizing<String>,
@@ -29,20 +30,20 @@ pub struct CaMaterial {
 }
 
 impl CaMaterial {
-    /// A new CA.
+    /// Generates a new CA.
     ///
     /// # Errors
-    /// When no key or certificate can be made.
+    /// Returns an error if the key or the certificate cannot be generated.
     pub fn generate(now: SystemTime) -> Result<Self, CaError> {
         let key = KeyPair::generate().map_err(CaError::Generate)?;
         let certificate = self_signed(&key, now)?.pem();
         Self::new(certificate, key, ("new certificate", "new key"))
     }
 
-    /// Reads both from PEM; the names say where they are from.
+    /// Parses the certificates and the key from PEM. The names identify the sources in errors.
     ///
     /// # Errors
-    /// [`CaError`], with the names.
+    /// Returns a [`CaError`] with the names of the sources.
     pub fn parse(
         certificates: &[u8],
         key: &[u8],
@@ -85,19 +86,19 @@ impl CaMaterial {
         })
     }
 
-    /// The certificates, PEM.
+    /// Returns the certificates, PEM.
     #[must_use]
     pub fn certificates_pem(&self) -> &str {
         &self.root_pem
     }
 
-    /// The private key, PEM.
+    /// Returns the private key, PEM.
     #[must_use]
     pub fn key_pem(&self) -> &str {
         &self.key_pem
     }
 
-    /// Whether both trust the same certificates and sign with the same key.
+    /// Returns whether both values trust the same certificates and sign with the same key.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.root == other.root && self.roots == other.roots
@@ -138,5 +139,5 @@ pub(super) fn self_signed(key: &KeyPair, now: SystemTime) -> Result<Certificate,
     params.self_signed(key).map_err(CaError::Generate)
 }
 
-/// Life of the CA itself: 10 years.
+/// Lifetime of the CA certificate: 10 years.
 const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);

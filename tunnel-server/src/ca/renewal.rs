@@ -1,5 +1,5 @@
-//! Another certificate for a node that has one: on the control stream of a live session, or, when it has ended, over
-//! enrollment's connection with a proof by its key.
+//! Renewal of agents' certificates: on the control stream of a live session or, for an expired
+//! certificate, over an enrollment connection with a proof by its key.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -18,39 +18,39 @@ use crate::ca::revocation::{self, Revocations};
 use crate::ca::{AgentCsr, IssueError, LocalCa};
 use crate::store::data_dir::rfc3339;
 
-/// How long after its end a certificate may be renewed by its key alone.
+/// Time after expiry for which a certificate may be renewed by its key alone.
 pub const RENEWAL_GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 
-/// What the local CA issues, and to whom. Its calls block the thread for a signature.
+/// The issuer of certificates with its checks. Calls block the thread for a signature.
 #[derive(Debug)]
 pub struct Renewals {
-    /// Signs.
+    /// CA that signs the certificates.
     pub ca: Arc<LocalCa>,
-    /// Judges the certificates that are shown.
+    /// Verifier of presented certificates.
     pub trust: Arc<AgentTrust>,
-    /// Knows who gets none.
+    /// Nodes whose certificates are revoked.
     pub revocations: Arc<Revocations>,
 }
 
-/// A refusal: its code, and a line for people.
+/// A refusal: a code and a message for the operator.
 pub type EnrollRefusal = (EnrollCode, String);
 
-/// What was issued.
+/// An issued certificate and the reply that contains it.
 #[derive(Debug, Clone)]
 pub struct RenewedCertificate {
-    /// What the agent is sent.
+    /// Reply to send to the agent.
     pub reply: EnrollReply,
-    /// The certificate, with what leads to its root.
+    /// Certificate and the chain to its root.
     pub chain: Vec<CertificateDer<'static>>,
-    /// When the certificate ends.
+    /// Time at which the certificate expires.
     pub not_after: SystemTime,
 }
 
 impl Renewals {
-    /// For the agent of a live session.
+    /// Renews the certificate of the agent of a live session.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Returns the reason of the refusal.
     pub fn renew_on_session(
         &self,
         peer: &PeerIdentity,
@@ -65,7 +65,8 @@ impl Renewals {
                 "certificate was issued by the cluster and cannot be renewed here".to_owned();
             return Err((EnrollCode::NotOffered, detail));
         }
-        // Read once: what the certificate is judged by is also what the next one is dated after.
+        // Read the revocation once: the old certificate is checked against it, and the new one is
+        // dated after it.
         let revoked = self.revocations.of_node(node);
         if self.revocations.covers(revoked, peer) {
             return Err(self.revoked(node));
@@ -74,11 +75,12 @@ impl Renewals {
         self.issue(&request, node, revoked, now)
     }
 
-    /// For whoever proves to hold the key of a certificate that ended at most [`RENEWAL_GRACE`] ago: its chain is judged as of
-    /// its end, its name and revocation as of now.
+    /// Renews an expired certificate for a sender that proves possession of its key. The
+    /// certificate must have expired at most [`RENEWAL_GRACE`] ago. The chain is verified at the
+    /// time of expiry; the name and the revocation are verified now.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Returns the reason of the refusal.
     pub fn renew_expired(
         &self,
         claimed: &NodeName,
@@ -93,7 +95,8 @@ impl Renewals {
             .map(|der| CertificateDer::from(der.as_slice()))
             .collect();
         let leaf = chain.first().ok_or_else(|| bad("no certificate"))?;
-        // First, so that nobody learns anything about a certificate that is not theirs.
+        // Verify the proof first, so that a sender without the key learns nothing about the
+        // certificate.
         verify_proof(leaf, exported, &proof.signature, proof.scheme)
             .map_err(|error| bad(&error.to_string()))?;
         let (not_before, not_after) = validity(leaf).map_err(|error| bad(&error.to_string()))?;
@@ -135,11 +138,12 @@ impl Renewals {
         self.issue(&request, node, revoked, now)
     }
 
-    /// Issues for a node whose right to it is established. `revoked` is its revocation ([`Revocations::of_node`]) as
-    /// read before that right was judged: one that came since then refuses the certificate.
+    /// Issues a certificate for a node that is already authorized. `revoked` is the node's
+    /// revocation ([`Revocations::of_node`]) as read before the authorization. A later revocation
+    /// refuses the certificate.
     ///
     /// # Errors
-    /// When the CA cannot sign, or the node was revoked meanwhile.
+    /// Returns an error if the CA cannot sign, or if the node was revoked in the meantime.
     pub fn issue(
         &self,
         request: &AgentCsr,
@@ -175,7 +179,7 @@ impl Renewals {
     }
 }
 
-/// Names both clocks and by how much they differ at least.
+/// Returns a refusal that names both clocks and the minimum difference between them.
 fn clock_wrong(not_before: SystemTime, now: SystemTime) -> EnrollRefusal {
     let behind = not_before.duration_since(now).unwrap_or_default();
     let behind = humantime::format_duration(Duration::from_secs(behind.as_secs()));

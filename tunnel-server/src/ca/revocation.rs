@@ -1,4 +1,5 @@
-//! Nodes whose certificates an operator revoked: asked in every handshake, kept across restarts.
+//! Nodes whose certificates an operator revoked. Every handshake checks them, and they persist
+//! across restarts.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,8 +20,9 @@ use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, SharedFile, rfc3339, time_text, whole_seconds};
 use crate::store::document::{DocumentVersion, SharedDocument};
 
-/// The revocations of a data directory or of a cluster. One holds for every certificate of its node that was issued until then; a later
-/// one, bought with a new token, is accepted.
+/// The revocations of a data directory or of a cluster. A revocation covers every certificate of
+/// its node that was issued up to that time. A later certificate, obtained with a new token, is
+/// accepted.
 #[derive(Debug)]
 pub struct Revocations {
     doc: SharedDocument,
@@ -28,22 +30,23 @@ pub struct Revocations {
     /// Held while writing, so that an older state never replaces a newer one.
     writing: Mutex<()>,
     version: watch::Sender<u64>,
-    /// How long before its issue a certificate begins.
+    /// Time between the start of a certificate's validity and its issue.
     backdated: Duration,
 }
 
 #[derive(Debug, Default)]
 struct State {
     nodes: BTreeMap<NodeName, SystemTime>,
-    /// When the newest certificate of each node that was shown or issued here was issued.
+    /// Issue time of the newest certificate of each node that this process saw or issued.
     issued: BTreeMap<NodeName, SystemTime>,
-    /// The document as last read or written.
+    /// Version of the document that was last read or written.
     last_version: Option<DocumentVersion>,
-    /// A revocation was made later here than what others wrote, and is not written yet.
+    /// Whether this process moved a revocation to a later time than the persisted one and has not
+    /// written it yet.
     has_unwritten: bool,
 }
 
-/// The form of the document.
+/// The persisted form of the revocations.
 #[derive(Debug, Serialize, Deserialize)]
 struct RevocationsDocument {
     nodes: BTreeMap<String, RevocationEntry>,
@@ -57,11 +60,11 @@ struct RevocationEntry {
 }
 
 impl Revocations {
-    /// Opens the revocations of a data directory. `ours` says that agents' certificates are of the local CA, which
-    /// begin some minutes before they are issued.
+    /// Opens the revocations of a data directory. `ours` means that the local CA issues the agents'
+    /// certificates, whose validity begins some minutes before the issue.
     ///
     /// # Errors
-    /// When the file cannot be read or is damaged, with its path.
+    /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir, ours: bool) -> io::Result<Self> {
         Self::from_document(
             SharedDocument::File(SharedFile::new(dir, dir.revoked())),
@@ -69,10 +72,10 @@ impl Revocations {
         )
     }
 
-    /// The revocations of a document; `ours` as for [`Revocations::open`].
+    /// Opens the revocations of a document; `ours` as for [`Revocations::open`].
     ///
     /// # Errors
-    /// When it cannot be read or is damaged, with its name.
+    /// Returns an error with the document's name if the document cannot be read or is damaged.
     pub(crate) fn from_document(doc: SharedDocument, ours: bool) -> io::Result<Self> {
         let mut state = State::default();
         state.refresh(&doc)?;
@@ -85,12 +88,14 @@ impl Revocations {
         })
     }
 
-    /// Revokes every certificate of a node that was issued until now, and whichever is known here whatever the clock
-    /// says: a revocation is later than the one before it and than what it is for. Blocks the thread until that is on
-    /// disk or in the cluster.
+    /// Revokes every certificate of a node that was issued until now, and every certificate of the
+    /// node that this process has seen, whatever the clock says. A revocation is always later than
+    /// the previous one and than the certificates that it covers. Blocks the thread until the
+    /// revocation is on disk or in the cluster.
     ///
     /// # Errors
-    /// When it cannot be kept; it holds until the process ends.
+    /// Returns an error if the revocation cannot be persisted. The revocation is then in force
+    /// until the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock().revoke(node, now, &self.doc);
@@ -98,7 +103,7 @@ impl Revocations {
         self.write()
     }
 
-    /// Writes what was raised here since others wrote. Blocks the thread.
+    /// Writes revocations that this process moved to a later time. Blocks the thread.
     fn flush(&self) -> io::Result<()> {
         if !self.lock().has_unwritten {
             return Ok(());
@@ -121,13 +126,13 @@ impl Revocations {
         Ok(())
     }
 
-    /// When a node's certificates were revoked last.
+    /// Returns the time of the last revocation of a node's certificates.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Option<SystemTime> {
         self.lock().of_node(node, &self.doc)
     }
 
-    /// Whether a certificate is revoked.
+    /// Returns whether a certificate is revoked, and records the certificate as seen.
     #[must_use]
     pub fn is_revoked(&self, peer: &PeerIdentity) -> bool {
         let Some(node) = peer.node() else {
@@ -139,14 +144,14 @@ impl Revocations {
         self.covers(revoked, peer)
     }
 
-    /// Whether a revocation, as [`Revocations::of_node`] gave it, is for a certificate.
+    /// Returns whether a revocation, as returned by [`Revocations::of_node`], covers a certificate.
     #[must_use]
     pub fn covers(&self, revoked: Option<SystemTime>, peer: &PeerIdentity) -> bool {
         revoked.is_some_and(|at| self.issued(peer) <= at)
     }
 
-    /// Whether a node's revocation is still `revoked`. Then the next one is also for its certificate that was issued
-    /// at `dated`.
+    /// Returns whether the node's revocation is still `revoked`. If so, records a certificate
+    /// issued at `dated`, so that the next revocation covers it.
     #[must_use]
     pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, dated: SystemTime) -> bool {
         let mut state = self.lock();
@@ -160,13 +165,14 @@ impl Revocations {
     fn issued(&self, peer: &PeerIdentity) -> SystemTime {
         let backdated = match peer.domain {
             TrustDomain::Tunnel => self.backdated,
-            // Signers of clusters backdate as they like: rather a certificate too many is covered.
+            // Cluster signers backdate by unknown amounts. Without a correction a revocation may
+            // cover a certificate too many, but never one too few.
             TrustDomain::Cluster => Duration::ZERO,
         };
         whole_seconds(peer.not_before + backdated)
     }
 
-    /// The judge of handshakes.
+    /// Returns the revocation check for handshakes.
     #[must_use]
     pub fn revocation_check(self: &Arc<Self>) -> RevocationCheck {
         let revocations = self.clone();
@@ -179,8 +185,8 @@ impl Revocations {
         })
     }
 
-    /// Ends live sessions whose certificate is revoked: at once when it is by this process, within 5 s when
-    /// another one wrote it.
+    /// Closes live sessions whose certificate is revoked: at once if this process revoked it, or
+    /// within 5 s if another process did.
     pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
         let mut changed = self.version.subscribe();
@@ -215,7 +221,8 @@ impl Revocations {
 }
 
 impl State {
-    /// Later than the node's last revocation, so that whoever read that one notices.
+    /// Records a revocation that is later than the node's last one, so that a reader of the last
+    /// one notices the change.
     fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDocument) {
         let last = self.of_node(node, doc);
         let newest = self.issued.get(node).copied();
@@ -234,7 +241,6 @@ impl State {
         self.nodes.get(node).copied()
     }
 
-    /// Remembers the newest certificate of a node.
     fn record_issued(&mut self, node: &NodeName, issued: SystemTime) {
         match self.issued.get_mut(node) {
             Some(newest) => *newest = issued.max(*newest),
@@ -244,7 +250,8 @@ impl State {
         }
     }
 
-    /// Takes in what others wrote meanwhile. A document that is gone takes nothing back.
+    /// Loads revocations that other processes wrote. A missing document does not undo any
+    /// revocation.
     fn refresh(&mut self, doc: &SharedDocument) -> io::Result<()> {
         let version = doc.version();
         if version.is_none() || version == self.last_version {
@@ -257,7 +264,8 @@ impl State {
         self.merge(content, doc)
     }
 
-    /// Damaged names are told and hold up nothing else.
+    /// Merges persisted revocations. An invalid name is reported as an error after all other
+    /// entries are merged.
     fn merge(&mut self, content: RevocationsDocument, doc: &SharedDocument) -> io::Result<()> {
         let mut damaged = None;
         for (name, entry) in content.nodes {
@@ -272,8 +280,10 @@ impl State {
             if known.is_some_and(|known| known >= entry.revoked_at) {
                 continue;
             }
-            // Who revoked may not have known of what was issued or shown here before this was heard. One that is hardly
-            // later than the known one is that one, raised by such a server: what was bought since then stays good.
+            // The revoking server may not have known certificates that this process issued or saw
+            // before it received the revocation. A time that is hardly later than the known one is
+            // the same revocation, raised by another server; certificates issued since then stay
+            // valid.
             let is_new = known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
@@ -299,15 +309,15 @@ impl RevocationsDocument {
     }
 }
 
-/// The moment at which a certificate that is issued now has to be dated, so that the last revocation of its node, as
-/// [`Revocations::of_node`] gave it, does not hold for it.
+/// Returns the issue time for a certificate that is issued now. The time is late enough that the
+/// node's last revocation, as returned by [`Revocations::of_node`], does not cover the certificate.
 #[must_use]
 pub fn issue_time(revoked: Option<SystemTime>, now: SystemTime) -> SystemTime {
     let after = revoked.map(|at| at + Duration::from_secs(1));
     after.map_or(now, |after| after.max(now))
 }
 
-/// What a revoked node is told.
+/// Returns the message for the agent of a revoked node.
 #[must_use]
 pub fn revoked_message(at: SystemTime) -> String {
     format!(
@@ -316,11 +326,12 @@ pub fn revoked_message(at: SystemTime) -> String {
     )
 }
 
-/// Reason of the close.
+/// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
-/// How often the document is looked at for revocations that another process wrote.
+/// Interval at which the document is checked for revocations of other processes.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// Clocks of servers differ by less, and a server hears of a revocation sooner.
+/// Upper bound for the clock difference between servers and for the delay until a server receives a
+/// revocation.
 const RAISE_TOLERANCE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
@@ -366,7 +377,7 @@ mod tests {
         let node: NodeName = "worker-1".parse().unwrap();
         let now = whole_seconds(SystemTime::now());
         let behind = now - Duration::from_secs(3600);
-        // A session that is live when the clock goes back.
+        // The session is live when the clock goes back.
         let live = peer("worker-1", now);
         assert!(!revocations.is_revoked(&live));
         revocations.revoke(&node, behind).unwrap();
@@ -386,7 +397,7 @@ mod tests {
         let (here, there) = (open(), open());
         let node = "worker-1".parse().unwrap();
         let now = whole_seconds(SystemTime::now());
-        // This server's clock is ahead, and it has not heard yet.
+        // This server's clock is ahead, and the server has not received the revocation.
         let ahead = now + Duration::from_secs(2);
         there.revoke(&node, now).unwrap();
         here.lock().record_issued(&node, ahead);
@@ -395,7 +406,7 @@ mod tests {
         assert!(!there.is_revoked(&peer("worker-1", ahead + Duration::from_secs(1))));
         here.flush().unwrap();
         assert!(there.is_revoked(&stolen) && open().is_revoked(&stolen));
-        // What is issued from then on is good, and nothing is raised again.
+        // A certificate issued from then on is valid, and no revocation is raised again.
         let next = issue_time(here.of_node(&node), now);
         for revocations in [&here, &there] {
             assert!(!revocations.is_revoked(&peer("worker-1", next)));

@@ -1,4 +1,5 @@
-//! The names and addresses of the TLS door itself: those of this host, and those that the cluster gives it.
+//! Names and addresses of the HTTPS listener: those of this host, and those that the cluster
+//! assigns.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -6,24 +7,24 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 
-/// Names and addresses that the door's default certificate has. Clones share them.
+/// The names and addresses in the listener's default certificate. Clones share them.
 #[derive(Debug, Clone)]
 pub struct ServingNames {
     base: Arc<(Vec<String>, Vec<IpAddr>)>,
     all: Arc<ArcSwap<NameSet>>,
 }
 
-/// All of them at one moment.
+/// A snapshot of all names and addresses.
 #[derive(Debug)]
 pub(super) struct NameSet {
     pub(super) names: Vec<String>,
     pub(super) addresses: Vec<IpAddr>,
-    /// Counts the changes.
+    /// Number of changes so far.
     pub(super) generation: u64,
 }
 
 impl ServingNames {
-    /// Those that stay for the life of the process.
+    /// Creates the set with names and addresses that stay for the life of the process.
     #[must_use]
     pub fn new(names: Vec<String>, addresses: Vec<IpAddr>) -> Self {
         let own = NameSet {
@@ -37,7 +38,8 @@ impl ServingNames {
         }
     }
 
-    /// Replaces those beside the first ones. Says whether anything changed. Only one task may call this.
+    /// Replaces the names and addresses in addition to the initial ones. Returns `false` if nothing
+    /// changed. Only one task may call this.
     pub fn set_additional(&self, names: &BTreeSet<String>, addresses: &BTreeSet<IpAddr>) -> bool {
         let (base_names, base_addresses) = &*self.base;
         let additional = names.iter().filter(|name| !base_names.contains(name));
@@ -56,7 +58,7 @@ impl ServingNames {
         true
     }
 
-    /// Whether the name is one of the door's own, whatever its case.
+    /// Returns whether the name is one of the listener's own names, ignoring case.
     pub(super) fn has(&self, name: &str) -> bool {
         let all = self.all.load();
         all.names.iter().any(|own| own.eq_ignore_ascii_case(name))

@@ -29,7 +29,8 @@ fn listener(ca: &Arc<LocalCa>) -> cert_resolver::ServingCertResolver {
     )
 }
 
-/// Shakes hands in memory. The client's verdict, or the certificates that it saw.
+/// Performs a TLS handshake in memory. Returns the client's error, or the certificates that the
+/// client received.
 fn handshake(
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
@@ -51,7 +52,7 @@ fn handshake(
     Ok(client.peer_certificates().unwrap().to_vec())
 }
 
-/// A caller of the door who has the CA's certificate.
+/// Returns a client configuration for a caller of the HTTPS listener that has the CA's certificate.
 #[expect(
     clippy::disallowed_methods,
     reason = "a caller as curl is one; ours have no use for it"

@@ -1,5 +1,6 @@
-//! Join tokens: made for one node, bound to the first key that uses them, kept by the hash of their secret in a file, or
-//! where all servers of a cluster see them.
+//! Join tokens. A token is created for one node and bound to the first key that uses it. The store
+//! persists only the hash of its secret, in a file or in a Secret that all servers of a cluster
+//! share.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -19,72 +20,73 @@ use tunnel_proto::wire::name::NodeName;
 use crate::store::data_dir::{DataDir, SharedFile, name_text, random, time_text, whole_seconds};
 use crate::store::document::{DocumentVersion, SharedDocument};
 
-/// The join tokens of a data directory or of a cluster. Its calls that change something block the thread until that is on
-/// disk or in the cluster.
+/// The join tokens of a data directory or of a cluster. Calls that change a token block the thread
+/// until the change is on disk or in the cluster.
 #[derive(Debug)]
 pub struct TokenStore {
     doc: SharedDocument,
     state: Mutex<State>,
-    /// The generation that is kept. Held while writing, so that callers who wait find their change written by the first.
+    /// Generation that is persisted. The lock is held while writing, so that callers that wait find
+    /// their change already written.
     written: Mutex<u64>,
 }
 
-/// What people may know about a token.
+/// Public information about a token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TokenInfo {
     /// The public part of the token.
     pub id: String,
-    /// The node that may use it.
+    /// Node that may use the token.
     #[serde(with = "name_text")]
     pub node: NodeName,
-    /// Addresses that were given for the node.
+    /// Addresses that the operator gave for the node.
     pub ips: Vec<IpAddr>,
-    /// When it was made.
+    /// Time at which the token was created.
     #[serde(with = "time_text")]
     pub created: SystemTime,
-    /// When it ends.
+    /// Time at which the token expires.
     #[serde(with = "time_text")]
     pub expires: SystemTime,
-    /// SHA-256 of the key that it is bound to, in hexadecimal.
+    /// SHA-256 of the key to which the token is bound, in hexadecimal.
     pub used_by: Option<String>,
-    /// Whether it can be used.
+    /// State of the token at the time of the listing.
     pub state: TokenState,
 }
 
-/// Whether a token can be used.
+/// State of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenState {
-    /// By any key of its node.
+    /// Any key of the node can use the token.
     Active,
-    /// At most by the key that used it.
+    /// Only the key that used the token can use it again.
     Used,
-    /// Its time is over.
+    /// The token has expired without being used.
     Expired,
-    /// An operator took it back.
+    /// An operator revoked the token.
     Revoked,
 }
 
-/// A token was accepted.
+/// The result of redeeming a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenGrant {
     /// The public part of the token.
     pub id: String,
-    /// The node that the certificate is for.
+    /// Node for which the certificate is issued.
     pub node: NodeName,
 }
 
-/// Why no token was made.
+/// The reason why a token was not created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateTokenError {
-    /// It would never or almost always be valid.
+    /// The requested lifetime is out of range.
     #[error("a token's life must be between 1 second and 365 days")]
     InvalidTtl,
-    /// It cannot be made or kept; the text names the file.
+    /// A file cannot be created or saved; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
-    /// Its parts do not make a token.
+    /// The id and the secret do not form a valid token.
     #[error("cannot encode the token")]
     Token(#[from] TokenError),
 }
@@ -93,15 +95,15 @@ impl TokenStore {
     /// Opens the tokens of a data directory.
     ///
     /// # Errors
-    /// When the file cannot be read or is damaged, with its path.
+    /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         Self::from_document(SharedDocument::File(SharedFile::new(dir, dir.tokens())))
     }
 
-    /// The tokens of a document.
+    /// Opens the tokens of a document.
     ///
     /// # Errors
-    /// When it cannot be read or is damaged, with its name.
+    /// Returns an error with the document's name if the document cannot be read or is damaged.
     pub(crate) fn from_document(doc: SharedDocument) -> io::Result<Self> {
         let mut state = State::default();
         state.refresh(&doc)?;
@@ -112,10 +114,10 @@ impl TokenStore {
         })
     }
 
-    /// Makes a token for a node. The secret is in the result only.
+    /// Creates a token for a node. Only the result contains the secret.
     ///
     /// # Errors
-    /// [`CreateTokenError`].
+    /// Returns a [`CreateTokenError`].
     pub fn create(
         &self,
         node: &NodeName,
@@ -150,7 +152,7 @@ impl TokenStore {
         Ok(token)
     }
 
-    /// All tokens, oldest first. Those that ended more than a day ago are forgotten.
+    /// Returns all tokens, oldest first. Tokens that expired more than a day ago are dropped.
     #[must_use]
     pub fn list(&self, now: SystemTime) -> Vec<TokenInfo> {
         let mut state = self.lock();
@@ -164,10 +166,12 @@ impl TokenStore {
         tokens
     }
 
-    /// Takes a token back. Says whether there is one of this id. Certificates issued with it stay valid.
+    /// Revokes a token. Returns `false` if no token has this id. Certificates issued with the token
+    /// stay valid.
     ///
     /// # Errors
-    /// When the change cannot be kept; the token is revoked until the process ends.
+    /// Returns an error if the change cannot be persisted. The token is then revoked until the
+    /// process ends.
     pub fn revoke(&self, id: &str, now: SystemTime) -> io::Result<bool> {
         let mut found = false;
         let generation = self.change(now, |state| {
@@ -182,10 +186,11 @@ impl TokenStore {
         Ok(found)
     }
 
-    /// Takes all tokens of a node back. Says how many there were that could still be used by some key.
+    /// Revokes all tokens of a node. Returns the number of revoked tokens that had not expired.
     ///
     /// # Errors
-    /// When the change cannot be kept; they are revoked until the process ends.
+    /// Returns an error if the change cannot be persisted. The tokens are then revoked until the
+    /// process ends.
     pub fn revoke_node_tokens(&self, node: &NodeName, now: SystemTime) -> io::Result<usize> {
         let mut count = 0;
         let generation = self.change(now, |state| {
@@ -200,12 +205,13 @@ impl TokenStore {
         Ok(count)
     }
 
-    /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The first key that uses
-    /// a token may repeat it until it ends, since an answer may be lost. Failures are limited per token and, for
-    /// unknown ids, together; a valid token passes whatever others did.
+    /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The
+    /// first key that uses a token may repeat it until the token expires, because an answer may be
+    /// lost. Failures are rate-limited per token and, for unknown ids, globally. A valid token is
+    /// accepted regardless of the failures of others.
     ///
     /// # Errors
-    /// The code and a line for people, which never holds the secret.
+    /// Returns the code and a message for the operator. The message never contains the secret.
     pub fn redeem(
         &self,
         token_text: &str,
@@ -219,7 +225,7 @@ impl TokenStore {
             let grant = state.redeem(token_text, node, csr_public_key_sha256, now)?;
             (grant, state.generation)
         };
-        // Also when this key is a repeater: the first time may have failed here.
+        // A repeated use is saved too: the save of the first use may have failed.
         self.save(generation, now).map_err(|error| {
             static UNSAVED: LogRateLimit = LogRateLimit::new("uses of join tokens cannot be saved");
             if UNSAVED.admit() {
@@ -236,7 +242,7 @@ impl TokenStore {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in what a verb wrote meanwhile, and forgets what is over.
+    /// Loads changes that a command wrote in the meantime and drops old tokens.
     fn reload(&self, state: &mut State, now: SystemTime) {
         if let Err(error) = state.refresh(&self.doc) {
             static UNREAD: LogRateLimit = LogRateLimit::new("join tokens cannot be reloaded");
@@ -281,17 +287,17 @@ impl TokenStore {
 #[derive(Debug, Default)]
 struct State {
     tokens: BTreeMap<String, StoredToken>,
-    /// Counts changes in memory.
+    /// Number of changes in memory.
     generation: u64,
-    /// The document as last read or written.
+    /// Version of the document that was last read or written.
     version: Option<DocumentVersion>,
-    /// Wrong secrets, by the ids that exist.
+    /// Wrong secrets, by token id.
     failures: HashMap<String, FailureWindow>,
-    /// Ids that do not exist.
+    /// Attempts with unknown token ids.
     unknown: FailureWindow,
 }
 
-/// The form of the document.
+/// The persisted form of the tokens.
 #[derive(Debug, Serialize, Deserialize)]
 struct TokensDocument {
     tokens: BTreeMap<String, StoredToken>,
@@ -328,7 +334,8 @@ impl State {
         Ok(())
     }
 
-    /// Takes in what others wrote. A key that is written there was first, whatever was meant here meanwhile.
+    /// Merges the tokens that other processes wrote. A persisted key wins over a key that is only
+    /// in memory, because it was written first.
     fn merge(&mut self, content: TokensDocument) {
         for (id, theirs) in content.tokens {
             match self.tokens.get_mut(&id) {
@@ -343,8 +350,8 @@ impl State {
         }
     }
 
-    /// Whether a token that was just bound and written still is what it was meant to be: another server may have been
-    /// faster.
+    /// Checks after the write that the token is still bound to `key`. Another server may have bound
+    /// or revoked the token first.
     fn is_bound(&self, id: &str, key: [u8; 32]) -> Result<(), (EnrollCode, String)> {
         let stored = self.tokens.get(id);
         if stored.is_none_or(|stored| stored.revoked) {
@@ -382,7 +389,8 @@ impl State {
             return Err(bad_token(failures.count(now, FAILURES_PER_MINUTE)));
         }
         let key = hex(&key);
-        // From here on the sender is known to hold the token, so that it may be told what is wrong.
+        // The sender has proved possession of the token from here on, so the answer may name the
+        // reason.
         let refusal = if stored.revoked {
             (EnrollCode::Revoked, REVOKED.to_owned())
         } else if stored.node != *node {
@@ -433,7 +441,7 @@ impl StoredToken {
     }
 }
 
-/// Failures in the current minute.
+/// Number of failures in the current minute.
 #[derive(Debug, Default)]
 pub(crate) struct FailureWindow {
     since: Option<SystemTime>,
@@ -441,7 +449,7 @@ pub(crate) struct FailureWindow {
 }
 
 impl FailureWindow {
-    /// Counts one and says whether it is still within the limit.
+    /// Counts one failure and returns whether the count is within the limit.
     pub(crate) fn count(&mut self, now: SystemTime, limit: u32) -> bool {
         if !self.is_current(now) {
             *self = Self {
@@ -453,12 +461,12 @@ impl FailureWindow {
         self.count <= limit
     }
 
-    /// Whether as many as the limit were counted in this minute.
+    /// Returns whether the count of this minute has reached the limit.
     pub(crate) fn is_full(&self, now: SystemTime, limit: u32) -> bool {
         self.is_current(now) && self.count >= limit
     }
 
-    /// Whether its minute goes on.
+    /// Returns whether the window's minute has not ended.
     pub(crate) fn is_current(&self, now: SystemTime) -> bool {
         self.since
             .and_then(|since| now.duration_since(since).ok())
@@ -480,13 +488,14 @@ const REVOKED: &str = "the token was revoked";
 const USED: &str = "the token was used by another key; create a new one";
 const MINUTE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// Longest life of a token.
+/// Maximum lifetime of a token.
 const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// How long an ended token stays in the list, so that "expired" can be told from "unknown".
+/// Time for which an expired token stays in the list, so that "expired" differs from "unknown".
 const RETENTION_AFTER_EXPIRY: Duration = DAY;
-/// Wrong secrets a minute that are answered in detail, per token.
+/// Wrong secrets per minute and token that are answered in detail.
 pub(crate) const FAILURES_PER_MINUTE: u32 = 5;
-/// Unknown tokens a minute that are answered in detail, all senders together: a whole site is behind one address.
+/// Unknown tokens per minute that are answered in detail. The limit is global because a whole site
+/// may share one address.
 const UNKNOWN_PER_MINUTE: u32 = 60;
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
-//! How many connections the process carries: what its memory limit and its limit of open files allow, shared out so that callers
-//! leave descriptors for agents, and both leave some for the meta port and the admin socket.
+//! The number of connections that the process carries, from its memory limit and its limit of open
+//! files. The limits are divided so that callers leave descriptors for agents, and both leave some
+//! for the meta port and the admin socket.
 
 use tokio::sync::Semaphore;
 use tunnel_proto::process::admission::ConnLimits;
@@ -8,43 +9,50 @@ use tunnel_proto::process::host::Resources;
 use super::Limits;
 use crate::dns::DnsLimits;
 
-/// What an idle caller costs at most, with TLS. One that sends a head costs as much as that head more.
+/// Maximum memory of an idle caller, with TLS. A caller that sends a head needs the size of the
+/// head in addition.
 const CALLER_BYTES: u64 = 20 << 10;
-/// The share of the memory limit that callers may take: requests cost several times as much while they are under way.
+/// Divisor for callers' share of the memory limit. Requests in progress need several times as much
+/// memory.
 const MEMORY_SHARE: u64 = 4;
-/// More callers have to be asked for.
+/// Maximum of the automatic limit. An operator must configure a higher one.
 const CALLERS_MAX: u64 = 1 << 16;
-/// Open files for the process itself: 64 connections of the meta port, 16 of the admin socket, listeners, files, the API server.
+/// Open files reserved for the process itself: 64 connections of the meta port, 16 of the admin
+/// socket, listeners, files, the API server.
 const RESERVED: u64 = 160;
 /// Open files of one caller: its connection, and one that the CONNECT listener dials for it.
 const PER_CALLER: u64 = 2;
-/// Callers' share of the open files that are not reserved; a quarter of agents' may be half-open.
+/// Divisor for callers' share of the open files that are not reserved. A quarter of the agents'
+/// connections may be half-open.
 const CALLERS_SHARE: u64 = 4;
-/// The embedded DNS's share, where it listens.
+/// Divisor for the embedded DNS's share of the open files, if it listens.
 const DNS_SHARE: u64 = 8;
-/// The part of callers' places that is left to those that verify with a client certificate.
+/// Divisor for the share of callers' permits that is reserved for callers with a verified client
+/// certificate.
 const VERIFIED_SHARE: usize = 4;
-/// No limit is shared out below this, however few open files there are.
+/// Minimum of the limits for callers and for agents over TCP, however few open files there are.
 const SHARE_MIN: u64 = 8;
 
-/// Connections that the process carries at once.
+/// The number of connections that the process carries at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// Connections of callers.
+    /// Limits for connections of callers.
     pub callers: ConnLimits,
-    /// Further connections of callers, for those that verify with a client certificate or come over a Unix socket.
+    /// Limits for additional connections of callers with a verified client certificate or over a
+    /// Unix socket.
     pub verified_callers: ConnLimits,
-    /// Connections to the agents' port without a verified credential.
+    /// Limits for connections to the agents' port without a verified certificate.
     pub half_open: ConnLimits,
-    /// TCP connections to the agents' port; sessions over QUIC take no descriptor.
+    /// Maximum number of TCP connections to the agents' port. Sessions over QUIC need no
+    /// descriptor.
     pub agents_over_tcp: usize,
-    /// Of the embedded DNS: TCP connections and forwarded queries, where it listens.
+    /// Limits for TCP connections and forwarded queries of the embedded DNS, if it listens.
     pub dns: Option<DnsLimits>,
 }
 
 impl Capacity {
-    /// Shares out what the process has. A limit that the operator wrote is taken as it is, except that half-open connections and
-    /// the DNS never take all descriptors.
+    /// Divides the resources of the process. A limit set by the operator is used unchanged, except
+    /// that half-open connections and the DNS never take all descriptors.
     #[must_use]
     pub fn new(limits: &Limits, has_dns: bool, resources: Resources) -> Self {
         let descriptors = resources.descriptors.unwrap_or(u64::MAX);
@@ -86,7 +94,7 @@ impl Capacity {
         }
     }
 
-    /// What an operator should know before the limit is reached.
+    /// Returns a warning if the limit of open files reduces a configured limit.
     #[must_use]
     pub fn warning(&self, limits: &Limits, resources: Resources) -> Option<String> {
         let descriptors = resources.descriptors?;

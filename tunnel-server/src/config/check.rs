@@ -1,4 +1,5 @@
-//! Checks of single settings: what was written → a value, or a mistake that says what is expected.
+//! Checks of single settings. Each check returns a value, or records an error that describes the
+//! expected form.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
@@ -123,7 +124,7 @@ pub(super) fn https_certificate(
     }
 }
 
-/// Further names and addresses of the TLS door.
+/// Returns the additional names and addresses of the HTTPS listener.
 pub(super) fn https_names(
     errors: &mut ConfigErrors,
     raw: &RawConfig,
@@ -144,7 +145,7 @@ pub(super) fn https_names(
     (names, addresses)
 }
 
-/// What the operator brings for port 10262: all of it, or nothing.
+/// Returns the certificate files for port 10262. They must be complete or absent.
 pub(super) fn agent_files(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<AgentFiles> {
     match (&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file) {
         (Some(ca), Some(certificate), key) => Some(AgentFiles {
@@ -197,7 +198,8 @@ pub(super) fn client_auth(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<
     }
 }
 
-/// `HOST:PORT` with a name or an address, as agents dial it. A list may have spaces behind its commas, as agents take it.
+/// Checks an address that agents dial: `HOST:PORT` with a name or an IP address. A list may have
+/// spaces after its commas, because agents accept them.
 pub(super) fn advertised(errors: &mut ConfigErrors, text: &str) -> Option<String> {
     let text = text.trim();
     let host_and_port = text.rsplit_once(':').filter(|(host, port)| {
@@ -252,7 +254,8 @@ pub(super) fn check_service(
     ))
 }
 
-/// A bare port is the node's, on its loopback when the port is in that list; a host is another machine, or loopback.
+/// Parses the target of a service. A bare port is a port of the node, on its loopback if the port
+/// is in that list. A host is another machine, or loopback.
 pub(super) fn service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
     let Some((host, port)) = text.rsplit_once(':') else {
         let port = text

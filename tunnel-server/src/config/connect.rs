@@ -1,4 +1,4 @@
-//! Checks of the CONNECT doors' settings.
+//! Checks of the CONNECT listeners' settings.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -9,34 +9,34 @@ use super::RawConfig;
 use super::check::{address, parsed};
 use crate::routing::dial_policy::DirectTarget;
 
-/// What the CONNECT doors are to be.
+/// The settings of the CONNECT listeners.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectSettings {
-    /// The TCP door.
+    /// Address of the TCP listener.
     pub listen: Option<SocketAddr>,
-    /// The Unix socket.
+    /// Settings of the Unix socket.
     pub unix: Option<UnixListenerSettings>,
-    /// Makes the TCP door TLS, for certificates of this CA.
+    /// CA of callers' certificates. If it is set, the TCP listener uses TLS.
     pub client_ca: Option<PathBuf>,
-    /// Names and passwords for the TCP door.
+    /// File with names and passwords for the TCP listener.
     pub auth: Option<PathBuf>,
-    /// What may be dialled without an agent; none means what the cluster tells.
+    /// Dial policy for connections without an agent; `None` means the ranges of the cluster.
     pub direct: Option<Vec<DirectTarget>>,
 }
 
-/// A Unix socket and who may use it.
+/// The path and permissions of a Unix socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnixListenerSettings {
-    /// Where it is.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// Its mode.
+    /// Mode of the socket file.
     pub mode: u32,
-    /// Its owner and group.
+    /// Owner and group of the socket file.
     pub owner: Option<(u32, Option<u32>)>,
 }
 
 impl ConnectSettings {
-    /// Passwords that cross a network where each router reads them.
+    /// Returns a warning if passwords cross a network unencrypted.
     pub(super) fn warning(&self) -> Option<String> {
         let wide = self
             .listen
@@ -55,7 +55,7 @@ impl ConnectSettings {
     }
 }
 
-/// The settings, or `None` when there is no CONNECT door.
+/// Returns the settings, or `None` if there is no CONNECT listener.
 pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<ConnectSettings> {
     let listen = raw.connect_listen.as_deref().filter(|text| *text != OFF);
     let path = raw.connect_uds.as_deref().filter(|text| *text != OFF);
@@ -100,7 +100,7 @@ pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<Connec
     Some(settings)
 }
 
-/// Settings that mean nothing without their door are more likely a slip than a wish.
+/// Refuses settings that have no effect without their listener, because they are likely a mistake.
 fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig, (tcp, unix): (bool, bool)) {
     let is_off = |text: &Option<String>| text.as_deref() == Some(OFF);
     let listeners = "--connect-listen or --connect-uds";
@@ -175,7 +175,7 @@ const UDS_OWNER: &str = "--connect-uds-owner";
 const AUTH: &str = "--connect-auth";
 const DIRECT: &str = "--connect-direct";
 const OFF: &str = "off";
-/// The server's user alone.
+/// Access for the server's user only.
 const DEFAULT_MODE: u32 = 0o600;
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::check::address;
 use super::{RawConfig, RawRecord};
 use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
 
-/// The settings, or `None` when there is no DNS to be served.
+/// Returns the settings, or `None` if the DNS is off.
 pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSettings> {
     let listen = raw.dns_listen.as_deref().filter(|text| *text != OFF);
     let Some(listen) = listen else {
@@ -64,7 +64,7 @@ pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSet
     })
 }
 
-/// Settings that mean nothing without the listener are more likely a slip than a wish.
+/// Refuses settings that have no effect without the listener, because they are likely a mistake.
 fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig) {
     for (setting, is_set) in [
         ("--dns-zone", raw.dns_zone.is_some()),
@@ -81,7 +81,8 @@ fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig) {
     }
 }
 
-/// What edge nodes answer with: as told, else where callers find this server.
+/// Returns the addresses in answers for edge nodes: the configured ones, or else those at which
+/// callers reach this server.
 fn answer(errors: &mut ConfigErrors, listen: SocketAddr, values: Vec<IpAddr>) -> Addresses {
     let answer = match values.as_slice() {
         [] if listen.ip().is_unspecified() => {
@@ -109,7 +110,7 @@ fn answer(errors: &mut ConfigErrors, listen: SocketAddr, values: Vec<IpAddr>) ->
     answer
 }
 
-/// `IP`, `IP:PORT`, `DOMAIN=IP`, and `off` instead of an address.
+/// Parses the upstreams: `IP`, `IP:PORT`, `DOMAIN=IP`, and `off` instead of an address.
 fn upstreams(errors: &mut ConfigErrors, values: &[String]) -> (Vec<ClusterDomain>, Resolvers) {
     let mut clusters: Vec<ClusterDomain> = Vec::new();
     let mut default_resolvers = None;
@@ -158,7 +159,7 @@ fn upstreams(errors: &mut ConfigErrors, values: &[String]) -> (Vec<ClusterDomain
     )
 }
 
-/// `None` for `off`.
+/// Parses a resolver's address. Returns `None` for `off`.
 fn resolver_address(text: &str) -> Result<Option<SocketAddr>, String> {
     if text == OFF {
         return Ok(None);
@@ -208,7 +209,7 @@ const UPSTREAM: &str = "--dns-upstream";
 const ANSWER: &str = "--dns-answer";
 const OFF: &str = "off";
 const RESOLVER_PORT: u16 = 53;
-/// The domain of nearly every cluster; names below it are of no use to resolvers outside.
+/// Domain of nearly every cluster. Resolvers outside cannot answer names below it.
 const CLUSTER_DOMAIN: &str = "cluster.local";
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Settings of the cluster's side: whether there is a cluster, how to reach it, and what its objects are called.
+//! Settings of the cluster integration: whether there is a cluster, how to connect to it, and the
+//! names of its objects.
 
 use std::path::PathBuf;
 
@@ -8,20 +9,19 @@ use super::RawConfig;
 use super::check::parsed;
 use crate::dns::{NamePattern, NamePatternError};
 
-/// Whether this build can follow a cluster.
 const SUPPORTED: bool = cfg!(feature = "kubernetes");
-/// Set in every container of a cluster.
+/// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
 
-/// What is around the process.
+/// The environment of the process.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Environment {
-    /// Whether it runs in a container of a cluster.
+    /// Whether the process runs in a container of a cluster.
     pub in_cluster: bool,
 }
 
 impl Environment {
-    /// Those of this process.
+    /// Detects the environment of this process.
     #[must_use]
     pub fn of_process() -> Self {
         Self {
@@ -30,37 +30,40 @@ impl Environment {
     }
 }
 
-/// How to follow a cluster. The defaults of all names are yurt-tunnel's.
+/// The settings for following a cluster. The default names are those of yurt-tunnel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesSettings {
-    /// `--kubeconfig`; none means the ServiceAccount of the container.
+    /// `--kubeconfig`; `None` means the ServiceAccount of the container.
     pub kubeconfig: Option<PathBuf>,
-    /// `--namespace` of all objects; none means the container's own, or `kube-system` outside a cluster.
+    /// `--namespace` of all objects; `None` means the container's own, or `kube-system` outside a
+    /// cluster.
     pub namespace: Option<String>,
-    /// Names of objects.
+    /// Names of the cluster's objects.
     pub names: ObjectNames,
     /// `--edge-label`: a Node with this label and the value `true` is an edge node.
     pub edge_label: String,
-    /// `--edge-nodes label-or-agent`: so is one whose agent is connected here.
+    /// `--edge-nodes label-or-agent`: a Node with an agent connected to this server is an edge node
+    /// too.
     pub edge_by_agent: bool,
-    /// `--record-names`: host names that Nodes may have beside those made of their own names.
+    /// `--record-names`: additional host names that Nodes may have, besides those made of their own
+    /// names.
     pub record_names: Vec<NamePattern>,
-    /// `--pod-lookup`.
+    /// `--pod-lookup`: whether the cluster is asked for a pod's node.
     pub pod_lookup: bool,
-    /// Which ServiceAccount tokens agents enroll with.
+    /// ServiceAccount tokens with which agents enroll.
     pub agent_tokens: AgentTokens,
-    /// `--single-replica`: two servers never run at once.
+    /// `--single-replica`: two servers never run at the same time.
     pub single_replica: bool,
     /// `--cluster-domain` of Services' names.
     pub cluster_domain: String,
 }
 
-/// Which ServiceAccount tokens agents enroll with.
+/// The ServiceAccount tokens with which agents enroll.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentTokens {
-    /// `--agent-token-audience`.
+    /// `--agent-token-audience`: required audience of the tokens.
     pub audience: String,
-    /// `--agent-service-account`: user names.
+    /// `--agent-service-account`: user names of the accounts.
     pub accounts: Vec<String>,
 }
 
@@ -73,27 +76,27 @@ impl Default for AgentTokens {
     }
 }
 
-/// User names of ServiceAccounts begin so; namespace and name follow.
+/// Prefix of the user names of ServiceAccounts; namespace and name follow.
 const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 
-/// Names of the objects in the namespace.
+/// The names of the objects in the namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectNames {
-    /// ConfigMap with the records.
+    /// ConfigMap to which the records are written.
     pub nodes_config_map: String,
     /// ConfigMap with the lists of ports.
     pub ports_config_map: String,
-    /// Service whose address edge nodes' names answer with.
+    /// Service whose address is in the records of edge nodes.
     pub internal_service: String,
-    /// Lease of the one that writes.
+    /// Lease for leader election among the servers that write.
     pub leader_lease: String,
-    /// Secret with our CA.
+    /// Secret with the local CA.
     pub ca_secret: String,
-    /// Secret with what servers change together.
+    /// Secret with the state that all servers change.
     pub state_secret: String,
-    /// ConfigMap with the certificates of our CA.
+    /// ConfigMap with the certificates of the local CA.
     pub ca_config_map: String,
-    /// How names of the Leases of QUIC keys begin.
+    /// Name prefix of the Leases of QUIC keys.
     pub replica_lease: String,
 }
 
@@ -112,13 +115,13 @@ impl Default for ObjectNames {
     }
 }
 
-/// Label of edge nodes unless told otherwise.
+/// Default label of edge nodes.
 pub const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
 
-/// Domain of Services unless told otherwise, as kubelets have it.
+/// Default domain of Services, as in kubelets.
 const CLUSTER_DOMAIN: &str = "cluster.local";
 
-/// The settings when there is a cluster to follow, and what an operator should know otherwise.
+/// Returns the settings if there is a cluster to follow, and an optional warning for the operator.
 pub(super) fn kubernetes(
     errors: &mut ConfigErrors,
     raw: &RawConfig,
@@ -286,18 +289,18 @@ fn agent_tokens(errors: &mut ConfigErrors, raw: &RawConfig) -> AgentTokens {
     AgentTokens { audience, accounts }
 }
 
-/// Where the CA of kubelets' client certificates comes from.
+/// The source of the CA of kubelets' client certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KubeletCa {
-    /// No kubelet is an agent.
+    /// Kubelets' certificates are not accepted.
     Off,
-    /// The cluster says it.
+    /// The cluster provides the CA.
     Cluster,
-    /// This file has it.
+    /// The operator provides the CA in this file.
     File(PathBuf),
 }
 
-/// `--kubelet-client-ca`.
+/// Returns the source that `--kubelet-client-ca` selects.
 pub(super) fn kubelet_ca(raw: &RawConfig, has_cluster: bool) -> KubeletCa {
     match raw.kubelet_client_ca.as_deref() {
         Some("off") => KubeletCa::Off,
@@ -307,7 +310,7 @@ pub(super) fn kubelet_ca(raw: &RawConfig, has_cluster: bool) -> KubeletCa {
     }
 }
 
-/// A DNS subdomain in lower case (RFC 1123), as names of objects are.
+/// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.
 fn is_object_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     let is_label = |label: &str| {

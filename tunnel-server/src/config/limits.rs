@@ -1,4 +1,5 @@
-//! `limits:` of the YAML file: every limit and timer by name, so that tests can shorten them.
+//! The section `limits:` of the YAML file: every limit and timer by name, so that tests can shorten
+//! them.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use tunnel_proto::transport::liveness::LivenessLimits;
 
 use crate::dns::DnsLimits;
 
-/// Name, default and meaning of every limit, for the reference.
+/// Name, default and description of every limit, for the reference.
 pub const LIMITS: &[(&str, &str, &str)] = &[
     (
         "handshakeTimeout",
@@ -136,16 +137,17 @@ pub const LIMITS: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// QUIC's own idle timeout is this much later than `deadAfter`, as a backstop.
+/// Margin between `deadAfter` and QUIC's own idle timeout, which is a backstop.
 const IDLE_BACKSTOP: Duration = Duration::from_secs(15);
 
-/// Time for a last renewal, by a clock that is not quite right.
+/// Maximum time for a last renewal after expiry, for clocks that differ slightly.
 const EXPIRY_GRACE_MAX: Duration = Duration::from_secs(30);
 
-/// A single stalled stream must not use up an agent's share of the pool, which is a quarter.
+/// Minimum size of the pool in stream windows. A single stalled stream must not use up an agent's
+/// share of the pool, which is a quarter.
 const POOL_WINDOWS_MIN: u64 = 4;
 
-/// Limits as written.
+/// The limits in their raw form.
 #[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct RawLimits {
@@ -175,61 +177,63 @@ pub struct RawLimits {
     reload_every: Option<String>,
 }
 
-/// Checked limits; [`LIMITS`] says what each means.
+/// The checked limits. [`LIMITS`] describes each of them.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// `handshakeTimeout`.
+    /// Timeout of handshakes, admissions and enrollments (`handshakeTimeout`).
     pub handshake_timeout: Duration,
-    /// `requestHeadTimeout`.
+    /// Timeout for receiving a request head (`requestHeadTimeout`).
     pub request_head_timeout: Duration,
-    /// `requestHeadBytes`.
+    /// Maximum size of a request head (`requestHeadBytes`).
     pub request_head_bytes: usize,
-    /// `callerIdleTimeout`.
+    /// Idle timeout of callers' connections (`callerIdleTimeout`).
     pub caller_idle_timeout: Duration,
-    /// `callersTotal`; `None` for auto.
+    /// Maximum number of callers' connections (`callersTotal`); `None` for auto.
     pub callers_total: Option<usize>,
-    /// `callersPerSource`; `None` for auto.
+    /// Maximum number of callers' connections from one source (`callersPerSource`); `None` for
+    /// auto.
     pub callers_per_source: Option<usize>,
-    /// `streamsPerAgent`.
+    /// Maximum number of concurrent streams of an agent (`streamsPerAgent`).
     pub streams_per_agent: u32,
-    /// `admissionsPerNode`.
+    /// Number of sessions that a node may open at once (`admissionsPerNode`).
     pub admissions_per_node: u32,
-    /// `openTimeout`.
+    /// Timeout for opening a stream, up to the agent's reply (`openTimeout`).
     pub open_timeout: Duration,
-    /// `targetDialTimeout`.
+    /// Timeout for an agent to dial a target (`targetDialTimeout`).
     pub target_dial_timeout: Duration,
-    /// `preAuthPerSource`.
+    /// Maximum number of unauthenticated connections from one source (`preAuthPerSource`).
     pub pre_auth_per_source: usize,
-    /// `preAuthTotal`.
+    /// Maximum number of unauthenticated connections (`preAuthTotal`).
     pub pre_auth_total: usize,
-    /// `streamWindow`, bytes.
+    /// Bytes of one stream that may be in flight unread (`streamWindow`).
     pub stream_window: u32,
-    /// `bufferPool`, bytes.
+    /// Bytes that stalled readers of all agents may hold (`bufferPool`).
     pub buffer_pool: u64,
-    /// `keepAlive`.
+    /// Interval of keep-alive probes to an idle agent (`keepAlive`).
     pub keep_alive: Duration,
-    /// `suspectAfterBusy`.
+    /// Silence after which a session with waiting requests is suspect (`suspectAfterBusy`).
     pub suspect_after_busy: Duration,
-    /// `suspectAfterIdle`.
+    /// Silence after which an idle session is suspect (`suspectAfterIdle`).
     pub suspect_after_idle: Duration,
-    /// `deadAfter`.
+    /// Silence after which a session is closed (`deadAfter`).
     pub dead_after: Duration,
-    /// `dnsForwardBudget`, `dnsForwards`, `dnsConnections`, `dnsPerSource`.
+    /// Limits of the embedded DNS (`dnsForwardBudget`, `dnsForwards`, `dnsConnections`,
+    /// `dnsPerSource`).
     pub dns: DnsLimits,
-    /// `certificateLife`.
+    /// Lifetime of certificates that the local CA issues (`certificateLife`).
     pub certificate_life: Duration,
-    /// `reloadEvery`.
+    /// Interval at which certificate files of the operator are read again (`reloadEvery`).
     pub reload_every: Duration,
 }
 
 impl Limits {
-    /// QUIC's idle timeout.
+    /// Returns QUIC's idle timeout.
     #[must_use]
     pub fn idle_timeout(&self) -> Duration {
         self.dead_after + IDLE_BACKSTOP
     }
 
-    /// The clocks of sessions; this end asks idle ones, too.
+    /// Returns the liveness limits of sessions. The server probes idle sessions too.
     #[must_use]
     pub fn liveness(&self) -> LivenessLimits {
         LivenessLimits {
@@ -241,7 +245,7 @@ impl Limits {
         }
     }
 
-    /// Places for connections without a credential.
+    /// Returns the limits for unauthenticated connections.
     #[must_use]
     pub fn pre_auth(&self) -> ConnLimits {
         ConnLimits {
@@ -250,13 +254,14 @@ impl Limits {
         }
     }
 
-    /// How long a session may go on after the end of its certificate.
+    /// Returns the time for which a session may continue after its certificate has expired.
     #[must_use]
     pub fn expiry_grace(&self) -> Duration {
         EXPIRY_GRACE_MAX.min(self.certificate_life)
     }
 
-    /// What one agent's streams may hold at the very most, when that is more than the pool: admitted streams are not cut.
+    /// Returns a warning if the streams of one agent can hold more than the pool. The pool does not
+    /// limit streams that are already admitted.
     pub(super) fn hard_bound_warning(&self) -> Option<String> {
         let bound = u64::from(self.streams_per_agent) * u64::from(self.stream_window);
         (bound > self.buffer_pool).then(|| {
@@ -271,7 +276,7 @@ impl Limits {
         })
     }
 
-    /// Checks what was written and fills in the defaults of [`LIMITS`].
+    /// Checks the raw limits and applies the defaults of [`LIMITS`].
     #[must_use]
     pub fn check(errors: &mut ConfigErrors, raw: Option<&RawLimits>) -> Self {
         let nothing = RawLimits::default();
@@ -333,7 +338,7 @@ impl Limits {
             certificate_life: read.time("certificateLife", raw.certificate_life.as_deref()),
             reload_every: read.time("reloadEvery", raw.reload_every.as_deref()),
         };
-        // Limits that could not be read are no ground to judge others by.
+        // Relations between limits are checked only if every limit is valid.
         if !read.failed {
             limits.check_together(errors);
         }

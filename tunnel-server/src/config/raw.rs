@@ -1,246 +1,274 @@
-//! What may be written: flags, environment and the YAML file, before anything is checked.
+//! Raw settings: flags, environment variables and the YAML file, before any check.
 
 use serde::Deserialize;
 
 use super::RawLimits;
 
 tunnel_proto::layered! {
-    /// Settings as written. Each is a flag, an environment variable and a key of the YAML file.
+    /// The raw settings. Each field is a flag, an environment variable and a key of the YAML file.
     #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
     pub struct RawConfig {
         /// Directory of the CA, tokens, known nodes and keys [default: /var/lib/tunnel-server]
         #[arg(long, value_name = "DIR", env = "TUNNEL_SERVER_DATA_DIR")]
         pub data_dir: Option<String>,
-        /// Where agents connect, UDP and TCP on the same port: sessions over QUIC or HTTP/2, enrollment over TCP
-        /// [default: [::]:10262, or 0.0.0.0:10262 without IPv6]
+        /// Address for agents, UDP and TCP on the same port: sessions over QUIC or HTTP/2,
+        /// enrollment over TCP [default: [::]:10262, or 0.0.0.0:10262 without IPv6]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_AGENT_LISTEN")]
         pub agent_listen: Option<String>,
-        /// Congestion control of what is sent over QUIC: bbr, or cubic, which takes every lost packet for a full path.
-        /// Sessions over TCP have the system's [default: bbr]
+        /// Congestion control of data sent over QUIC: bbr, or cubic, which treats every lost packet
+        /// as congestion. Sessions over TCP use the system's [default: bbr]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_QUIC_CONGESTION")]
         pub quic_congestion: Option<String>,
-        /// HTTPS listener for callers: terminates TLS and forwards to https targets. "off" disables it
-        /// [default: [::]:10263 in a container of a cluster and when every caller needs a certificate of --client-ca, else
-        /// 127.0.0.1:10263]
+        /// HTTPS listener for callers: terminates TLS and forwards to https targets. "off" disables
+        /// it [default: [::]:10263 in a container of a cluster and when every caller needs a
+        /// certificate of --client-ca, else 127.0.0.1:10263]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTPS_LISTEN")]
         pub https_listen: Option<String>,
-        /// HTTP listener for callers, for http targets. "off" disables it [default: 127.0.0.1:10264]
+        /// HTTP listener for callers, for http targets. "off" disables it [default:
+        /// 127.0.0.1:10264]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN")]
         pub http_listen: Option<String>,
         /// /livez, /readyz, /metrics, and /nodes for loopback callers [default: 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
         pub meta_listen: Option<String>,
-        /// Allow listeners, proxy ports and services on non-loopback addresses without client authentication:
-        /// any caller that can connect reaches the nodes' allowed ports. Not needed in a container of a cluster
+        /// Allow listeners, proxy ports and services on non-loopback addresses without client
+        /// authentication: any caller that can connect reaches the nodes' allowed ports. Not needed
+        /// in a container of a cluster
         #[arg(
             long, env = "TUNNEL_SERVER_ALLOW_UNAUTHENTICATED", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"
         )]
         pub allow_unauthenticated: Option<String>,
-        /// What agents should dial, HOST:PORT; repeatable [default: this host's addresses with the port of --agent-listen]
+        /// Addresses that agents should dial, HOST:PORT; repeatable [default: this host's addresses
+        /// with the port of --agent-listen]
         #[arg(long, value_name = "HOST:PORT", env = "TUNNEL_SERVER_ADVERTISE", value_delimiter = ',')]
         pub advertise: Vec<String>,
-        /// Ports of http targets on the nodes, beside 10250 and 10255, as in "9100, 9256"
+        /// Ports of http targets on the nodes, in addition to 10250 and 10255, as in "9100, 9256"
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTP_PROXY_PORTS")]
         pub http_proxy_ports: Option<String>,
-        /// Ports of https targets on the nodes; wins for a port that is in both lists
+        /// Ports of https targets on the nodes; takes precedence for a port that is in both lists
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTPS_PROXY_PORTS")]
         pub https_proxy_ports: Option<String>,
         /// Ports that agents dial on the loopback of the node [default: "10266, 10267"]
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS")]
         pub localhost_proxy_ports: Option<String>,
-        /// Also listen on every port of the two lists, on this host: HTTP ports behave as the HTTP listener, HTTPS ports
-        /// as the HTTPS listener, and the port is implied when Host has none. "off" disables it [default: the host of each
-        /// listener; off in a cluster, where the Service has them]
+        /// Also listen on every port of the two lists, on this host: HTTP ports behave like the
+        /// HTTP listener, HTTPS ports like the HTTPS listener, and the port is implied when Host
+        /// has none. "off" disables this [default: the host of each listener; off in a cluster,
+        /// where the Service has these ports]
         #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN")]
         pub proxy_port_listen: Option<String>,
-        /// Serving certificate chain of the HTTPS listener, PEM [default: issued by the local CA, by the requested name]
+        /// Serving certificate chain of the HTTPS listener, PEM [default: issued by the local CA,
+        /// by the requested name]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_CERT_FILE")]
         pub https_cert_file: Option<String>,
-        /// Its private key, PEM
+        /// Private key of --https-cert-file, PEM
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_HTTPS_KEY_FILE")]
         pub https_key_file: Option<String>,
         /// Additional DNS name or IP for the HTTPS serving certificate that the local CA issues;
         /// repeatable
         #[arg(long, value_name = "NAME|IP", env = "TUNNEL_SERVER_HTTPS_NAME", value_delimiter = ',')]
         pub https_name: Vec<String>,
-        /// CA of agents' certificates, PEM, when the operator brings them; agents then need --cert-file and --key-file,
-        /// and join tokens are of no use. Certificates need the SAN URI culvert://agent/NAME. All certificate files are
-        /// read again every few seconds and on SIGHUP [default: the local CA]
+        /// CA of agents' certificates, PEM, when the operator provides them; agents then need
+        /// --cert-file and --key-file, and join tokens cannot be used. Certificates need the SAN
+        /// URI culvert://agent/NAME. All certificate files are read again every few seconds and on
+        /// SIGHUP [default: the local CA]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_CA")]
         pub agent_ca: Option<String>,
-        /// The server's certificate chain towards agents, PEM; goes with --agent-ca
+        /// The server's certificate chain for agents, PEM; requires --agent-ca
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_CERT_FILE")]
         pub agent_cert_file: Option<String>,
-        /// Its private key, PEM [default: the file of --agent-cert-file]
+        /// Private key of --agent-cert-file, PEM [default: the file of --agent-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_AGENT_KEY_FILE")]
         pub agent_key_file: Option<String>,
-        /// CA of kubelets' client certificates, PEM: an agent that shows its kubelet's (CN system:node:NAME, O
-        /// system:nodes) is that of the node. "off" takes none [default: in a cluster client-ca-file of the ConfigMap
+        /// CA of kubelets' client certificates, PEM: an agent that presents its kubelet's
+        /// certificate (CN system:node:NAME, O system:nodes) is the agent of that node. "off"
+        /// accepts none [default: in a cluster client-ca-file of the ConfigMap
         /// kube-system/extension-apiserver-authentication, else off]
         #[arg(long, value_name = "FILE|off", env = "TUNNEL_SERVER_KUBELET_CLIENT_CA")]
         pub kubelet_client_ca: Option<String>,
-        /// In a cluster, the audience that agents' ServiceAccount tokens must be for [default: tunnel-server]
+        /// In a cluster, the required audience of agents' ServiceAccount tokens [default:
+        /// tunnel-server]
         #[arg(long, value_name = "AUDIENCE", env = "TUNNEL_SERVER_AGENT_TOKEN_AUDIENCE")]
         pub agent_token_audience: Option<String>,
-        /// User name of agents' ServiceAccount, whose Pods prove their nodes; repeatable
+        /// User name of the agents' ServiceAccount, whose Pods prove their nodes; repeatable
         /// [default: system:serviceaccount:kube-system:tunnel-agent]
         #[arg(long, value_name = "USER", env = "TUNNEL_SERVER_AGENT_SERVICE_ACCOUNT", value_delimiter = ',')]
         pub agent_service_account: Vec<String>,
         /// Client certificates on the HTTPS listener: none, request or require [default: request]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_HTTPS_CLIENT_AUTH")]
         pub https_client_auth: Option<String>,
-        /// CA of callers' certificates, PEM; without it none is asked for
+        /// CA of callers' certificates, PEM; without it no certificate is requested
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CLIENT_CA")]
         pub client_ca: Option<String>,
-        /// Check of https targets: tunnel (their certificates are not verified; the agent's certificate authenticates
-        /// the node) or verify (they must chain to --target-ca and be for the node's name; nothing is sent before that)
-        /// [default: tunnel]
+        /// Verification of https targets: tunnel (their certificates are not verified; the agent's
+        /// certificate authenticates the node) or verify (they must chain to --target-ca and be for
+        /// the node's name; nothing is sent before that) [default: tunnel]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_TARGET_TLS")]
         pub target_tls: Option<String>,
-        /// CA of https targets' certificates, PEM; goes with --target-tls verify
+        /// CA of https targets' certificates, PEM; requires --target-tls verify
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CA")]
         pub target_ca: Option<String>,
-        /// The server's own client certificate for https targets, PEM: shown to kubelets, and only on behalf of the callers
-        /// of --borrow-allowed-callers; needs --client-ca [default: none]
+        /// The server's own client certificate for https targets, PEM: presented to kubelets, and
+        /// only on behalf of the callers of --borrow-allowed-callers; needs --client-ca [default:
+        /// none]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CERT_FILE")]
         pub target_cert_file: Option<String>,
-        /// Its private key, PEM [default: the file of --target-cert-file]
+        /// Private key of --target-cert-file, PEM [default: the file of --target-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_KEY_FILE")]
         pub target_key_file: Option<String>,
-        /// In a cluster, ask this signer for that certificate in place of files: by a CertificateSigningRequest that an
-        /// operator approves (/readyz?verbose has the command), for the user culvert-tunnel-server, as in
-        /// kubernetes.io/kube-apiserver-client [default: none]
+        /// In a cluster, request the client certificate from this signer instead of reading files:
+        /// by a CertificateSigningRequest that an operator approves (/readyz?verbose shows the
+        /// command), for the user culvert-tunnel-server, as in kubernetes.io/kube-apiserver-client
+        /// [default: none]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_TARGET_CERT_SIGNER")]
         pub target_cert_signer: Option<String>,
-        /// Callers for which the server's own client certificate is used (client-certificate delegation), by the CN of their certificate of
-        /// --client-ca; repeatable [default: kube-apiserver-kubelet-client]
+        /// Callers for which the server's own client certificate is used (client-certificate
+        /// delegation), by the CN of their certificate of --client-ca; repeatable [default:
+        /// kube-apiserver-kubelet-client]
         #[arg(
             long, value_name = "CN", env = "TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", value_delimiter = ','
         )]
         pub borrow_allowed_callers: Vec<String>,
-        /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records are written to it. auto
-        /// does in a container of a cluster, or with --kubeconfig [default: auto]
+        /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records
+        /// are written to it. auto follows it in a container of a cluster, or with --kubeconfig
+        /// [default: auto]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_KUBERNETES")]
         pub kubernetes: Option<String>,
-        /// How to reach the cluster from outside
+        /// Kubeconfig file for access to the cluster from outside
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_KUBECONFIG")]
         pub kubeconfig: Option<String>,
-        /// Namespace of the ConfigMaps, the Service and the Lease [default: the container's own, else kube-system]
+        /// Namespace of the ConfigMaps, the Service and the Lease [default: the container's own,
+        /// else kube-system]
         #[arg(long, value_name = "NS", env = "TUNNEL_SERVER_NAMESPACE")]
         pub namespace: Option<String>,
-        /// Label of edge Nodes; its value must be "true". A kubelet can change this one on its own Node, but none whose name
-        /// begins with node-restriction.kubernetes.io/ [default: openyurt.io/is-edge-worker]
+        /// Label of edge Nodes; its value must be "true". A kubelet can change this label on its
+        /// own Node, but not a label whose name begins with node-restriction.kubernetes.io/
+        /// [default: openyurt.io/is-edge-worker]
         #[arg(long, value_name = "LABEL", env = "TUNNEL_SERVER_EDGE_LABEL")]
         pub edge_label: Option<String>,
-        /// Which Nodes are reached through the tunnel: label, or label-or-agent for those with an agent connected to this
-        /// server, too [default: label]
+        /// Nodes that are reached through the tunnel: label, or label-or-agent to include those
+        /// with an agent connected to this server [default: label]
         #[arg(long, value_name = "RULE", env = "TUNNEL_SERVER_EDGE_NODES")]
         pub edge_nodes: Option<String>,
-        /// Host names that a Node may have beside those made of its own name, for records and routes: a name in which "*" is
-        /// a part of one label, as in *.edge.example.com; repeatable [default: none]
+        /// Additional host names that a Node may have for records and routes, besides those made of
+        /// its own name: a name in which "*" is a part of one label, as in *.edge.example.com;
+        /// repeatable [default: none]
         #[arg(long, value_name = "PATTERN", env = "TUNNEL_SERVER_RECORD_NAMES", value_delimiter = ',')]
         pub record_names: Vec<String>,
-        /// ConfigMap that gets the records, for CoreDNS [default: yurt-tunnel-nodes]
+        /// ConfigMap to which the records are written, for CoreDNS [default: yurt-tunnel-nodes]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_NODES_CONFIG_MAP")]
         pub nodes_config_map: Option<String>,
-        /// ConfigMap that replaces the three lists of ports while it exists [default: yurt-tunnel-server-cfg]
+        /// ConfigMap that replaces the three lists of ports while it exists [default:
+        /// yurt-tunnel-server-cfg]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_PORTS_CONFIG_MAP")]
         pub ports_config_map: Option<String>,
-        /// Service of the listeners: its address is edge nodes' in the records, and it gets the extra ports
-        /// [default: x-tunnel-server-internal-svc]
+        /// Service of the listeners: the records of edge nodes have its address, and the extra
+        /// ports are added to it [default: x-tunnel-server-internal-svc]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_INTERNAL_SERVICE")]
         pub internal_service: Option<String>,
-        /// Lease that one of several servers holds to write to the cluster [default: tunnel-dns-controller]
+        /// Lease for leader election; only the server that holds it writes to the cluster [default:
+        /// tunnel-dns-controller]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_LEADER_LEASE")]
         pub leader_lease: Option<String>,
-        /// Secret with the CA, shared by all servers; it must exist and may be empty: the first server fills it
-        /// [default: tunnel-server-ca]
+        /// Secret with the CA, shared by all servers; it must exist and may be empty: the first
+        /// server fills it [default: tunnel-server-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_SECRET")]
         pub ca_secret: Option<String>,
-        /// Secret with join tokens, revocations and QUIC keys of all servers; it must exist and may be empty
-        /// [default: tunnel-server-state]
+        /// Secret with join tokens, revocations and QUIC keys of all servers; it must exist and may
+        /// be empty [default: tunnel-server-state]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_STATE_SECRET")]
         pub state_secret: Option<String>,
-        /// ConfigMap that gets the CA's certificates, for agents [default: tunnel-ca]
+        /// ConfigMap to which the CA's certificates are written, for agents [default: tunnel-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_CONFIG_MAP")]
         pub ca_config_map: Option<String>,
-        /// How names of the Leases begin that servers hold for their QUIC keys; -0, -1 and so on follow
+        /// Name prefix of the Leases that servers hold for their QUIC keys; -0, -1 and so on follow
         /// [default: tunnel-server-replica]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_LEASE")]
         pub replica_lease: Option<String>,
-        /// Two servers never run at once (one replica, strategy Recreate): the QUIC keys need no Lease, and a server that
-        /// comes back without its data directory has them at once [default: false]
+        /// Two servers never run at the same time (one replica, strategy Recreate): the QUIC keys
+        /// need no Lease, and a server that restarts without its data directory has them at once
+        /// [default: false]
         #[arg(
             long, env = "TUNNEL_SERVER_SINGLE_REPLICA", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"
         )]
         pub single_replica: Option<String>,
-        /// Domain of the cluster's Services, for the serving certificate of the HTTPS listener [default: cluster.local]
+        /// Domain of the cluster's Services, for the serving certificate of the HTTPS listener
+        /// [default: cluster.local]
         #[arg(long, value_name = "DOMAIN", env = "TUNNEL_SERVER_CLUSTER_DOMAIN")]
         pub cluster_domain: Option<String>,
-        /// Ask the cluster for a pod's node when a caller of --borrow-allowed-callers sends a kubelet path (exec, attach, logs,
-        /// port-forward) without a node's name in TLS; needs the right "pods get" [default: true]
+        /// Ask the cluster for a pod's node when a caller of --borrow-allowed-callers sends a
+        /// kubelet path (exec, attach, logs, port-forward) without a node's name in TLS; needs the
+        /// right "pods get" [default: true]
         #[arg(
             long, env = "TUNNEL_SERVER_POD_LOOKUP", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"
         )]
         pub pod_lookup: Option<String>,
-        /// Answer DNS here, UDP and TCP on the same port: names of nodes from memory, all others by asking --dns-upstream.
-        /// An unprivileged port will do where a Service maps 53 to it [default: off]
+        /// Address of the embedded DNS server, UDP and TCP on the same port: answers names of nodes
+        /// from memory, and forwards all others to --dns-upstream. An unprivileged port is enough
+        /// if a Service maps 53 to it [default: off]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_DNS_LISTEN")]
         pub dns_listen: Option<String>,
-        /// Zone of the nodes' long names, NODE.ZONE, beside their own names [default: none]
+        /// Zone of the nodes' long names, NODE.ZONE, in addition to their own names [default: none]
         #[arg(long, value_name = "ZONE", env = "TUNNEL_SERVER_DNS_ZONE")]
         pub dns_zone: Option<String>,
-        /// Resolver for names that are not of nodes, IP or IP:PORT; repeatable, the first that answers; "off" asks nobody.
-        /// DOMAIN=IP is a cluster's domain with its resolver, DOMAIN=off one without: then no name below it exists but
-        /// those of nodes [default: the resolvers of /etc/resolv.conf, and cluster.local=off]
+        /// Resolver for names that are not names of nodes, IP or IP:PORT; repeatable, the first
+        /// answer is used; "off" forwards no queries. DOMAIN=IP sets the resolver of a cluster's
+        /// domain, DOMAIN=off declares a domain without one: then only names of nodes exist below
+        /// it [default: the resolvers of /etc/resolv.conf, and cluster.local=off]
         #[arg(long, value_name = "[DOMAIN=]IP", env = "TUNNEL_SERVER_DNS_UPSTREAM", value_delimiter = ',')]
         pub dns_upstream: Vec<String>,
-        /// Address that names of edge nodes resolve to, where callers reach the listeners; repeatable for one of each family
-        /// [default: that of --dns-listen, or this host's where that is 0.0.0.0 or [::]]
+        /// Address to which names of edge nodes resolve, where callers reach the listeners;
+        /// repeatable for one of each family [default: that of --dns-listen, or this host's where
+        /// that is 0.0.0.0 or [::]]
         #[arg(long, value_name = "IP", env = "TUNNEL_SERVER_DNS_ANSWER", value_delimiter = ',')]
         pub dns_answer: Vec<String>,
-        /// CONNECT listener over TCP, for kube-apiserver's egress selector, Prometheus' proxy_url and tunnel-server connect: callers
-        /// name any node, or what --connect-direct allows. With --client-ca it is TLS and wants a certificate of that CA,
-        /// with --connect-auth a password; without either only loopback will do [default: off]
+        /// CONNECT listener over TCP, for kube-apiserver's egress selector, Prometheus' proxy_url
+        /// and tunnel-server connect: callers name any node, or a target that --connect-direct
+        /// allows. With --client-ca it uses TLS and requires a certificate of that CA, with
+        /// --connect-auth a password; without either only loopback is allowed [default: off]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_CONNECT_LISTEN")]
         pub connect_listen: Option<String>,
-        /// CONNECT listener on a Unix socket, for a kube-apiserver on this host. A stale socket at this path is replaced
-        /// [default: off]
+        /// CONNECT listener on a Unix socket, for a kube-apiserver on this host. A stale socket at
+        /// this path is replaced [default: off]
         #[arg(long, value_name = "PATH", env = "TUNNEL_SERVER_CONNECT_UDS")]
         pub connect_uds: Option<String>,
-        /// Mode of that socket, octal: who may write to it may use it [default: 600]
+        /// Mode of the --connect-uds socket, octal: users with write permission may connect
+        /// [default: 600]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_CONNECT_UDS_MODE")]
         pub connect_uds_mode: Option<String>,
-        /// Owner of that socket in numbers, UID or UID:GID [default: the server's own]
+        /// Owner of the --connect-uds socket in numbers, UID or UID:GID [default: the server's own]
         #[arg(long, value_name = "UID[:GID]", env = "TUNNEL_SERVER_CONNECT_UDS_OWNER")]
         pub connect_uds_owner: Option<String>,
-        /// File with a line NAME:PASSWORD for each caller of --connect-listen that shows no certificate, for Prometheus; read
-        /// again every few seconds and on SIGHUP. With --client-ca too, the port takes certificates over TLS and passwords
-        /// with and without TLS [default: none]
+        /// File with a line NAME:PASSWORD for each caller of --connect-listen that presents no
+        /// certificate, for Prometheus; read again every few seconds and on SIGHUP. With
+        /// --client-ca too, the port accepts certificates over TLS and passwords with and without
+        /// TLS [default: none]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CONNECT_AUTH")]
         pub connect_auth: Option<String>,
-        /// Dial policy of the CONNECT listeners for connections without an agent, CIDR or CIDR:PORTS, as in 10.96.0.0/12:443 or [fd00::/8]:443;
-        /// repeatable. Link-local and metadata addresses are never dialled, loopback only when it is listed as such; "off"
-        /// allows nothing [default: in a cluster its Services, and its cloud nodes with their Pods; else nothing]
+        /// Dial policy of the CONNECT listeners for connections without an agent, CIDR or
+        /// CIDR:PORTS, as in 10.96.0.0/12:443 or [fd00::/8]:443; repeatable. Link-local and
+        /// metadata addresses are never dialed, loopback only when it is listed as such; "off"
+        /// allows nothing [default: in a cluster its Services, and its cloud nodes with their Pods;
+        /// else nothing]
         #[arg(long, value_name = "CIDR[:PORTS]", env = "TUNNEL_SERVER_CONNECT_DIRECT", value_delimiter = ',')]
         pub connect_direct: Vec<String>,
-        /// After SIGTERM, how long running requests may take to end [default: 30s]
+        /// After SIGTERM, maximum time for running requests to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,
-        /// error, warn, info, debug or trace [default: info]
+        /// Log level: error, warn, info, debug or trace [default: info]
         #[arg(long, value_name = "LEVEL", env = "TUNNEL_SERVER_LOG_LEVEL")]
         pub log_level: Option<String>,
-        /// text or json [default: text on a terminal, else json]
+        /// Log format: text or json [default: text on a terminal, else json]
         #[arg(long, value_name = "FORMAT", env = "TUNNEL_SERVER_LOG_FORMAT")]
         pub log_format: Option<String>,
         /// TCP services, YAML only.
         #[arg(skip)]
         pub services: Vec<RawService>,
-        /// DNS names beside the known nodes, YAML only.
+        /// DNS names in addition to the known nodes, YAML only.
         #[arg(skip)]
         pub dns_records: Vec<RawRecord>,
         /// Limits and timers, YAML only.
@@ -249,28 +277,28 @@ tunnel_proto::layered! {
     }
 }
 
-/// A TCP service as written.
+/// A TCP service in its raw form.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawService {
-    /// Its name, for logs.
+    /// Name of the service in logs.
     pub name: String,
-    /// Where it listens.
+    /// Listen address of the service.
     pub listen: String,
-    /// The node.
+    /// Node that the service reaches.
     pub node: String,
-    /// `PORT` of the node, or `HOST:PORT` that the agent's --allow-targets admits.
+    /// `PORT` of the node, or `HOST:PORT` that the agent's --allow-targets permits.
     pub target: String,
-    /// Only `tcp`.
+    /// Protocol; only `tcp` is supported.
     pub protocol: Option<String>,
 }
 
-/// A DNS name as written.
+/// A DNS name in its raw form.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawRecord {
-    /// The name, as that of a cloud node.
+    /// The name, which is answered like that of a cloud node.
     pub name: String,
-    /// What it answers with; the first address of each family counts.
+    /// Addresses of the answer. The first address of each family is used.
     pub addresses: Vec<String>,
 }

@@ -1,4 +1,5 @@
-//! Settings of TLS towards https targets: verification, the server's own certificate, and who may borrow it.
+//! Settings of TLS to https targets: verification, the server's own client certificate, and
+//! client-certificate delegation.
 
 use std::path::PathBuf;
 
@@ -7,24 +8,25 @@ use tunnel_proto::tls::files::KeyPairFiles;
 
 use super::RawConfig;
 
-/// The common name that kubeadm and most installers give kube-apiserver's client certificate for kubelets.
+/// Common name that kubeadm and most installers use for kube-apiserver's client certificate for
+/// kubelets.
 pub const APISERVER_NAME: &str = "kube-apiserver-kubelet-client";
 
-/// TLS towards https targets.
+/// The settings of TLS to https targets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TargetSettings {
-    /// What certificates of targets chain to; without it they are accepted as they are.
+    /// CA to which certificates of targets must chain; without it they are not verified.
     pub ca: Option<PathBuf>,
-    /// The server's own client certificate.
+    /// Certificate chain and key of the server's own client certificate.
     pub identity: Option<KeyPairFiles>,
-    /// `signerName` of the cluster's signer that is asked for one in place of files.
+    /// `signerName` of the cluster's signer that issues the client certificate, instead of files.
     pub signer: Option<String>,
-    /// Common names of callers that may borrow it.
+    /// Common names of callers that the delegation policy allows.
     pub delegation_callers: Vec<String>,
 }
 
-/// Checks them; `verifies_callers` tells whether callers' certificates are verified, `in_cluster` whether there is a cluster to
-/// ask for a certificate.
+/// Checks the settings. `verifies_callers` says whether callers' certificates are verified, and
+/// `in_cluster` whether there is a cluster that can sign a certificate.
 pub(super) fn targets(
     errors: &mut ConfigErrors,
     raw: &RawConfig,
@@ -114,7 +116,7 @@ pub(super) fn targets(
     }
 }
 
-/// `DOMAIN/PATH`, as Kubernetes has names of signers.
+/// Returns whether `name` has the form `DOMAIN/PATH` of Kubernetes signer names.
 fn is_signer_name(name: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()

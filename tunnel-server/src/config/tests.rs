@@ -79,7 +79,7 @@ services: [{ name: db, listen: x, node: 'a b', target: y }]
     }
 }
 
-/// The server and its agents read one ConfigMap.
+/// The server and its agents read the same ConfigMap, so the server accepts what agents accept.
 #[test]
 fn advertised_addresses_may_have_spaces_around() {
     let config = yaml("advertise: ['a.example:31008', ' [2001:db8::1]:443 ']").unwrap();
@@ -251,7 +251,7 @@ fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
 #[cfg(feature = "kubernetes")]
 #[test]
 fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
-    // Any file that can be read: what it says is looked at when the server starts.
+    // Any readable file will do: the server reads the content when it starts.
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let text = format!(
         "{{ kubeconfig: '{file}', namespace: edge, edgeNodes: label-or-agent, leaderLease: other, podLookup: 'false', \

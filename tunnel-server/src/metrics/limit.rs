@@ -1,46 +1,46 @@
-//! Which entries of `limits:` make themselves felt, for the metric that counts them; the embedded DNS has metrics of its own.
+//! The entries of `limits:` whose effect a metric counts. The embedded DNS has its own metrics.
 
 /// An entry of `limits:` that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Limit {
-    /// A handshake, an admission or an enrollment took too long.
+    /// A handshake, an admission or an enrollment timed out.
     HandshakeTimeout,
-    /// A caller's head, or its first bytes, took too long.
+    /// A caller's head or first bytes did not arrive in time.
     RequestHeadTimeout,
-    /// A caller's head was too large, or had too many fields.
+    /// A caller's head was too large or had too many fields.
     RequestHeadBytes,
-    /// A caller kept its connection for too long without a request.
+    /// A caller's connection was idle for too long.
     CallerIdleTimeout,
-    /// A source had its share of callers' connections.
+    /// A source reached its limit of caller connections.
     CallersPerSource,
-    /// All places for callers' connections were taken.
+    /// All permits for caller connections were taken.
     CallersTotal,
-    /// An agent had as many streams as it may have.
+    /// An agent reached its limit of streams.
     StreamsPerAgent,
     /// A node opened sessions too fast.
     AdmissionsPerNode,
-    /// An agent did not take or answer a stream in time.
+    /// An agent did not accept or answer a stream in time.
     OpenTimeout,
-    /// A target did not take a connection in time.
+    /// A target did not accept a connection in time.
     TargetDialTimeout,
-    /// A source had its share of connections without a credential.
+    /// A source reached its limit of unauthenticated connections.
     PreAuthPerSource,
-    /// All places for connections without a credential were taken.
+    /// All permits for unauthenticated connections were taken.
     PreAuthTotal,
-    /// Stalled readers held as much as they may.
+    /// Stalled readers held as many bytes as the pool allows.
     BufferPool,
-    /// A session was silent while requests waited.
+    /// A session did not respond while requests waited.
     SuspectAfterBusy,
-    /// A session was silent.
+    /// An idle session did not respond.
     SuspectAfterIdle,
-    /// A session was silent for so long that it was closed.
+    /// A session did not respond for so long that it was closed.
     DeadAfter,
-    /// A session ended with its certificate.
+    /// A session ended because its certificate expired.
     CertificateLife,
 }
 
 impl Limit {
-    /// All of them.
+    /// All variants in the order of declaration.
     pub const ALL: [Self; 17] = [
         Self::HandshakeTimeout,
         Self::RequestHeadTimeout,
@@ -61,7 +61,7 @@ impl Limit {
         Self::CertificateLife,
     ];
 
-    /// As in `limits:`.
+    /// Returns the name of the entry in `limits:`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

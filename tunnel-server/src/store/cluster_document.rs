@@ -1,5 +1,5 @@
-//! A document in a Secret, as the threads that decide about tokens and certificates see it: what was heard last, and a
-//! compare-and-swap that the cluster's side carries out.
+//! A document in a Secret, as seen by the threads that decide about tokens and certificates: the
+//! last snapshot, and a compare-and-swap that the cluster's writer executes.
 
 use std::io;
 use std::sync::Arc;
@@ -11,10 +11,9 @@ use serde::de::DeserializeOwned;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{mpsc, watch};
 
-/// A change takes this long at most, with all its conflicts.
+/// Maximum duration of a change, including all retries after conflicts.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A document of the cluster.
 #[derive(Debug, Clone)]
 pub(crate) struct ClusterDocument {
     name: String,
@@ -23,37 +22,37 @@ pub(crate) struct ClusterDocument {
     swaps: mpsc::Sender<CompareAndSwap>,
 }
 
-/// The content as it was heard last.
+/// The last content received from the cluster.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Snapshot {
-    /// Counts the contents that differed from the one before.
+    /// Number of snapshots whose content differed from the previous one.
     pub(crate) sequence: u64,
     pub(crate) content: Option<Arc<[u8]>>,
 }
 
-/// A wish to replace a content.
+/// A request to replace the content.
 #[derive(Debug)]
 pub(crate) struct CompareAndSwap {
     pub(crate) key: &'static str,
-    /// Only if it still is this.
+    /// The content is replaced only if it still equals this.
     pub(crate) expected: Option<Arc<[u8]>>,
     pub(crate) content: Arc<[u8]>,
     pub(crate) done: SyncSender<CasOutcome>,
 }
 
-/// What became of it.
+/// The outcome of a [`CompareAndSwap`].
 #[derive(Debug)]
 pub(crate) enum CasOutcome {
-    /// Written, and heard under this number.
+    /// The content was written, and the snapshot with this number contains it.
     Written(u64),
-    /// Somebody else had changed it to this.
+    /// Another server changed the content to this.
     Conflict(Option<Arc<[u8]>>),
-    /// Not written, or nobody knows.
+    /// The write failed, or its outcome is unknown.
     Failed(String),
 }
 
 impl ClusterDocument {
-    /// A document of this key; `name` is for people.
+    /// Creates a document for this key. `name` is used in error messages.
     pub(crate) fn new(
         name: String,
         key: &'static str,
@@ -82,7 +81,7 @@ impl ClusterDocument {
         self.parse(content.as_deref())
     }
 
-    /// See [`crate::store::document::SharedDocument::change`].
+    /// Changes the document; see [`crate::store::document::SharedDocument::change`].
     pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
         &self,
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
@@ -124,7 +123,6 @@ impl ClusterDocument {
         })
     }
 
-    /// The content as a value.
     fn parse<T: DeserializeOwned>(&self, content: Option<&[u8]>) -> io::Result<Option<T>> {
         let Some(content) = content else {
             return Ok(None);
@@ -139,7 +137,8 @@ impl ClusterDocument {
     }
 }
 
-/// Blocks. A thread of the runtime gives its other tasks away first: the writer may be among them.
+/// Blocks the current thread. A runtime thread first hands its other tasks to another thread,
+/// because the writer may be among them.
 fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
     let flavor = Handle::try_current().map(|runtime| runtime.runtime_flavor());
     match flavor {

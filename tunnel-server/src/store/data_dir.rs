@@ -1,4 +1,5 @@
-//! The data directory: where each file of the server lies, who may change it when, and the keys that live as long as it.
+//! The data directory: the path of each file of the server, the locks for changing them, and the
+//! QUIC keys that live as long as the directory.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
@@ -13,16 +14,16 @@ pub(crate) use crate::store::text::{
     name_text, rfc3339, time_text, time_text_option, whole_seconds,
 };
 
-/// A server's data directory. Clones name the same one.
+/// The data directory of a server. Clones refer to the same directory.
 #[derive(Debug, Clone)]
 pub struct DataDir(Arc<Path>);
 
 impl DataDir {
-    /// Opens the directory and makes it (0700) unless it is there. An existing one keeps its mode: its files are
-    /// private by their own.
+    /// Opens the directory and creates it with mode 0700 if it does not exist. An existing
+    /// directory keeps its mode, because each file is private by its own mode.
     ///
     /// # Errors
-    /// When it cannot be made or is not a directory, with the path.
+    /// Returns an error with the path if the directory cannot be created or is not a directory.
     pub fn open(path: &Path) -> io::Result<Self> {
         files::make_private_dir(path).map_err(|error| {
             io::Error::new(
@@ -33,10 +34,10 @@ impl DataDir {
         Self::open_existing(path)
     }
 
-    /// Opens a directory that must be there, for verbs that only look.
+    /// Opens an existing directory, for commands that only read.
     ///
     /// # Errors
-    /// When it is not there, with the path.
+    /// Returns an error with the path if the directory does not exist.
     pub fn open_existing(path: &Path) -> io::Result<Self> {
         let problem = match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => return Ok(Self(path.into())),
@@ -49,122 +50,126 @@ impl DataDir {
         ))
     }
 
-    /// The directory itself.
+    /// Returns the path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Certificate of the local CA, PEM.
+    /// Returns the path of the local CA's certificate, PEM.
     #[must_use]
     pub fn ca_certificate(&self) -> PathBuf {
         self.0.join("ca.crt")
     }
 
-    /// Private key of the local CA, PEM.
+    /// Returns the path of the local CA's private key, PEM.
     #[must_use]
     pub fn ca_key(&self) -> PathBuf {
         self.0.join("ca.key")
     }
 
-    /// Join tokens.
+    /// Returns the path of the join tokens.
     #[must_use]
     pub fn tokens(&self) -> PathBuf {
         self.0.join("tokens.json")
     }
 
-    /// What the cluster last said of nodes, addresses and ports.
+    /// Returns the path of the last observed nodes, addresses and ports of the cluster.
     #[must_use]
     pub fn cluster(&self) -> PathBuf {
         self.0.join("cluster.json")
     }
 
-    /// The CA of kubelets' client certificates, as the cluster last said.
+    /// Returns the path of the last observed CA of kubelets' client certificates.
     #[must_use]
     pub fn kubelet_ca(&self) -> PathBuf {
         self.0.join("kubelet-client-ca.crt")
     }
 
-    /// The CA and the documents of a cluster, as they were heard last.
+    /// Returns the path of the last observed CA and documents of the cluster.
     #[must_use]
     pub fn authority(&self) -> PathBuf {
         self.0.join("authority.json")
     }
 
-    /// Whether a server of a cluster uses it: then CA, tokens and revocations are the cluster's. A key of its own says that it
-    /// does not, or did not begin so.
+    /// Returns whether a server in a cluster uses this directory, so that the CA, tokens and
+    /// revocations are in the cluster. A directory that contains a CA key belongs to a standalone
+    /// server or was created by one.
     #[must_use]
     pub fn is_cluster_managed(&self) -> bool {
         self.authority().exists() && !self.ca_key().exists()
     }
 
-    /// Which QUIC keys of the cluster this server has.
+    /// Returns the path of the file that records which of the cluster's QUIC keys this server uses.
     #[must_use]
     pub fn replica(&self) -> PathBuf {
         self.0.join("replica.json")
     }
 
-    /// Known nodes.
+    /// Returns the path of the known nodes.
     #[must_use]
     pub fn nodes(&self) -> PathBuf {
         self.0.join("nodes.json")
     }
 
-    /// Private key of the client certificate for kubelets that the cluster signs, PEM.
+    /// Returns the path of the private key of the client certificate for kubelets that the cluster
+    /// signs, PEM.
     #[must_use]
     pub fn kubelet_client_key(&self) -> PathBuf {
         self.0.join("kubelet-client.key")
     }
 
-    /// That certificate, PEM.
+    /// Returns the path of the client certificate for kubelets that the cluster signs, PEM.
     #[must_use]
     pub fn kubelet_client_certificate(&self) -> PathBuf {
         self.0.join("kubelet-client.crt")
     }
 
-    /// Nodes whose certificates were revoked.
+    /// Returns the path of the nodes whose certificates were revoked.
     #[must_use]
     pub fn revoked(&self) -> PathBuf {
         self.0.join("revoked.json")
     }
 
-    /// QUIC's reset and connection-id keys.
+    /// Returns the path of QUIC's reset and connection-id keys.
     #[must_use]
     pub fn quic_keys_file(&self) -> PathBuf {
         self.0.join("quic.keys")
     }
 
-    /// The last DNS records, answered after a cold start until the nodes are known again.
+    /// Returns the path of the last DNS records. After a cold start the server answers with them
+    /// until the nodes are known.
     #[must_use]
     pub fn dns_records(&self) -> PathBuf {
         self.0.join("dns-records.json")
     }
 
-    /// Socket of the running server for the command-line verbs.
+    /// Returns the path of the running server's socket for the command-line verbs.
     #[must_use]
     pub fn admin_socket(&self) -> PathBuf {
         self.0.join("admin.sock")
     }
 
-    /// Addresses that agents should dial.
+    /// Returns the path of the addresses that agents should dial.
     #[must_use]
     pub fn advertise(&self) -> PathBuf {
         self.0.join("advertise.json")
     }
 
-    /// Takes the lock of the *running server*, or `None` when another one holds it. It ends with the file.
+    /// Takes the lock of the *running server*. Returns `None` if another server holds it. Closing
+    /// the file releases the lock.
     ///
     /// # Errors
-    /// When the lock file cannot be opened.
+    /// Returns an error if the lock file cannot be opened.
     pub fn lock(&self) -> io::Result<Option<File>> {
         files::try_lock(&self.0.join("lock"))
     }
 
-    /// Waits for the right to change files that the server and the verbs share. Held for one change only; ends with
-    /// the file. Blocks the thread.
+    /// Waits for the lock on the files that the server and the commands share. Hold it for one
+    /// change only. Closing the file releases the lock. Blocks the thread.
     ///
     /// # Errors
-    /// When the lock file cannot be opened.
+    /// Returns an error if the lock file cannot be opened.
     pub fn lock_files(&self) -> io::Result<File> {
         let path = self.0.join("files.lock");
         let locked = || {
@@ -179,10 +184,11 @@ impl DataDir {
             .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
     }
 
-    /// The keys by which QUIC recognises its own after a restart; made once.
+    /// Returns the keys by which QUIC recognizes its own connections after a restart. They are
+    /// generated once.
     ///
     /// # Errors
-    /// When the file cannot be read or made, or is damaged.
+    /// Returns an error if the file cannot be read or created, or is damaged.
     pub fn quic_keys(&self) -> io::Result<QuicKeys> {
         let path = self.quic_keys_file();
         let _changing = self.lock_files()?;
@@ -198,10 +204,11 @@ impl DataDir {
         Ok(QuicKeys::from_bytes(&bytes))
     }
 
-    /// The addresses that agents should dial, as the last `run` kept them; empty when none did.
+    /// Returns the addresses that agents should dial, as saved by the last `run`. The list is empty
+    /// if none were saved.
     ///
     /// # Errors
-    /// When the file cannot be read or is damaged.
+    /// Returns an error if the file cannot be read or is damaged.
     pub fn advertised(&self) -> io::Result<Vec<String>> {
         let path = self.advertise();
         match files::read(&path)? {
@@ -211,10 +218,10 @@ impl DataDir {
         }
     }
 
-    /// Keeps the addresses for `token create` without a running server.
+    /// Saves the addresses for `token create` without a running server.
     ///
     /// # Errors
-    /// When the file cannot be replaced.
+    /// Returns an error if the file cannot be replaced.
     pub fn set_advertised(&self, addresses: &[String]) -> io::Result<()> {
         if self.advertised().is_ok_and(|stored| stored == addresses) {
             return Ok(());
@@ -224,15 +231,16 @@ impl DataDir {
     }
 }
 
-/// A JSON file that the server keeps in memory and that a verb may change while no server runs, or while one starts.
-/// It is read again when it is another than the one last read or written.
+/// A JSON file that the server caches in memory and that a command may change while no server runs,
+/// or while one starts. The server reads the file again when its stamp differs from the last read
+/// or write.
 #[derive(Debug)]
 pub(crate) struct SharedFile {
     dir: DataDir,
     path: PathBuf,
 }
 
-/// What tells one version of a file from the next.
+/// File metadata that distinguishes one version of a file from the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileStamp {
     inode: (u64, u64),
@@ -248,17 +256,16 @@ impl SharedFile {
         }
     }
 
-    /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The right to read, merge and replace the file.
+    /// Takes the lock for reading, merging and replacing the file.
     pub(crate) fn lock(&self) -> io::Result<File> {
         self.dir.lock_files()
     }
 
-    /// The stamp of the file as it is; `None` when there is none.
+    /// Returns the stamp of the current file, or `None` if there is no file.
     pub(crate) fn stamp(&self) -> Option<FileStamp> {
         fs::symlink_metadata(&self.path)
             .ok()
@@ -269,7 +276,7 @@ impl SharedFile {
             })
     }
 
-    /// The content, parsed; `None` when there is no file.
+    /// Returns the parsed content, or `None` if there is no file.
     pub(crate) fn read<T: serde::de::DeserializeOwned>(&self) -> io::Result<Option<T>> {
         let Some(content) = files::read(&self.path)? else {
             return Ok(None);
@@ -279,7 +286,6 @@ impl SharedFile {
             .map_err(|error| damaged(&self.path, format_args!("is damaged: {error}")))
     }
 
-    /// Replaces the content.
     pub(crate) fn write(&self, content: &impl serde::Serialize) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(content).map_err(io::Error::other)?;
         text.push(b'\n');
@@ -287,7 +293,7 @@ impl SharedFile {
     }
 }
 
-/// Random bytes for keys, ids and secrets.
+/// Returns random bytes for keys, ids and secrets.
 pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     aws_lc_rs::rand::fill(&mut bytes)
@@ -308,7 +314,7 @@ pub(crate) mod testing {
 
     use super::*;
 
-    /// A data directory of a test, removed with the value.
+    /// A data directory for a test, removed on drop.
     #[derive(Debug)]
     pub(crate) struct Scratch(pub(crate) DataDir);
 

@@ -1,5 +1,5 @@
-//! Documents that several processes read and change: a file of the data directory, or a key of a Secret that all servers of
-//! a cluster share.
+//! Documents that several processes read and change: a file of the data directory, or a key of a
+//! Secret that all servers of a cluster share.
 
 use std::io;
 
@@ -13,27 +13,27 @@ pub(crate) use crate::store::cluster_document::{
     CasOutcome, ClusterDocument, CompareAndSwap, Snapshot,
 };
 
-/// A JSON document that is kept in memory and that others may change.
+/// A JSON document that is cached in memory and that other processes may change.
 #[derive(Debug)]
 pub(crate) enum SharedDocument {
-    /// A file that verbs change while no server runs.
+    /// A file that commands change while no server runs.
     File(SharedFile),
     /// A key of a Secret that other servers change.
     #[cfg(feature = "kubernetes")]
     Cluster(ClusterDocument),
 }
 
-/// What tells one state of a document from the next.
+/// A value that distinguishes one state of a document from the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DocumentVersion {
     File(FileStamp),
-    /// Counts what this process heard.
+    /// Sequence number of a snapshot in this process.
     #[cfg(feature = "kubernetes")]
     Snapshot(u64),
 }
 
 impl SharedDocument {
-    /// What it is called where it cannot be used.
+    /// Returns the document's name for error messages.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::File(file) => file.path().display().to_string(),
@@ -42,7 +42,7 @@ impl SharedDocument {
         }
     }
 
-    /// The version as it is; `None` when there is no document.
+    /// Returns the current version, or `None` if there is no document.
     pub(crate) fn version(&self) -> Option<DocumentVersion> {
         match self {
             Self::File(file) => file.stamp().map(DocumentVersion::File),
@@ -51,7 +51,7 @@ impl SharedDocument {
         }
     }
 
-    /// The content, parsed; `None` when there is none.
+    /// Returns the parsed content, or `None` if there is no document.
     pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
         match self {
             Self::File(file) => file.read(),
@@ -60,8 +60,9 @@ impl SharedDocument {
         }
     }
 
-    /// Replaces the content by what `merge` makes of the one that is there; where others write at the same time it is
-    /// called again with theirs. Says what version that is. Blocks the thread: for a disk, or 10 s at most for a cluster.
+    /// Replaces the content with the result of `merge`, which receives the current content. On a
+    /// conflict `merge` is called again with the content of the other writer. Returns the new
+    /// version. Blocks the thread: for a disk write, or for at most 10 s in a cluster.
     pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
         &self,
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,

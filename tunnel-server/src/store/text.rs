@@ -1,8 +1,8 @@
-//! Times and names as text in files and answers.
+//! Text forms of times and names in files and responses.
 
 use std::time::{Duration, SystemTime};
 
-/// A point in time in whole seconds, as files and answers carry it.
+/// Rounds a time down to whole seconds, as files and responses contain it.
 pub(crate) fn whole_seconds(time: SystemTime) -> SystemTime {
     let since = time
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -10,12 +10,12 @@ pub(crate) fn whole_seconds(time: SystemTime) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs().min(RFC3339_LAST_SECOND))
 }
 
-/// RFC 3339 in UTC with whole seconds.
+/// Formats a time as RFC 3339 in UTC with whole seconds.
 pub(crate) fn rfc3339(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(whole_seconds(time)).to_string()
 }
 
-/// [`SystemTime`] as RFC 3339 text, for `#[serde(with = ...)]`.
+/// Serializes a [`SystemTime`] as RFC 3339 text, for `#[serde(with = ...)]`.
 pub(crate) mod time_text {
     use std::time::SystemTime;
 
@@ -36,7 +36,7 @@ pub(crate) mod time_text {
     }
 }
 
-/// As [`time_text`] for a time that may be absent.
+/// Serializes an optional [`SystemTime`] like [`time_text`].
 pub(crate) mod time_text_option {
     use std::time::SystemTime;
 
@@ -62,7 +62,7 @@ pub(crate) mod time_text_option {
     }
 }
 
-/// A [`NodeName`](tunnel_proto::wire::name::NodeName) as text.
+/// Serializes a [`NodeName`](tunnel_proto::wire::name::NodeName) as text.
 pub(crate) mod name_text {
     use serde::{Deserialize, Deserializer, Serializer, de};
     use tunnel_proto::wire::name::NodeName;
@@ -83,7 +83,7 @@ pub(crate) mod name_text {
     }
 }
 
-/// 9999-12-31T23:59:59Z, beyond which the text form has no year.
+/// 9999-12-31T23:59:59Z. RFC 3339 has no form for later years.
 const RFC3339_LAST_SECOND: u64 = 253_402_300_799;
 
 #[cfg(test)]

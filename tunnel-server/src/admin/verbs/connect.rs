@@ -1,4 +1,5 @@
-//! `connect NODE PORT`: standard input and output as a connection to a port of a node, for ssh and ansible.
+//! The command `connect NODE PORT`: connects standard input and output to a port of a node, for ssh
+//! and ansible.
 
 use std::fs::File;
 use std::io;
@@ -25,70 +26,70 @@ use super::{DataDirArg, VerbError};
 /// Connect standard input and output to a port of a node.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ConnectArgs {
-    /// The node, by name
+    /// Name of the node
     pub node: NodeName,
-    /// The port, which the server and the agent have to allow
+    /// Port of the node; the server and the agent must allow it
     pub port: Port,
-    /// A server's --connect-listen, HOST:PORT, from another machine; needs --cert-file and --ca-file
-    /// [default: the server of this host]
+    /// CONNECT listener (--connect-listen) of a server on another machine, HOST:PORT; needs
+    /// --cert-file and --ca-file [default: the server of this host]
     #[arg(long, value_name = "HOST:PORT", requires_all = ["cert_file", "ca_file"])]
     pub server: Option<String>,
-    /// Own certificate chain of the server's --client-ca, PEM
+    /// Client certificate chain issued by the server's --client-ca, PEM
     #[arg(long, value_name = "FILE", requires = "server")]
     pub cert_file: Option<PathBuf>,
-    /// Its private key, PEM [default: the file of --cert-file]
+    /// Private key of the client certificate, PEM [default: the file of --cert-file]
     #[arg(long, value_name = "FILE", requires = "cert_file")]
     pub key_file: Option<PathBuf>,
-    /// CA of the server's certificate, PEM: what 'tunnel-server ca' prints
+    /// CA of the server's certificate, PEM, as printed by 'tunnel-server ca'
     #[arg(long, value_name = "FILE", requires = "server")]
     pub ca_file: Option<PathBuf>,
-    /// A server's --connect-uds on this host, in place of its admin socket
+    /// CONNECT socket (--connect-uds) of a server on this host, instead of its admin socket
     #[arg(long, value_name = "PATH", conflicts_with = "server")]
     pub uds: Option<PathBuf>,
-    /// The data directory.
+    /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,
 }
 
-/// Why there is no connection, or none any more.
+/// The reason why a connection could not be opened or was lost.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The server cannot be reached.
     #[error("cannot reach the server at {0}: {1}")]
     Unreachable(String, io::Error),
-    /// A file cannot be used.
+    /// A certificate or key file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// TLS cannot be set up.
+    /// TLS cannot be configured.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
-    /// The server's address is not one.
+    /// The value of `--server` is not `HOST:PORT`.
     #[error("--server {0:?} is not HOST:PORT")]
     Address(String),
-    /// The server did not answer as a CONNECT door does.
+    /// The server did not answer like a CONNECT listener.
     #[error("the server gave no answer: {0}")]
     InvalidResponse(#[source] hyper::Error),
-    /// It took too long.
+    /// The server did not answer in time.
     #[error("the server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
-    /// The server says no.
+    /// The server refused the connection.
     #[error("{reason} ({status})")]
     Refused {
-        /// Its status.
+        /// HTTP status of the response.
         status: StatusCode,
-        /// Its line.
+        /// Reason given by the server.
         reason: String,
     },
-    /// The connection was cut.
+    /// The connection was reset.
     #[error("connection was reset: {0}")]
     Cut(#[source] io::Error),
 }
 
 impl ConnectArgs {
-    /// Connects, and passes bytes until the node's side has ended.
+    /// Connects and copies bytes until the node closes its side.
     ///
     /// # Errors
-    /// [`VerbError`].
+    /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
         Ok(self.relay().await?)
     }
@@ -120,7 +121,7 @@ impl ConnectArgs {
     }
 
     fn tls(&self) -> Result<Arc<rustls::ClientConfig>, ConnectError> {
-        // clap requires both files beside --server.
+        // clap requires both files with --server.
         let certificate = self.cert_file.clone().unwrap_or_default();
         let pair = KeyPairFiles {
             key: self.key_file.clone().unwrap_or_else(|| certificate.clone()),
@@ -130,7 +131,7 @@ impl ConnectArgs {
         Ok(tls::caller_client(pair.load()?, tls::roots(roots)?)?)
     }
 
-    /// Asks for the node over a connection to the server, and passes bytes.
+    /// Sends CONNECT for the node over a connection to the server, and copies bytes.
     async fn connect_over<S>(&self, socket: S) -> Result<(), ConnectError>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -141,7 +142,7 @@ impl ConnectArgs {
         let target = format!("{}:{}", self.node, self.port);
         let mut request = Request::new(Empty::<Bytes>::new());
         *request.method_mut() = Method::CONNECT;
-        // A name and a number are an authority.
+        // A host name and a port always form a valid authority.
         *request.uri_mut() = target.parse().unwrap_or_default();
         if let Ok(host) = target.parse() {
             request.headers_mut().insert(http::header::HOST, host);
@@ -162,7 +163,7 @@ impl ConnectArgs {
             Err(ConnectError::Refused { status, reason })
         };
         let driving = async {
-            // Its end is told to whoever waits for the answer.
+            // The request or the upgrade reports the end of the connection.
             let _told = connection.with_upgrades().await;
             std::future::pending().await
         };
@@ -179,8 +180,8 @@ impl ConnectArgs {
     }
 }
 
-/// Standard input goes to the node until it ends, and what the node sends to standard output until that ends: then all is
-/// said, whatever standard input still has.
+/// Copies standard input to the node, and the node's data to standard output. Returns when the node
+/// closes its side, even if standard input has more data.
 async fn relay_stdio<S>(tunnel: S) -> Result<(), ConnectError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -189,7 +190,7 @@ where
     let mut input = stdio_file(io::stdin().as_fd()).map_err(ConnectError::Cut)?;
     let mut output = stdio_file(io::stdout().as_fd()).map_err(ConnectError::Cut)?;
     let sending = async {
-        // A node that reads no more may still have something to say.
+        // A node that stops reading may still send data.
         if tokio::io::copy(&mut input, &mut to_node).await.is_ok() {
             let _gone = to_node.shutdown().await;
         }
@@ -205,16 +206,17 @@ where
     }
 }
 
-/// One of the process's standard files, read or written by threads that may block.
+/// Returns an async handle to one of the process's standard files. Blocking threads read and write
+/// it.
 fn stdio_file(file: BorrowedFd<'_>) -> io::Result<tokio::fs::File> {
     Ok(tokio::fs::File::from_std(File::from(
         file.try_clone_to_owned()?,
     )))
 }
 
-/// In the data directory.
+/// Name of the admin socket in the data directory.
 const ADMIN_SOCKET: &str = "admin.sock";
-/// Opening takes the server 8 s at most.
+/// Timeout for the server's answer. Opening a stream takes the server at most 8 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest line of a refusal.
+/// Maximum size of the reason in a refusal.
 const REASON_MAX_BYTES: usize = 4096;

@@ -1,4 +1,4 @@
-//! One question to the server's own meta port, for images without a shell.
+//! The command `healthcheck`: one request to the server's meta port, for images without a shell.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 
 use super::VerbError;
 
-/// Asks `/readyz` at the address that the server listens on.
+/// Requests `/readyz` at the address on which the server listens.
 pub(super) async fn check_ready(listen: &str) -> Result<(), VerbError> {
     let address = dialable(listen);
     let (status, body) = tokio::time::timeout(TIMEOUT, read(&address))
@@ -60,7 +60,7 @@ async fn read(address: &str) -> Result<(StatusCode, String), String> {
     tokio::join!(exchange, connection).0
 }
 
-/// An address to listen on as one to dial: "any" becomes loopback.
+/// Converts a listen address to one that can be dialed: an unspecified address becomes loopback.
 fn dialable(listen: &str) -> String {
     match listen.parse::<SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
@@ -75,7 +75,7 @@ fn dialable(listen: &str) -> String {
     }
 }
 
-/// Shorter than the patience of container runtimes.
+/// Timeout of the check, shorter than the timeouts of container runtimes.
 const TIMEOUT: Duration = Duration::from_secs(3);
 const BODY_MAX_BYTES: usize = 64 * 1024;
 

@@ -1,4 +1,4 @@
-//! Lists as people read them.
+//! Tables for lists that operators read.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,7 +12,7 @@ use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::rfc3339;
 
-/// The nodes, and a line for each address that several of them have.
+/// Formats the nodes, with a line for each address that several of them have.
 pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
     if nodes.is_empty() {
         return "no node is known; 'tunnel-server token create --node NAME' makes one\n".into();
@@ -64,7 +64,7 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
     text
 }
 
-/// The join tokens.
+/// Formats the join tokens.
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();
@@ -124,7 +124,7 @@ fn addresses(addresses: &[IpAddr]) -> String {
     texts.join(", ")
 }
 
-/// What a peer said, without anything that a terminal obeys.
+/// Returns text of a peer without terminal control characters.
 fn clean(text: &str) -> String {
     text.chars()
         .take(TEXT_MAX)
@@ -138,7 +138,8 @@ fn clean(text: &str) -> String {
         .collect()
 }
 
-/// An agent that may be gone is shown as such, whatever word a newer server has for it.
+/// Returns whether the node is connected. Any other state than `live` is shown by its name,
+/// including states that a newer server may add.
 fn connected(node: &NodeStatus) -> String {
     match node.state.as_deref() {
         _ if !node.connected => "no".to_owned(),
@@ -164,7 +165,7 @@ fn certificate(text: Option<&str>, now: SystemTime) -> String {
     }
 }
 
-/// A duration in its two largest units.
+/// Formats a duration in its two largest units.
 fn short(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60);
@@ -179,9 +180,9 @@ fn short(duration: Duration) -> String {
     }
 }
 
-/// Characters of a key's hash that tell one from another.
+/// Number of characters of a key's hash that are shown.
 const KEY_SHOWN: usize = 16;
-/// Longest text of a peer that is shown.
+/// Maximum length of a peer's text that is shown.
 const TEXT_MAX: usize = 253;
 
 #[cfg(test)]

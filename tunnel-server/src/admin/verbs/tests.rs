@@ -58,7 +58,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     state
 }
 
-/// One life of a token and its node, by verbs.
+/// Runs the commands for the life of a token and its node.
 async fn tour(scratch: &Scratch, server: &str) {
     let created = verb(
         scratch,

@@ -7,7 +7,7 @@ use crate::store::data_dir::DataDir;
 use crate::store::data_dir::testing::Scratch;
 
 impl Renewals {
-    /// Everything in a data directory.
+    /// Creates a renewal service with all of its state in a data directory.
     pub(crate) fn of(dir: &DataDir) -> Arc<Self> {
         let ca = Arc::new(LocalCa::load_or_create(dir).unwrap());
         let revocations = Arc::new(Revocations::open(dir, true).unwrap());
@@ -107,18 +107,18 @@ fn only_the_keys_own_name_and_connection_count() {
     let proof = holder.proof(&[7; 32]);
     let own = csr(&holder.pair);
     assert_eq!(renew_expired(&proof, &own, &[7; 32]), Ok(()));
-    // A proof that was captured on another connection.
+    // The proof was captured on another connection.
     assert_eq!(
         renew_expired(&proof, &own, &[8; 32]),
         Err(EnrollCode::BadProof)
     );
-    // A request for another key.
+    // The request is for another key.
     let other = csr(&KeyPair::generate().unwrap());
     assert_eq!(
         renew_expired(&proof, &other, &[7; 32]),
         Err(EnrollCode::BadProof)
     );
-    // A certificate of another CA, or of another role.
+    // The certificate is of another CA, or the chain is empty.
     let stranger = Holder::new(&Renewals::of(&foreign.0), "worker-1", now);
     let proof = stranger.proof(&[7; 32]);
     let refused = renew_expired(&proof, &csr(&stranger.pair), &[7; 32]);
@@ -151,7 +151,7 @@ fn revoked_node_is_refused_until_it_has_a_later_certificate() {
         .unwrap_err();
     assert_eq!(refused.0, EnrollCode::Revoked);
     assert!(refused.1.contains("new token"), "{}", refused.1);
-    // What a new token buys in the same second.
+    // A new token yields a certificate in the same second.
     let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
     let revoked = renewals.revocations.of_node(&node);
     let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
@@ -170,7 +170,7 @@ fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() 
     let holder = Holder::new(&renewals, "worker-1", now - DAY);
     let node = "worker-1".parse().unwrap();
     let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
-    // A first one, and another in the same second.
+    // Revoke once, and again in the same second.
     for _ in 0..2 {
         let judged_by = renewals.revocations.of_node(&node);
         renewals.revocations.revoke(&node, now).unwrap();
@@ -200,7 +200,8 @@ fn revocation_right_after_the_signature_holds_for_what_was_signed() {
     assert!(renewals.revocations.is_revoked(&peer));
 }
 
-/// The cluster's CA vouches for kubelets, and nothing of that turns into a certificate of ours.
+/// The cluster's CA attests kubelets, but a kubelet's certificate never yields a certificate of the
+/// local CA.
 #[test]
 fn kubelets_certificate_is_not_ours_to_renew_and_no_proof() {
     let scratch = Scratch::new();

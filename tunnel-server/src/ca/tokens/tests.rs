@@ -20,7 +20,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// A store with one token for `worker-1`, made at 0 and valid for an hour.
+    /// Creates a store with one token for `worker-1`, created at 0 and valid for an hour.
     fn new() -> Self {
         let scratch = Scratch::new();
         let store = TokenStore::open(&scratch.0).unwrap();
