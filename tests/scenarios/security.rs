@@ -1,4 +1,4 @@
-//! `docs/security.md` says what is true: each test that it names exists, no threat and no limit is left out; and the floors of
+//! `tests/security.md` says what is true: each test that it names exists, no threat and no limit is left out; and the floors of
 //! dependencies (S21).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,7 +41,7 @@ fn root() -> PathBuf {
 
 /// Cells of the page's table rows, by the number of their columns.
 fn rows(columns: usize) -> Result<Vec<Vec<String>>> {
-    let page = fs::read_to_string(root().join("docs/security.md"))?;
+    let page = fs::read_to_string(root().join("tests/security.md"))?;
     let rows = page.lines().filter_map(|line| {
         let cells = line.strip_prefix("| ")?.strip_suffix('|')?;
         let cells: Vec<_> = cells
@@ -109,7 +109,7 @@ fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
         let missing = named.iter().filter(|name| !tests.contains(**name));
         wrong.extend(missing.map(|name| format!("{id} names {name}, which is no test")));
     }
-    ensure!(wrong.is_empty(), "docs/security.md:\n{}", wrong.join("\n"));
+    ensure!(wrong.is_empty(), "tests/security.md:\n{}", wrong.join("\n"));
     Ok(())
 }
 
@@ -157,7 +157,7 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
         let missing = quoted(&row[3]).filter(|name| !tests.contains(*name));
         wrong.extend(missing.map(|name| format!("{end} {limit} names {name}, which is no test")));
     }
-    ensure!(wrong.is_empty(), "docs/security.md:\n{}", wrong.join("\n"));
+    ensure!(wrong.is_empty(), "tests/security.md:\n{}", wrong.join("\n"));
     Ok(())
 }
 
