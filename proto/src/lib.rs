@@ -8,6 +8,8 @@
 //! Features: `io` (default) everything but [`wire`]; `test-util` the in-process transport and the suite that every
 //! transport must pass.
 
+#![warn(missing_docs)]
+
 pub mod wire;
 
 #[cfg(feature = "io")]
