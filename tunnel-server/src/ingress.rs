@@ -1,4 +1,5 @@
-//! The doors: local sockets that feed the tunnel. Accept loops only accept; one task per connection does the rest.
+//! Listeners: local sockets that accept callers. An accept loop only accepts. One task per
+//! connection does the rest.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,76 +40,78 @@ use connect::ConnectProxy;
 use peer::{CallerAddr, CallerIdentity};
 use service::Service;
 
-/// What all doors share.
+/// State that all listeners share.
 #[derive(Debug, Clone)]
 pub struct IngressContext {
-    /// Names and addresses.
+    /// Names and addresses of nodes.
     pub routes: Routes,
-    /// Connected agents.
+    /// Sessions of connected agents.
     pub registry: Arc<Registry>,
-    /// Allowed ports.
+    /// Ports that callers may reach.
     pub policy: SharedPortPolicy,
-    /// In a cluster: which node a pod runs on, for callers with delegation.
+    /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
     pub pods: Option<PodResolver>,
-    /// TLS towards https targets.
+    /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
-    /// Callers that may borrow the server's identity towards targets.
+    /// Callers that have client-certificate delegation.
     pub delegation_callers: DelegationPolicy,
-    /// Limits.
+    /// Timeouts and size limits of the listeners.
     pub limits: ListenerLimits,
-    /// Limits callers' connections, for their whole life.
+    /// Limiter of callers' connections. A connection holds its permit until it ends.
     pub callers: Arc<ConnLimiter>,
-    /// Further places, for callers that verify with a client certificate or come over a Unix socket: others cannot take them.
+    /// Limiter with additional permits. Only callers that are verified by a client certificate or
+    /// connect over a Unix socket can use them.
     pub verified_callers: Arc<ConnLimiter>,
-    /// Counters.
+    /// Metrics of the server.
     pub metrics: Metrics,
-    /// Stopping.
+    /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    /// Owns the tasks that drive connections to targets; each also ends with its handle.
+    /// Tracks the tasks that drive connections to targets. Each task also ends when its handle is
+    /// dropped.
     pub drivers: TaskTracker,
 }
 
-/// Limits of the doors.
+/// Timeouts and size limits of the listeners.
 #[derive(Debug, Clone, Copy)]
 pub struct ListenerLimits {
-    /// TLS handshake of a caller.
+    /// Timeout of a TLS handshake with a caller.
     pub handshake: Duration,
-    /// Time for a request head.
+    /// Timeout of a request head.
     pub request_head_time: Duration,
-    /// Size of a request head.
+    /// Largest size of a request head, in bytes.
     pub request_head_bytes: usize,
-    /// A connection without a request.
+    /// Timeout of a connection without a request.
     pub idle: Duration,
-    /// Opening a stream, up to the agent's reply.
+    /// Timeout of opening a stream, including the agent's reply.
     pub open: Duration,
 }
 
-/// One HTTP listener.
+/// A listener for HTTP callers and its settings.
 #[derive(Debug)]
 pub struct HttpListener {
-    /// `http`, `https`, `proxy` or `connect`, for logs.
+    /// Name of the listener for logs: `http`, `https`, `proxy` or `connect`.
     pub name: &'static str,
-    /// Towards callers and targets alike.
+    /// Scheme towards callers and towards targets.
     pub scheme: Scheme,
-    /// The target's port when Host names none.
+    /// Port of the target if Host contains none.
     pub implied_port: Option<Port>,
-    /// Present on https doors, and on CONNECT doors that know callers by their certificates.
+    /// TLS configuration. Set on HTTPS listeners, and on CONNECT listeners that authenticate
+    /// callers by certificate.
     pub tls: Option<Arc<ListenerTls>>,
-    /// Present exactly on CONNECT doors, where a request names what it is for and not a node in its Host.
+    /// Set only on CONNECT listeners. Their requests name the target in place of a node in Host.
     pub connect: Option<ConnectProxy>,
 }
 
-/// What a listener does with its connections.
+/// The protocol of a listener.
 #[derive(Debug, Clone)]
 pub enum ListenerKind {
-    /// HTTP, routed per request.
+    /// HTTP, where the server routes each request.
     Http(Arc<HttpListener>),
-    /// Bytes to one target.
+    /// A TCP service, where the server forwards bytes to one target.
     Service(Arc<Service>),
 }
 
 impl ListenerKind {
-    /// For logs.
     fn name(&self) -> &'static str {
         match self {
             Self::Http(http_listener) => http_listener.name,
@@ -117,25 +120,27 @@ impl ListenerKind {
     }
 }
 
-/// A caller's connection, below TLS.
+/// A caller's connection and the facts about the caller, without the stream.
 #[derive(Debug)]
 struct CallerConn {
     peer: CallerAddr,
     name: CallerIdentity,
     close_mode: Arc<CloseMode>,
     caller_closed: CallerClosed,
-    /// The connection's place among all callers.
+    /// Permit of the connection from the limiter of callers.
     permit: Arc<ConnPermit>,
-    /// The caller may borrow the server's identity.
+    /// The caller has client-certificate delegation.
     has_delegation: bool,
-    /// The name that the caller's TLS asked for, where it says the node of requests: for callers with delegation.
+    /// The server name (SNI) from the caller's TLS handshake. Set only for callers with delegation,
+    /// whose requests it can route to a node.
     server_name: Option<NodeName>,
-    /// Its certificate is none of a caller's.
+    /// Reason why the caller's certificate is not a caller certificate.
     refused: Option<CallerError>,
 }
 
 impl IngressContext {
-    /// Accepts on a listener until the drain begins. Connections count as work, so a drain waits for them.
+    /// Accepts connections on a listener until the drain begins. Connections count as work, so a
+    /// drain waits for them.
     pub fn start(self: &Arc<Self>, listener: TcpListener, kind: ListenerKind) {
         let ingress = self.clone();
         self.shutdown
@@ -162,7 +167,7 @@ impl IngressContext {
                         let Some(permit) = ingress.admit(peer.into()) else {
                             return;
                         };
-                        // A service's connection carries a stream for its whole life.
+                        // A connection to a TCP service carries a stream for its whole life.
                         let _in_use = permit.in_use();
                         service::serve(ingress, service, tcp, peer).await;
                     })
@@ -173,7 +178,8 @@ impl IngressContext {
         }
     }
 
-    /// The same on a Unix socket, for an HTTP door without TLS; `guard` goes when no more are accepted.
+    /// Accepts connections on a Unix socket, for an HTTP listener without TLS. `guard` is dropped
+    /// when the listener stops accepting.
     pub fn start_unix(
         self: &Arc<Self>,
         listener: UnixListener,
@@ -206,12 +212,14 @@ impl IngressContext {
         });
     }
 
-    /// Takes a place for a caller's connection. Without one the connection is dropped, which refuses it.
+    /// Acquires a permit for a caller's connection. Without a permit the connection is refused: the
+    /// server drops it.
     fn admit(&self, peer: CallerAddr) -> Option<Arc<ConnPermit>> {
         self.admitted(self.callers.acquire(peer.source()))
     }
 
-    /// Takes a place for a caller that may verify. Returns whether it is one of those for callers that do.
+    /// Acquires a permit for a caller that can be verified. The returned flag tells whether the
+    /// permit is one that is reserved for verified callers.
     fn admit_verifiable(&self, peer: CallerAddr) -> Option<(Arc<ConnPermit>, bool)> {
         let acquired = self.callers.acquire(peer.source());
         let is_reserved = acquired.is_err();
@@ -250,7 +258,7 @@ impl IngressContext {
         let Some((permit, is_reserved)) = admitted else {
             return;
         };
-        // The host knows who may open a Unix socket.
+        // The host controls which users can open a Unix socket.
         let must_verify = is_reserved && peer != CallerAddr::Unix;
         let deadline = Instant::now() + self.limits.handshake;
         let tls = tokio::select! {
@@ -304,7 +312,7 @@ impl IngressContext {
                 if must_verify && !is_verified {
                     return self.metrics.refused_caller();
                 }
-                // Others that have not verified yet take no reserved place from it.
+                // Protects the reserved permit from eviction by callers that are not verified yet.
                 let _not_for_eviction = is_reserved.then(|| conn.permit.in_use());
                 http::serve(self, http_listener, stream, conn).await;
             }
@@ -317,10 +325,11 @@ impl IngressContext {
     }
 }
 
-/// First byte of a TLS handshake (RFC 8446, section 5.1), which no request begins with.
+/// First byte of a TLS handshake (RFC 8446, section 5.1). No request begins with this byte.
 const TLS_HANDSHAKE: u8 = 22;
 
-/// The TLS that a caller gets. Where callers may also come without, its first byte tells.
+/// Returns the TLS configuration for a connection, or `None` for plain HTTP. Where TLS is optional,
+/// the first byte of the connection decides.
 async fn select_tls(
     http_listener: &HttpListener,
     socket: &CallerSocket,

@@ -1,4 +1,5 @@
-//! Which ports of a node callers may reach through the doors, and as what class; pure.
+//! The ports of a node that callers may reach through the listeners, and the kind of target for
+//! each port. All functions are pure.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,29 +9,29 @@ use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
 
-/// Ports of the kubelet, always allowed: TLS and plain read-only.
+/// Ports of the kubelet, TLS and plain read-only. Both are always allowed.
 pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 
-/// What the doors accept.
+/// The ports that the listeners accept.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PortPolicy {
-    /// Extra ports of plain HTTP targets.
+    /// Additional ports of plain HTTP targets.
     pub http: PortSet,
-    /// Extra ports of https targets; wins where a port is in both lists.
+    /// Additional ports of https targets. A port in both lists is https.
     pub https: PortSet,
-    /// Ports that the agent dials on its loopback.
+    /// Ports that the agent dials on its loopback address.
     pub localhost: PortSet,
-    /// The tunnel's own ports, for a hint.
+    /// Ports of the tunnel itself, for a hint in the error message.
     pub own: Vec<Port>,
 }
 
-/// Why a port is refused.
+/// Reason why a port is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PortPolicyError {
-    /// It is one of the tunnel's own and the caller most likely forgot the target's port.
+    /// The port belongs to the tunnel. The caller most likely left out the target's port.
     #[error("{0} is the tunnel's own port; put the target's port in Host")]
     OwnPort(Port),
-    /// No list has it.
+    /// The port is in none of the lists.
     #[error(
         "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
          --https-proxy-ports and --localhost-proxy-ports, which a ConfigMap of the cluster may replace. Add it there only \
@@ -41,10 +42,10 @@ pub enum PortPolicyError {
 }
 
 impl PortPolicy {
-    /// The target for a port of a node.
+    /// Returns the target for a port of a node.
     ///
     /// # Errors
-    /// [`PortPolicyError`].
+    /// Returns [`PortPolicyError`] if the port is not allowed.
     pub fn target(&self, port: Port) -> Result<Target, PortPolicyError> {
         if self.localhost.contains(port) {
             return Ok(Target::Loopback(port));
@@ -61,7 +62,7 @@ impl PortPolicy {
         }
     }
 
-    /// The target for the kubelet of a node, whose port the cluster tells.
+    /// Returns the target for the kubelet of a node. The cluster determines the kubelet's port.
     #[must_use]
     pub fn kubelet(&self, port: Port) -> Target {
         if self.localhost.contains(port) {
@@ -71,8 +72,9 @@ impl PortPolicy {
         }
     }
 
-    /// The extra ports to bind beside the doors, and whether each is https. The kubelet's ports are left out: they
-    /// belong to the kubelet of the host or are mapped by a Service.
+    /// Returns the additional ports to bind next to the listeners, and whether each is https. The
+    /// ports of the kubelet are left out, because they belong to the kubelet of the host or are
+    /// mapped by a Service.
     pub fn extra_ports(&self) -> impl Iterator<Item = (Port, bool)> + '_ {
         let https: BTreeSet<Port> = self.https.ports().collect();
         let http: BTreeSet<Port> = self
@@ -88,18 +90,19 @@ impl PortPolicy {
     }
 }
 
-/// The policy in force; in a cluster it follows a ConfigMap. Clones share it.
+/// The current policy. In a cluster it follows a ConfigMap. Clones share the policy.
 #[derive(Debug, Clone, Default)]
 pub struct SharedPortPolicy(Arc<ArcSwap<PortPolicy>>);
 
 impl SharedPortPolicy {
-    /// The policy of this moment.
+    /// Returns the current policy.
     #[must_use]
     pub fn load(&self) -> Arc<PortPolicy> {
         self.0.load_full()
     }
 
-    /// Puts another policy in force, for requests from here on. Says whether it differs.
+    /// Replaces the policy for later requests. Returns `true` if the new policy differs from the
+    /// old one.
     pub fn replace(&self, policy: PortPolicy) -> bool {
         let is_other = *self.load() != policy;
         if is_other {

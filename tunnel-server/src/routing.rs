@@ -1,4 +1,5 @@
-//! Which node a request is for, which agents are connected, and which addresses may be dialed without one.
+//! Routing: the node that a request is for, the sessions of connected agents, and the addresses
+//! that the server may dial without an agent.
 
 pub mod decision;
 pub mod dial_policy;

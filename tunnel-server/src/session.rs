@@ -1,4 +1,5 @@
-//! One agent: admission, and what follows from it; `session/session_loop.rs` has the rest of its life.
+//! Sessions of agents: admission of a session. `session/session_loop.rs` runs the session
+//! afterwards.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,58 +34,60 @@ mod session_loop;
 
 pub use admission_rate::AdmissionRate;
 
-/// A live session is asked for a sign of life for at least this long before another instance takes its name.
+/// Shortest time for which the server probes a live session before another agent process can take
+/// over its name.
 const PROBE_TIMEOUT_MIN: Duration = Duration::from_secs(1);
-/// How often the answer to a probe is looked for.
+/// Interval at which the server checks for the answer to a probe.
 const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a refused agent may take to acknowledge the reason.
+/// Time that a refused agent has to acknowledge the reason.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Rounds of probing before a newcomer is refused: sessions of one name that come faster than they can be probed.
+/// Rounds of probing before a new session is refused. More rounds occur only if sessions of one
+/// name arrive faster than the server can probe them.
 const ADMISSION_ROUNDS: usize = 3;
 
-/// What sessions need of the server.
+/// State of the server that all sessions share.
 #[derive(Debug, Clone)]
 pub struct Sessions {
-    /// Where admitted sessions are found.
+    /// Registry of admitted sessions.
     pub registry: Arc<Registry>,
-    /// Where they are remembered.
+    /// Known nodes. The connection of an admitted session is recorded here.
     pub nodes: Arc<KnownNodes>,
-    /// Counters.
+    /// Metrics of the server.
     pub metrics: Metrics,
-    /// Stopping.
+    /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    /// What agents are told to dial.
+    /// Addresses of servers that agents can dial.
     pub advertised: Vec<String>,
-    /// Limits that concern a session.
+    /// Limits of a session.
     pub limits: SessionLimits,
-    /// How often a node may open sessions.
+    /// Rate limit for the sessions that a node opens.
     pub admission_rate: Arc<AdmissionRate>,
-    /// Who is no longer accepted.
+    /// Credentials that were revoked.
     pub revocations: Arc<Revocations>,
-    /// Whose certificates are accepted.
+    /// CAs whose certificates are accepted.
     pub trust: Option<Arc<AgentTrust>>,
-    /// Issues the next certificate; without it their operator brings them.
+    /// Issues renewed certificates. With `None`, operators replace the certificates of agents.
     pub renewals: Option<Arc<Renewals>>,
 }
 
-/// Limits that concern a session.
+/// Limits of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct SessionLimits {
-    /// From the end of the handshake to Hello.
+    /// Time from the end of the handshake to Hello.
     pub handshake: Duration,
-    /// Streams that may be open at once.
+    /// Streams that can be open at once.
     pub streams: u32,
-    /// How long the agent may take to dial a target.
+    /// Time that the agent has to dial a target.
     pub target_dial: Duration,
-    /// How long open streams may go on after a drain began.
+    /// Time for which open streams can continue after a drain began.
     pub drain: Duration,
-    /// When a silent agent is suspect, and when it is dead.
+    /// Silence after which an agent is suspect, and after which it is dead.
     pub liveness: LivenessLimits,
-    /// How long a session may go on after the end of its certificate.
+    /// Time for which a session can continue after its certificate has ended.
     pub expiry_grace: Duration,
 }
 
-/// Why a session was not admitted.
+/// Reason why a session was not admitted.
 #[derive(Debug, thiserror::Error)]
 enum AdmissionError {
     #[error("{1}")]
@@ -99,7 +102,7 @@ impl Sessions {
     /// Serves an authenticated session until it ends.
     pub async fn serve(&self, session: Arc<dyn Session>) {
         let Some(node) = session.peer().node().cloned() else {
-            // The verifier lets only agents through; this is the second wall.
+            // The verifier accepts only agents. This check is a second line of defense.
             return session.close(CloseCode::Protocol, "not an agent").await;
         };
         if !self.admission_rate.allows(&node) {
@@ -110,7 +113,8 @@ impl Sessions {
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
         let began = Instant::now();
-        // Each step in a box of its own: what only the first need is not held for as long as the session lives.
+        // Each step has its own box, so that the memory of admission is not held for the life of
+        // the session.
         match Box::pin(self.establish(&session, &node)).await {
             Ok(admitted) => {
                 self.metrics.handshake("ok");
@@ -177,7 +181,7 @@ impl Sessions {
                     hello.node_name
                 ),
             )),
-            // Its handshake began before the drain did.
+            // The handshake of this session began before the drain did.
             Some(_) if self.shutdown.drain().is_cancelled() => Some((
                 CloseCode::Draining,
                 "this server is stopping; connect to another one".to_owned(),
@@ -195,7 +199,7 @@ impl Sessions {
         })
     }
 
-    /// Registers the session, after probing a live one of another instance.
+    /// Registers the session, after probing a live session of another agent process.
     async fn admit(
         &self,
         session: &Arc<dyn Session>,
@@ -237,7 +241,8 @@ impl Sessions {
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
-        // Revoked since the handshake, or its CA taken out: from here on the session is found by whoever does that.
+        // The certificate may have been revoked, or its CA removed, since the handshake. From here
+        // on, both operations find the session in the registry.
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
         let refusal = if self.revocations.is_revoked(session.peer()) {
             Some("the node's certificate was revoked")
@@ -270,7 +275,7 @@ impl Sessions {
             capabilities: self
                 .renewals
                 .iter()
-                // What another CA issued is not ours to renew.
+                // This server does not renew certificates that another CA issued.
                 .filter(|_| session.peer().domain == TrustDomain::Tunnel)
                 .map(|_| CAPABILITY_RENEW.to_owned())
                 .collect(),
@@ -323,7 +328,8 @@ struct AdmittedSession {
     registration: Registration,
 }
 
-/// Tells the agent why, and waits until it has heard: the close that follows would cut the message.
+/// Sends the reason to the agent and waits until the agent has received it. The close that follows
+/// would otherwise cut the message.
 async fn reject(mut writer: ControlWriter, code: CloseCode, detail: &str) {
     let sending = async {
         writer
@@ -336,14 +342,15 @@ async fn reject(mut writer: ControlWriter, code: CloseCode, detail: &str) {
     }
 }
 
-/// Whether a session gives a sign of life within 1 s, or three round trips if that is longer.
+/// Returns whether the peer of a session shows a sign of life within 1 s, or within three round
+/// trips if that is longer.
 async fn answers_probe(session: &Arc<dyn Session>) -> bool {
     let before = session.health();
     session.probe();
     let deadline = Instant::now() + PROBE_TIMEOUT_MIN.max(before.rtt * 3);
     let mut interval = tokio::time::interval(PROBE_POLL_INTERVAL);
-    // On h2 the answer queues behind bulk. Bytes that still come after half of the time are a sign of life as well; what
-    // waited in the kernel has been read by then.
+    // On h2 the answer waits behind bulk data. Bytes that still arrive after half of the time are a
+    // sign of life as well, because data in kernel buffers has been read by then.
     let half = Instant::now() + PROBE_TIMEOUT_MIN / 2;
     let bulk = session.transport() == TransportKind::H2;
     let mut received = before.received;

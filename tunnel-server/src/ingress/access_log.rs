@@ -1,5 +1,6 @@
-//! The access record: one line and one count for each request or stream of a caller, written when it ends. Heads that cannot be
-//! parsed are all counted, and a sample of them has lines.
+//! The access log: one line and one count for each request or stream of a caller, written when the
+//! request or stream ends. Heads that cannot be parsed are all counted, but only a sample of them
+//! is logged.
 
 use std::sync::Arc;
 
@@ -14,17 +15,17 @@ use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::error::{Outcome, ProxyError};
 use crate::metrics::{GaugeGuard, Metrics};
 
-/// Longest text of a caller in a record, bytes.
+/// Longest text from a caller in an access log line, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
 
-/// A request or stream that is under way. Dropping it writes the record.
+/// The access log entry of a request or stream in progress. Dropping the entry writes the line.
 #[derive(Debug)]
 pub struct AccessLog {
     listener: &'static str,
     peer: CallerAddr,
     caller: String,
     began: Instant,
-    /// Method and path, or the service's name.
+    /// Method and path, or the name of the TCP service.
     subject: String,
     destination: String,
     session: Option<SessionId>,
@@ -32,7 +33,7 @@ pub struct AccessLog {
     outcome: Outcome,
     error: String,
     bytes: Arc<ByteCount>,
-    /// What the stream had carried before this request: bytes received and sent.
+    /// Bytes received and sent on the stream before this request.
     before: (u64, u64),
     metrics: Metrics,
     open: Option<GaugeGuard>,
@@ -40,7 +41,7 @@ pub struct AccessLog {
 }
 
 impl AccessLog {
-    /// Begins a record; until told otherwise its outcome is "caller gone".
+    /// Starts an entry with the outcome [`Outcome::CallerGone`].
     #[must_use]
     pub fn start(
         listener: &'static str,
@@ -73,23 +74,24 @@ impl AccessLog {
         }
     }
 
-    /// Who asks, as far as that was proved.
+    /// Records the caller's identity, as far as the caller has proved it.
     pub fn caller(&mut self, caller: &CallerIdentity) {
         self.caller = one_line(&caller.to_string());
     }
 
-    /// A connection of the server's own that carries it.
+    /// Records that a connection which the server dialed carries the request.
     pub fn dialed(&mut self, bytes: Arc<ByteCount>) {
         self.bytes = bytes;
         self.open = Some(self.metrics.dialed());
     }
 
-    /// Where it goes.
+    /// Records the destination of the request.
     pub fn destination(&mut self, destination: &impl ToString) {
         self.destination = destination.to_string();
     }
 
-    /// A new stream that carries it; `elapsed` is what opening took.
+    /// Records that a new stream carries the request. `elapsed` is the time that opening the stream
+    /// took.
     pub fn opened(
         &mut self,
         session: SessionId,
@@ -100,7 +102,7 @@ impl AccessLog {
         self.metrics.opened(elapsed);
     }
 
-    /// The stream that carries it, which may have carried other requests before.
+    /// Records the stream that carries the request. The stream may have carried earlier requests.
     pub fn carried(&mut self, session: Option<SessionId>, bytes: Arc<ByteCount>) {
         self.session = session;
         self.before = bytes.read();
@@ -108,22 +110,22 @@ impl AccessLog {
         self.open = Some(self.metrics.stream());
     }
 
-    /// The status that the caller was told.
+    /// Records the status that was sent to the caller.
     pub fn status(&mut self, status: http::StatusCode) {
         self.status = Some(status.as_u16());
     }
 
-    /// How it ended.
+    /// Records how the request or stream ended.
     pub fn set_outcome(&mut self, outcome: Outcome) {
         self.outcome = outcome;
     }
 
-    /// Its line is one of many that are alike, of which only some are written.
+    /// Applies a rate limit to the log line. The entry is always counted.
     pub fn rate_limit(&mut self, lines: &'static LogRateLimit) {
         self.lines = Some(lines);
     }
 
-    /// It failed before an answer of the target.
+    /// Records a failure that occurred before the target responded.
     pub fn fail(&mut self, failure: &ProxyError) {
         self.outcome = failure.outcome;
         self.error.clone_from(&failure.text);
@@ -161,7 +163,6 @@ impl Drop for AccessLog {
     }
 }
 
-/// A field that is left out when there is nothing to say.
 fn non_empty(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }

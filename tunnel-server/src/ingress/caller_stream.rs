@@ -1,5 +1,6 @@
-//! A door's socket: closes without losing the answer, or aborts so that a cut is never taken for a clean end; and tells when
-//! the caller has gone, whatever of its input is unread.
+//! The socket of a caller. The socket closes without losing the end of the response, or aborts so
+//! that a caller never takes an aborted response for a complete one. The socket also reports that
+//! the caller has disconnected, even while input is unread.
 
 use std::io;
 use std::pin::Pin;
@@ -14,34 +15,37 @@ use tokio::time::{Sleep, timeout};
 use tracing::debug;
 use tunnel_proto::tcp;
 
-/// After our FIN the rest of a caller's input is read away for at most this long: closing with unread input would reset
-/// the connection and with it the end of the answer.
+/// Longest time for which the server discards the rest of a caller's input after the server's FIN.
+/// Closing with unread input would reset the connection and lose the end of the response.
 const LINGER_LIMIT: Duration = Duration::from_secs(1);
 
-/// What must happen to a caller's connection when it ends; shared by the socket and whatever answers on it.
+/// The way in which a caller's connection closes. The socket and the tasks that respond on it share
+/// this state.
 #[derive(Debug, Default)]
 pub struct CloseMode {
     cut: AtomicBool,
-    /// Answers that have begun and not ended.
+    /// Responses that have begun and have not ended.
     open_responses: AtomicUsize,
-    /// At least one answer or stream has begun.
+    /// At least one response or stream has begun.
     has_started: AtomicBool,
-    /// The connection carries an upgraded stream, where a half-close is only that.
+    /// The connection carries an upgraded stream. The server's FIN is then a half-close, and the
+    /// caller's input is not discarded.
     upgraded: AtomicBool,
 }
 
 impl CloseMode {
-    /// From here on the connection is aborted: no further byte, no close_notify, a TCP reset.
+    /// Aborts the connection: the server sends no further byte, no close_notify and a TCP reset.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
     }
 
-    /// Keeps half-closes as they are.
+    /// Marks the connection as upgraded, so that half-closes are forwarded.
     pub fn upgrade(&self) {
         self.upgraded.store(true, Ordering::Relaxed);
     }
 
-    /// Marks an answer or stream as begun: unless it is finished, the connection ends in a reset.
+    /// Marks a response or stream as begun. The connection ends in a reset unless
+    /// [`ResponseGuard::finish`] is called.
     #[must_use]
     pub fn start(self: &Arc<Self>) -> ResponseGuard {
         self.has_started.store(true, Ordering::Relaxed);
@@ -57,7 +61,7 @@ impl CloseMode {
     }
 }
 
-/// See [`CloseMode::start`].
+/// A response or stream in progress. See [`CloseMode::start`].
 #[derive(Debug)]
 pub struct ResponseGuard {
     close_mode: Arc<CloseMode>,
@@ -65,7 +69,7 @@ pub struct ResponseGuard {
 }
 
 impl ResponseGuard {
-    /// The answer or stream is complete.
+    /// Marks the response or stream as complete.
     pub fn finish(mut self) {
         self.finished = true;
     }
@@ -82,13 +86,13 @@ impl Drop for ResponseGuard {
     }
 }
 
-/// A caller's socket. On a Unix socket nothing tells a cut from an end: what speaks through it has to, as TLS and framed
-/// HTTP do.
+/// A caller's socket. A Unix socket cannot signal an abort, so the protocol on it must mark the end
+/// of its messages, as TLS and framed HTTP do.
 #[derive(Debug)]
 pub enum CallerSocket {
-    /// TCP.
+    /// A socket of a TCP connection.
     Tcp(TcpStream),
-    /// A Unix stream.
+    /// A Unix stream socket.
     Unix(UnixStream),
 }
 
@@ -107,7 +111,7 @@ impl From<UnixStream> for CallerSocket {
     }
 }
 
-/// The same on whichever socket it is.
+/// Evaluates an expression for the socket of either variant.
 macro_rules! on_either {
     ($either:expr, $socket:ident => $action:expr) => {
         match $either {
@@ -153,10 +157,10 @@ impl CallerSocket {
     }
 }
 
-/// A caller's connection.
+/// A caller's connection as an async byte stream.
 #[derive(Debug)]
 pub struct CallerStream {
-    /// Shared with [`CallerClosed`] alone, which must not outlive the work on the connection.
+    /// Shared only with [`CallerClosed`], which must not outlive the work on the connection.
     socket: Arc<CallerSocket>,
     close_mode: Arc<CloseMode>,
     fin_sent: bool,
@@ -175,7 +179,7 @@ impl CallerStream {
         }
     }
 
-    /// A watch for the caller's end.
+    /// Returns a handle that reports the end of the caller's direction.
     #[must_use]
     pub fn caller_closed(&self) -> CallerClosed {
         CallerClosed(Some(self.socket.clone()))
@@ -204,7 +208,8 @@ impl CallerStream {
         }
     }
 
-    /// Reads the caller's remaining input away until it closes too.
+    /// Discards the caller's remaining input until the caller closes its direction too, or until
+    /// [`LINGER_LIMIT`].
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let sleep = self
             .linger
@@ -223,24 +228,26 @@ impl CallerStream {
     }
 }
 
-/// Tells when a caller has ended its direction. hyper reads no further than it needs, so it does not see a FIN behind a
-/// pipelined request or behind a body that the target does not take.
+/// Reports when a caller has closed its direction. hyper reads no further than it needs, so it does
+/// not see a FIN behind a pipelined request or behind a body that the target does not read.
 #[derive(Debug)]
 pub struct CallerClosed(Option<Arc<CallerSocket>>);
 
 impl CallerClosed {
-    /// For callers that never go.
+    /// Creates a handle for a caller that never disconnects.
     #[cfg(test)]
     pub(super) fn never() -> Self {
         Self(None)
     }
 
-    /// Ready once the caller's FIN or reset has come, unread input or not. Cancel-safe. On systems other than Linux never:
-    /// there the end is noticed when all before it was read.
+    /// Completes once the caller's FIN or reset has arrived, even if input is unread. On systems
+    /// other than Linux and Android this method never completes. There the server notices the end
+    /// after it has read all input before it. Cancel-safe.
     pub async fn closed(&self) {
         #[cfg(any(target_os = "linux", target_os = "android"))]
         if let Some(socket) = &self.0
-            // Of all interests this is the one that unread input does not satisfy, while the end of the input does.
+            // Unread input does not satisfy this interest, but the end of the input does. No other
+            // interest has this property.
             && let Ok(_read_closed) = socket.ready(Interest::PRIORITY).await
         {
             return;
@@ -250,15 +257,15 @@ impl CallerClosed {
 }
 
 impl CallerClosed {
-    /// Whether [`CallerClosed::readable`] works on this connection.
+    /// Returns whether [`CallerClosed::readable`] works on this connection.
     pub(super) fn can_wait(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Waits until the caller has sent something, or has ended the connection. Cancel-safe.
+    /// Waits until the caller has sent data or has ended the connection. Cancel-safe.
     pub(super) async fn readable(&self) {
         match &self.0 {
-            // An error is for the read that follows.
+            // The read that follows returns the error.
             Some(socket) => drop(socket.ready(Interest::READABLE).await),
             None => std::future::pending().await,
         }
@@ -299,7 +306,7 @@ impl AsyncWrite for CallerStream {
         true
     }
 
-    /// A socket holds nothing back.
+    /// Returns at once, because a socket has no buffer to flush.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -321,8 +328,8 @@ impl AsyncWrite for CallerStream {
 
 impl Drop for CallerStream {
     fn drop(&mut self) {
-        // Without a FIN the end of the last answer may still be in somebody's buffer: a close would look like the end of
-        // an answer that is delimited by it.
+        // Without a FIN, the end of the last response may still be in a buffer. A plain close would
+        // then look like the end of a response that is delimited by the close.
         let open_ended = self.close_mode.has_started.load(Ordering::Relaxed) && !self.fin_sent;
         let open_responses = self.close_mode.open_responses.load(Ordering::Relaxed) > 0;
         if (self.close_mode.is_cut() || open_ended || open_responses)
@@ -333,8 +340,8 @@ impl Drop for CallerStream {
     }
 }
 
-/// Reads a caller's remaining input away until it ends, at most 1 s, so that the close does not reset what the caller has
-/// not taken yet.
+/// Discards a caller's remaining input until its end, for at most 1 s. A close with unread input
+/// would reset the connection before the caller has read everything.
 pub async fn discard_input<R: AsyncRead + Unpin>(caller: &mut R) {
     let _timed_out = timeout(
         LINGER_LIMIT,

@@ -1,5 +1,5 @@
-//! Callers on the TLS doors: the CA of their certificates, which may be replaced while the server runs, and who of them may
-//! borrow the server's own identity towards targets.
+//! Client authentication on TLS listeners: the CA for callers' certificates, which can be replaced
+//! at run time, and the callers that have client-certificate delegation.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,7 +12,8 @@ use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::common_name;
 use tunnel_proto::tls;
 
-/// TLS of the doors. Each handshake takes the configuration of its moment.
+/// The TLS configuration of a listener. Each handshake uses the configuration that is current when
+/// the handshake begins.
 pub struct ListenerTls {
     own: Arc<dyn ResolvesServerCert>,
     required: bool,
@@ -20,10 +21,11 @@ pub struct ListenerTls {
 }
 
 impl ListenerTls {
-    /// Serves with `own`; with `client_roots`, callers' certificates are verified, and needed if `required`.
+    /// Creates a configuration with the serving certificate `own`. With `client_roots`, callers'
+    /// certificates are verified. With `required` as well, a caller must present a certificate.
     ///
     /// # Errors
-    /// When the roots cannot be used.
+    /// Returns an error if the roots cannot be used.
     pub fn new(
         own: Arc<dyn ResolvesServerCert>,
         client_roots: Option<Arc<RootCertStore>>,
@@ -38,10 +40,10 @@ impl ListenerTls {
         }))
     }
 
-    /// Verifies callers by other roots from the next handshake on.
+    /// Replaces the roots for callers' certificates, starting with the next handshake.
     ///
     /// # Errors
-    /// When they cannot be used; the old ones stay.
+    /// Returns an error if the roots cannot be used. The previous roots then stay in effect.
     pub fn trust(&self, client_roots: Arc<RootCertStore>) -> Result<(), Error> {
         let client_roots = Some((client_roots, self.required));
         self.config
@@ -49,7 +51,7 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// For one handshake.
+    /// Returns the configuration for one handshake.
     #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
         self.config.load_full()
@@ -62,19 +64,21 @@ impl fmt::Debug for ListenerTls {
     }
 }
 
-/// Who may borrow the server's identity: callers with a certificate of `--client-ca` for one of these common names.
+/// The callers that have client-certificate delegation: callers with a certificate of `--client-ca`
+/// whose common name is in this set.
 #[derive(Debug, Clone, Default)]
 pub struct DelegationPolicy(BTreeSet<String>);
 
 impl DelegationPolicy {
-    /// Callers with these common names.
+    /// Creates a policy for callers with these common names.
     #[must_use]
     pub fn named(names: impl IntoIterator<Item = String>) -> Self {
         Self(names.into_iter().collect())
     }
 
-    /// Whether the caller with this chain, leaf first and verified in its handshake, may borrow. One without a certificate
-    /// may not, nor one whose certificate has no or several common names.
+    /// Returns whether the caller with this certificate chain has delegation. The chain begins with
+    /// the leaf and was verified in the handshake. A caller without a certificate has no
+    /// delegation, and neither has one whose certificate has no common name or several.
     #[must_use]
     pub fn admit(&self, chain: Option<&[CertificateDer<'_>]>) -> bool {
         let leaf = chain.and_then(<[_]>::first);
@@ -95,7 +99,7 @@ mod tests {
         if let Some(name) = name {
             params.distinguished_name.push(DnType::CommonName, name);
         }
-        // Another field with the name is not the common name.
+        // Another field with the same value is not the common name.
         params
             .distinguished_name
             .push(DnType::OrganizationName, "kube-apiserver-kubelet-client");

@@ -1,9 +1,11 @@
-//! The CONNECT doors: callers name any target, and get bytes to it or, for plain HTTP, an answer; what is no edge node is
-//! dialled by the server itself, within bounds.
+//! CONNECT listeners. Callers can name any target. The server returns a byte stream to the target
+//! or, for plain HTTP, a response. The server itself dials targets that are not edge nodes, within
+//! the dial policy.
 //!
-//! Two kinds of callers are meant. kube-apiserver's egress selector sends `CONNECT HOST:PORT` and wants a status of exactly
-//! 200 with not a byte behind the head. Prometheus' `proxy_url` sends the same for https targets, and the whole URL for http
-//! ones. TLS inside a tunnel is between caller and target.
+//! CONNECT listeners serve two kinds of callers. kube-apiserver's egress selector sends
+//! `CONNECT HOST:PORT` and expects a status of exactly 200 and no byte after the head. Prometheus'
+//! `proxy_url` sends CONNECT for https targets, and the whole URL for http targets. TLS inside a
+//! tunnel is between the caller and the target.
 
 use std::sync::Arc;
 
@@ -48,28 +50,30 @@ pub use admin::AdminTunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
 
-/// What a CONNECT door asks of its callers, and lets them do.
+/// Authentication and dialing on a CONNECT listener.
 #[derive(Debug, Clone)]
 pub struct ConnectProxy {
-    /// Whoever shows no certificate has to know one of these.
+    /// Credentials for callers without a client certificate. With `None`, no credentials are
+    /// required.
     pub passwords: Option<Arc<BasicAuth>>,
-    /// Callers may come without TLS, too.
+    /// Callers can connect without TLS as well.
     pub is_tls_optional: bool,
-    /// Connections of the server's own.
+    /// Dialer for targets that the server reaches without an agent.
     pub direct: Arc<Direct>,
 }
 
-/// An open way to a target.
+/// An open connection to a target.
 #[derive(Debug)]
 pub(super) enum Tunnel {
-    /// Through an agent.
+    /// A stream through an agent.
     Agent(Stream),
-    /// By the server itself.
+    /// A socket that the server dialed.
     Direct(DirectSocket),
 }
 
 impl ConnectProxy {
-    /// Who the caller is.
+    /// Returns the identity of the caller, after checking its credentials if the listener requires
+    /// them.
     fn authenticate(
         &self,
         caller: &Caller,
@@ -112,7 +116,8 @@ fn refused(refusal: BasicAuthError) -> ProxyError {
     ProxyError::new(Outcome::ProxyAuth, text)
 }
 
-/// What a request is called in its record: without a name and password that somebody put into the URL, and without its query.
+/// Returns the subject of a request for the access log. Credentials in the URL and the query are
+/// left out.
 pub(super) fn subject<B>(request: &Request<B>) -> String {
     let (method, uri) = (request.method(), request.uri());
     let authority = uri.authority().map_or("", |authority| authority.as_str());
@@ -120,7 +125,7 @@ pub(super) fn subject<B>(request: &Request<B>) -> String {
     format!("{method} {host}{}", uri.path())
 }
 
-/// Answers one request of a CONNECT door.
+/// Answers one request on a CONNECT listener.
 pub(super) async fn forward(
     proxy: &ConnectProxy,
     caller: &Caller,
@@ -189,7 +194,7 @@ fn route(
     )
 }
 
-/// Opens the way, up to the target's having accepted the connection.
+/// Opens a connection to the target and waits until the target has accepted it.
 async fn open(
     ingress: &IngressContext,
     proxy: &ConnectProxy,
@@ -212,7 +217,7 @@ async fn open(
     }
 }
 
-/// Dials what the server may dial itself, by what is known of nodes at this moment.
+/// Dials a target directly, with the routes and sessions that are known at this moment.
 async fn dial(
     ingress: &IngressContext,
     proxy: &ConnectProxy,
@@ -234,8 +239,8 @@ async fn dial(
         .await
 }
 
-/// Opens a stream and waits for the agent's word that the target is connected. An agent that is stopping has started
-/// nothing, so that another session of the node may be asked, once.
+/// Opens a stream and waits until the agent reports that the target is connected. An agent that is
+/// draining has not started anything, so the server tries another session of the node once.
 async fn open_stream(
     ingress: &IngressContext,
     destination: &Destination,
@@ -256,7 +261,7 @@ async fn open_stream(
         let opened = registry.open(&destination.node, &header, caller, limit, except);
         let mut opened = match (opened.await, refused.take()) {
             (Ok(opened), _) => opened,
-            // There was no other way, so the refusal is the answer.
+            // No other session can carry the stream, so the caller receives the refusal.
             (Err(_), Some((failure, _))) => return Err(failure),
             (Err(error), None) => return Err(ProxyError::from_open(&error, &target)),
         };
@@ -272,7 +277,7 @@ async fn open_stream(
     }
 }
 
-/// Asks a target that the server dialled.
+/// Sends a plain HTTP request to a target that the server dialed.
 async fn fetch_direct(
     ingress: &Arc<IngressContext>,
     (mut socket, proxy_request): (DirectSocket, &str),
@@ -282,7 +287,7 @@ async fn fetch_direct(
     rewrite_request(&mut request, proxy_request, None, true);
     let bytes = socket.bytes();
     access_log.dialed(bytes.clone());
-    // How a request ends is told by its framing.
+    // The framing of the request marks its end.
     socket.finish();
     let exchanged = exchange_direct(
         ingress,
@@ -308,18 +313,18 @@ async fn fetch_direct(
     })
 }
 
-/// What a target expects in place of the URL (RFC 9112, section 3.2.1).
+/// Rewrites the request target to the origin form that targets expect (RFC 9112, section 3.2.1).
 fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
     let mut parts = http::uri::Parts::default();
     parts.path_and_query = request.uri().path_and_query().cloned();
-    // A URI of a path and a query alone has nothing to contradict.
+    // A URI that consists of a path and a query only is always valid.
     if let Ok(uri) = http::Uri::from_parts(parts) {
         *request.uri_mut() = uri;
     }
     request
 }
 
-/// Passes bytes both ways once the caller has its 200.
+/// Relays bytes in both directions once the caller has its 200.
 pub(super) async fn relay_tunnel<S, E>(
     caller: impl Future<Output = Result<S, E>>,
     tunnel: Tunnel,
@@ -334,12 +339,13 @@ pub(super) async fn relay_tunnel<S, E>(
     }
 }
 
-/// Half-closes are kept; a cut on one side is one on the other.
+/// Relays bytes in both directions. Half-closes are forwarded. A reset of one side resets the
+/// other.
 async fn relay_both_ways<S>(mut caller: S, mut tunnel: Tunnel, exchange_guard: ExchangeGuard)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin,
 {
-    // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
+    // Dropped before the caller's connection, so that an aborted relay ends in a reset.
     let mut exchange_guard = exchange_guard;
     let end = match &mut tunnel {
         Tunnel::Agent(stream) => relay(&mut caller, stream).await.end,
@@ -366,7 +372,7 @@ where
 
 fn finish(tunnel: &mut Tunnel) {
     match tunnel {
-        // A stream whose halves have ended is finished.
+        // A stream is finished when both of its halves have ended.
         Tunnel::Agent(_) => {}
         Tunnel::Direct(socket) => socket.finish(),
     }

@@ -1,4 +1,5 @@
-//! The doors' own answers: one code for the status, the header `X-Tunnel-Error`, the log and the metric label.
+//! Error responses of the listeners. One code determines the status, the header `X-Tunnel-Error`,
+//! the log field and the metric label.
 
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use hyper::ext::ReasonPhrase;
@@ -11,57 +12,59 @@ use crate::config::Limit;
 use crate::ingress::http::body::ResponseBody;
 use crate::routing::registry::OpenError;
 
-/// Header with the code of an answer that is ours and not the target's.
+/// Header that carries the code of a response that the server generated. Responses of targets do
+/// not have this header.
 pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-error");
-/// Seconds after which a caller may try again when the agent is full.
+/// Seconds after which a caller can retry when the agent is full.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
 
-/// What the CONNECT door asks for (RFC 7617, section 2).
+/// Authentication challenge of CONNECT listeners (RFC 7617, section 2).
 const CHALLENGE: HeaderValue = HeaderValue::from_static("Basic realm=\"tunnel-server\"");
 
-/// How a request or stream ended, as far as the tunnel is concerned.
+/// Result of a request or stream, from the tunnel's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The target's answer or bytes were passed completely.
+    /// The server forwarded the target's response or bytes completely.
     Ok,
     /// The request is malformed or contradicts itself.
     BadRequest,
-    /// Host names no known node.
+    /// Host does not name a known node.
     UnknownNode,
-    /// Host is an address of several nodes.
+    /// Host is an address that several nodes share.
     AmbiguousAddress,
     /// The server's or the agent's policy forbids the target.
     RefusedByPolicy,
-    /// The CONNECT door wants a name and password that it knows.
+    /// The CONNECT listener requires valid credentials.
     ProxyAuth,
     /// The request target is longer than 8 KiB.
     UriTooLong,
-    /// The target refused the connection or cannot be reached.
+    /// The target refused the connection or is unreachable.
     TargetRefused,
-    /// TLS with the target failed.
+    /// The TLS handshake with the target failed.
     TargetTls,
-    /// The target's answer is not HTTP, not complete or does not fit the request.
+    /// The target's response is not HTTP, is incomplete or does not match the request.
     TargetBadResponse,
     /// The session with the agent was lost.
     AgentLost,
-    /// No agent is connected for the node, or it may be gone.
+    /// No agent is connected for the node, or the agent's session is suspect.
     NoAgent,
-    /// The agent has as many streams as it may have, or stalled readers hold as much memory as they may.
+    /// The agent has reached its limit of open streams, or stalled readers hold as much memory as
+    /// they may.
     TooManyStreams,
-    /// The agent is stopping.
+    /// The agent is draining.
     Draining,
     /// The target did not accept the connection in time.
     TargetTimeout,
     /// The agent did not answer in time.
     AgentTimeout,
-    /// After the answer began: the target or the tunnel cut it.
+    /// The target or the tunnel aborted the response after it had begun.
     Cut,
-    /// The caller went away first.
+    /// The caller disconnected first.
     CallerGone,
 }
 
 impl Outcome {
-    /// Every outcome, for documentation and tests.
+    /// Every outcome, for the documentation and for tests.
     pub const ALL: [Self; 18] = [
         Self::Ok,
         Self::BadRequest,
@@ -83,7 +86,7 @@ impl Outcome {
         Self::CallerGone,
     ];
 
-    /// The word in `X-Tunnel-Error`, logs and labels.
+    /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -108,7 +111,7 @@ impl Outcome {
         }
     }
 
-    /// The HTTP status of an answer with this code.
+    /// Returns the HTTP status of a response with this code.
     #[must_use]
     pub fn status(self) -> StatusCode {
         match self {
@@ -126,7 +129,7 @@ impl Outcome {
                 StatusCode::SERVICE_UNAVAILABLE
             }
             Self::TargetTimeout | Self::AgentTimeout => StatusCode::GATEWAY_TIMEOUT,
-            // Never sent as an answer: the connection is aborted instead.
+            // These outcomes are never sent as a response. The connection is aborted instead.
             Self::Cut | Self::CallerGone => StatusCode::BAD_GATEWAY,
         }
     }
@@ -147,20 +150,21 @@ impl EncodeLabelValue for Outcome {
     }
 }
 
-/// A failure before an answer began: its code, and one line that names node and target.
+/// A failure before a response began, with its code and one line of text that names the node and
+/// the target.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ProxyError {
-    /// The code.
+    /// The code of the failure.
     pub outcome: Outcome,
-    /// One line for the caller.
+    /// One line of text for the caller.
     pub text: String,
-    /// The limit of this server that was reached.
+    /// The limit of this server that was reached, if any.
     pub limit: Option<Limit>,
 }
 
 impl ProxyError {
-    /// A failure with its line.
+    /// Creates a failure from a code and its text.
     #[must_use]
     pub fn new(outcome: Outcome, text: impl Into<String>) -> Self {
         Self {
@@ -170,7 +174,8 @@ impl ProxyError {
         }
     }
 
-    /// The failure, for the reason that a limit was reached, which the line names.
+    /// Returns the failure with the limit that caused it. The name of the limit is appended to the
+    /// text.
     #[must_use]
     pub fn with_limit(self, limit: Limit) -> Self {
         Self {
@@ -180,7 +185,8 @@ impl ProxyError {
         }
     }
 
-    /// The failure of opening a stream; `target_label` names node and target.
+    /// Creates a failure from an error of opening a stream. `target_label` names the node and the
+    /// target.
     #[must_use]
     pub fn from_open(error: &OpenError, target_label: &str) -> Self {
         let outcome = match error {
@@ -205,8 +211,8 @@ impl ProxyError {
         }
     }
 
-    /// The failure behind an error of the stream, however deep: a refusal or a cut says what it is, anything else is
-    /// `otherwise`.
+    /// Creates a failure from an error of a stream. A refusal or a reset anywhere in the chain of
+    /// sources determines the code. Any other error has the code `otherwise`.
     #[must_use]
     pub fn from_stream(
         error: &(dyn std::error::Error + 'static),
@@ -244,7 +250,7 @@ impl ProxyError {
         }
     }
 
-    /// The answer.
+    /// Returns the HTTP response for this failure.
     #[must_use]
     pub fn response(&self) -> Response<ResponseBody> {
         let mut response = Response::new(ResponseBody::text(format!("{}\n", one_line(&self.text))));
@@ -259,13 +265,14 @@ impl ProxyError {
             Outcome::TooManyStreams => {
                 headers.insert(http::header::RETRY_AFTER, RETRY_AFTER);
             }
-            // Where such a request ends may be in doubt; what follows it is not read as a further one.
+            // The end of such a request can be ambiguous, so the server does not read a further
+            // request from the connection.
             Outcome::BadRequest => {
                 headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
             }
             Outcome::ProxyAuth => {
                 headers.insert(http::header::PROXY_AUTHENTICATE, CHALLENGE);
-                // Who has no password has no connection to guess on either.
+                // A caller without valid credentials must open a new connection for each guess.
                 headers.insert(http::header::CONNECTION, HeaderValue::from_static("close"));
             }
             _ => {}
@@ -273,7 +280,8 @@ impl ProxyError {
         response
     }
 
-    /// The answer to a CONNECT: its line is in the status line too, since kube-apiserver shows nothing else of it.
+    /// Returns the response to a CONNECT. The status line contains the text too, because
+    /// kube-apiserver shows no other part of the response.
     #[must_use]
     pub fn connect_response(&self) -> Response<ResponseBody> {
         let mut response = self.response();
@@ -286,7 +294,7 @@ impl ProxyError {
     }
 }
 
-/// Longest reason in a status line.
+/// Longest reason phrase in a status line, in bytes.
 const REASON_MAX_BYTES: usize = 512;
 
 fn refusal_outcome(code: RefusalCode) -> Outcome {
@@ -302,7 +310,7 @@ fn refusal_outcome(code: RefusalCode) -> Outcome {
     }
 }
 
-/// The most specific message of an error, without what wraps it.
+/// Returns the message of the innermost source of an error.
 fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     let mut deepest = error;
     while let Some(source) = deepest.source() {

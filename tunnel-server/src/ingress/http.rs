@@ -1,4 +1,5 @@
-//! Terminated mode: hyper towards the caller, one routed request at a time, hyper through the stream to the target.
+//! Terminated mode: hyper serves the caller's connection, the server routes each request, and hyper
+//! sends the request through a stream to the target.
 
 pub mod body;
 pub(crate) mod head_check;
@@ -54,10 +55,12 @@ use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, Reso
 use crate::routing::decision::{RequestFacts, Scheme, decide};
 use crate::routing::registry::CallerKey;
 
-/// A connection that has been idle for this long gives hyper's buffers back, which are most of what it costs.
+/// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
+/// an idle connection.
 const RELEASE_BUFFERS_AFTER: Duration = Duration::from_secs(2);
 
-/// Serves one caller's connection, plain or already decrypted, until it ends or the drain lets it.
+/// Serves one caller's connection, plain or already decrypted, until the connection ends or the
+/// drain closes it.
 pub(super) async fn serve<S>(
     ingress: Arc<IngressContext>,
     listener: Arc<HttpListener>,
@@ -100,7 +103,7 @@ pub(super) async fn serve<S>(
         credentials: Mutex::default(),
     });
     let ended = loop {
-        // In a box of its own, which is freed while the connection is idle.
+        // The box is freed while the connection is idle.
         match Box::pin(caller.clone().drive(stream, &caller_closed)).await {
             Ok(Some(idle)) => stream = idle,
             Ok(None) => break Ok(()),
@@ -116,7 +119,7 @@ pub(super) async fn serve<S>(
     match ended {
         Ok(()) => {}
         Err(ConnEnd::Http(error)) if error.is_parse() => {
-            // hyper has answered 400, 414 or 431 by itself.
+            // hyper has already answered with 400, 414 or 431.
             let metrics = &caller.ingress.metrics;
             let mut access_log =
                 AccessLog::start(caller.listener.name, peer, "unparsable request", metrics);
@@ -135,10 +138,10 @@ pub(super) async fn serve<S>(
     }
 }
 
-/// How long TLS may take to hand its last bytes to the socket; then the connection is dropped.
+/// Time that TLS has to hand its last bytes to the socket. The connection is then dropped.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends this server's direction in order.
+/// Shuts down the server's direction of the connection.
 async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
     match timeout(SHUTDOWN_TIMEOUT, stream.shutdown()).await {
         Ok(Ok(())) => {}
@@ -147,73 +150,78 @@ async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
     }
 }
 
-/// A caller can send such heads faster than a disk takes lines, and each line says the same.
+/// A caller can send such heads faster than a disk accepts log lines, and all these lines are
+/// alike.
 static UNPARSABLE: LogRateLimit = LogRateLimit::new("requests whose head cannot be parsed");
 
-/// How callers are heard.
+/// Returns the hyper builder with the settings for callers' connections.
 pub(super) fn builder(limits: &ListenerLimits) -> Builder {
     let mut builder = Builder::new();
     builder
         .timer(TokioTimer::new())
-        // Silence is `ConnTimeouts`'s matter.
+        // `ConnTimeouts` enforces read timeouts.
         .header_read_timeout(None)
         .max_header_size(limits.request_head_bytes)
         .auto_date_header(false)
         .preserve_header_case(true)
-        // Fields of our own, as people write them; those of targets keep their case.
+        // Applies to the header fields that the server adds. Fields from targets keep their case.
         .title_case_headers(true);
     builder
 }
 
-/// Why a caller's connection is dropped as it is.
+/// Reason why a caller's connection is dropped without a clean shutdown.
 enum ConnEnd {
     Http(hyper::Error),
-    /// No first head came in time.
+    /// The first request head did not arrive in time.
     TimedOut,
-    /// The caller ended its direction, or the connection, while a request was under way.
+    /// The caller closed its direction, or the connection, while a request was in progress.
     Gone,
-    /// The connection was idle, and a newer one needed its place.
+    /// The connection was idle, and a newer connection needed its permit.
     Evicted,
 }
 
-/// A caller's connection that carries a stream of bytes from here on, as after a 101.
+/// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
 pub(super) type UpgradedCaller = Box<dyn CallerIo>;
 
-/// Resolves once hyper has written the head that grants the upgrade; fails when the connection ends before that.
+/// Resolves once hyper has written the head that grants the upgrade. Fails if the connection ends
+/// before that.
 pub(super) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
 
-/// What an upgraded connection is used for.
+/// The I/O traits of an upgraded connection.
 pub(super) trait CallerIo: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
 
-/// One caller's connection, as its requests see it.
+/// State of one caller's connection that its requests share.
 pub(super) struct Caller {
     pub(super) ingress: Arc<IngressContext>,
     listener: Arc<HttpListener>,
     pub(super) peer: CallerAddr,
     pub(super) name: CallerIdentity,
     close_mode: Arc<CloseMode>,
-    /// May borrow the server's identity towards targets.
+    /// The caller has client-certificate delegation: connections to targets use the server's client
+    /// certificate.
     has_delegation: bool,
-    /// The name that its TLS asked for, of a caller with delegation.
+    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
     server_name: Option<NodeName>,
-    /// Why nothing of it is passed on.
+    /// Reason why the server forwards no request of this caller.
     refused: Option<CallerError>,
-    /// The name and password that were right last, where a CONNECT listener asks for them.
+    /// The last credentials that passed authentication, on a CONNECT listener that requires them.
     pub(super) credentials: Mutex<Option<Credentials>>,
-    /// A CONNECT is under way, so that the end of the caller's direction is the target's to hear.
+    /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
+    /// target.
     is_connecting: AtomicBool,
     timeouts: Arc<ConnTimeouts>,
-    /// The connection's place among all callers.
+    /// Permit of the connection from the limiter of callers.
     permit: Arc<ConnPermit>,
     pool: Arc<UpstreamPool>,
-    /// Receives the connection when hyper is done with it, if an upgrade was granted.
+    /// Receives the connection once hyper has finished with it, if an upgrade was granted.
     upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
 impl Caller {
-    /// Drives the connection until it ends, or has been idle for [`RELEASE_BUFFERS_AFTER`]: then the stream is returned.
+    /// Drives the connection until it ends or has been idle for [`RELEASE_BUFFERS_AFTER`]. Returns
+    /// the stream if the connection is idle.
     async fn drive<S>(
         self: Arc<Self>,
         stream: TimedStream<S>,
@@ -224,7 +232,7 @@ impl Caller {
     {
         let answering = self.clone();
         let service = service_fn(move |request| {
-            // Before hyper reads on.
+            // Runs before hyper reads further.
             let (request_guard, head_error) = answering.start(&request);
             let caller = answering.clone();
             Box::pin(async move {
@@ -232,13 +240,15 @@ impl Caller {
             })
         });
         let mut builder = builder(&self.ingress.limits);
-        // What follows a CONNECT is the target's, its end too; of other requests `CallerClosed` tells.
+        // After a CONNECT, a half-close is forwarded to the target. For other requests,
+        // `CallerClosed` reports a disconnect.
         builder.half_close(self.listener.connect.is_some());
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
         let mut expire = pin!(self.pool.expire());
         let mut gone = pin!(async {
             caller_closed.closed().await;
-            // An end between requests is hyper's to see, after what was sent before it.
+            // Between requests, hyper detects the end after it has read the data that was sent
+            // before the end.
             self.timeouts.wait_for_request().await;
             if self.is_connecting.load(Ordering::Relaxed) {
                 std::future::pending().await
@@ -252,7 +262,7 @@ impl Caller {
             tokio::select! {
                 biased;
                 ended = poll_fn(|cx| match connection.poll_without_shutdown(cx) {
-                    // hyper is done, and has not flushed: it leaves that to a shutdown of its own.
+                    // hyper has finished but leaves the flush to its own shutdown.
                     Poll::Ready(Ok(())) if self.timeouts.is_write_blocked() => Poll::Pending,
                     polled => polled,
                 }) => {
@@ -261,7 +271,9 @@ impl Caller {
                         Ok(()) if evicted => return Err(self.evict(stream)),
                         Ok(()) => self.finish(stream).await,
                         Err(error) => {
-                            // hyper has answered what it could not parse. What it did not get rid of is lost, visibly.
+                            // hyper has answered a request that it could not parse. If output is
+                            // still unwritten, the connection is reset so that the caller notices
+                            // the loss.
                             if self.timeouts.is_write_blocked() {
                                 self.close_mode.cut();
                             } else if error.is_parse() {
@@ -301,7 +313,7 @@ impl Caller {
         }
     }
 
-    /// Waits without hyper until the caller sends something: then the stream is returned.
+    /// Waits without hyper until the caller sends data, and then returns the stream.
     async fn wait<S>(
         &self,
         stream: TimedStream<S>,
@@ -330,21 +342,22 @@ impl Caller {
         debug!(peer = %self.peer, limit = limit.name(), "caller connection timed out");
     }
 
-    /// Hands the connection over to the stream that it was upgraded for, or closes it in order.
+    /// Hands the connection to the upgrade that was granted, or shuts the connection down.
     async fn finish<S>(&self, stream: TimedStream<S>)
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let granted = self.upgrade_slot().take();
         match granted {
-            // Where the receiver is gone, dropping the connection is its end.
+            // If the receiver is gone, dropping the connection closes it.
             Some(granted) => drop(granted.send(Box::new(stream))),
             None => close_gracefully(stream).await,
         }
     }
 
-    /// Ends a connection for a newer one: with a FIN, and without waiting for the caller's, since its descriptor is needed. An
-    /// upgraded connection is in use and goes on.
+    /// Closes the connection to make room for a newer one. The server sends a FIN and does not wait
+    /// for the caller's FIN, because the file descriptor is needed. An upgraded connection is in
+    /// use and continues.
     fn evict<S>(&self, mut stream: TimedStream<S>) -> ConnEnd
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -357,7 +370,8 @@ impl Caller {
         ConnEnd::Evicted
     }
 
-    /// Asks for the connection once hyper has written the answer to the current request, which has to grant an upgrade.
+    /// Requests the connection once hyper has written the response to the current request. That
+    /// response must grant an upgrade.
     pub(super) fn take_upgrade(&self) -> CallerUpgrade {
         let (granted, upgrade) = oneshot::channel();
         *self.upgrade_slot() = Some(granted);
@@ -368,7 +382,7 @@ impl Caller {
         self.upgrade.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that hyper has read a head, and says what is wrong with it.
+    /// Records that hyper has read a head, and returns the error in the head, if any.
     fn start(&self, request: &Request<Incoming>) -> (RequestGuard, Option<HeadError>) {
         self.is_connecting
             .store(self.is_connect(request), Ordering::Relaxed);
@@ -432,7 +446,7 @@ impl Caller {
         response.map(|body| body.with_request_guard(request_guard))
     }
 
-    /// Why a request is answered without a look at what it asks for.
+    /// Returns the failure that answers a request before the server looks at its destination.
     fn refusal(&self, head_error: Option<HeadError>) -> Option<ProxyError> {
         let bad = head_error
             .map(|head_error| ProxyError::new(Outcome::BadRequest, head_error.to_string()));
@@ -454,7 +468,7 @@ impl Caller {
             .await
     }
 
-    /// Passes a request on to its destination.
+    /// Forwards a request to its destination.
     pub(super) async fn forward_to(
         &self,
         mut request: Request<Incoming>,
@@ -553,14 +567,14 @@ impl Caller {
     }
 }
 
-/// Takes the stream back from hyper, with what hyper read and did not use.
+/// Takes the stream back from hyper, including the bytes that hyper has read but not used.
 fn stream_from_parts<S, F>(parts: Parts<TokioIo<TimedStream<S>>, F>) -> TimedStream<S> {
     let mut stream = parts.io.into_inner();
     stream.put_back(parts.read_buf);
     stream
 }
 
-/// The Host field of the request to the target.
+/// Returns the Host field of the request to the target.
 fn host_field(addressed: &ResolvedDestination, request: &Request<Incoming>) -> String {
     let own = request
         .headers()
@@ -570,7 +584,7 @@ fn host_field(addressed: &ResolvedDestination, request: &Request<Incoming>) -> S
     own.map_or_else(|| addressed.destination.host_field(), str::to_owned)
 }
 
-/// The head of an answer and what follows it.
+/// The head of a response and the body or stream that follows it.
 pub(super) struct Forwarded {
     pub(super) head: Response<()>,
     pub(super) forwarded_body: ForwardedBody,
@@ -582,7 +596,7 @@ pub(super) enum ForwardedBody {
         caller: CallerUpgrade,
         target: OnUpgrade,
     },
-    /// Bytes from here on, as after a 101.
+    /// A byte stream to the target of a CONNECT.
     Tunnel {
         caller: CallerUpgrade,
         tunnel: Box<Tunnel>,
@@ -636,7 +650,8 @@ impl ForwardedBody {
     }
 }
 
-/// Bytes both ways after a 101, half-closes kept, until both directions have ended or one is cut.
+/// Relays bytes in both directions after a 101, including half-closes, until both directions have
+/// ended or one is reset.
 async fn relay_upgraded(
     caller: CallerUpgrade,
     target: OnUpgrade,
@@ -649,7 +664,7 @@ async fn relay_upgraded(
         (Ok(_), Err(error)) => return debug!(%error, "target connection failed before the upgrade"),
     };
     let mut target = TokioIo::new(target);
-    // Dropped before the caller's side: a relay that is stopped midway ends in a reset.
+    // Dropped before the caller's connection, so that an aborted relay ends in a reset.
     let response_guard = response_guard;
     match relay(&mut caller, &mut target).await.end {
         RelayEnd::Clean => {

@@ -1,4 +1,4 @@
-//! Who a caller is: where its connection comes from, and what it has shown of itself.
+//! The address and the identity of a caller.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -8,17 +8,18 @@ use tunnel_proto::process::admission::source;
 
 use crate::routing::registry::CallerKey;
 
-/// The other end of a caller's connection.
+/// The address of a caller's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CallerAddr {
-    /// Over TCP.
+    /// A TCP connection from this address.
     Tcp(SocketAddr),
-    /// Over a Unix socket of this host.
+    /// A connection over a Unix socket of this host.
     Unix,
 }
 
 impl CallerAddr {
-    /// What places for strangers are counted by: Unix callers are one source.
+    /// Returns the source address for limits per source. All callers over Unix sockets count as one
+    /// source.
     #[must_use]
     pub fn source(self) -> IpAddr {
         match self {
@@ -43,22 +44,23 @@ impl fmt::Display for CallerAddr {
     }
 }
 
-/// What a caller has proved.
+/// The identity that a caller has proved.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum CallerIdentity {
-    /// Nothing.
+    /// The caller has not proved an identity.
     #[default]
     Anonymous,
-    /// A certificate of the callers' CA, with the common name of its subject (empty when it has no single one).
+    /// The caller has a certificate of the callers' CA. The value is the common name of its
+    /// subject, or empty if there is no single common name.
     Certificate(Arc<str>),
-    /// A name and its password.
+    /// The caller has sent a user name with its password.
     User(Arc<str>),
-    /// The user whose process is at the other end of a Unix socket.
+    /// The caller's process runs as this user at the other end of a Unix socket.
     Uid(u32),
 }
 
 impl CallerIdentity {
-    /// What the streams of a caller that comes from `peer` are counted by.
+    /// Returns the key that counts the streams of this caller, which connects from `peer`.
     #[must_use]
     pub fn key(&self, peer: CallerAddr) -> CallerKey {
         match self {

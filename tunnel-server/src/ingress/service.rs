@@ -1,4 +1,5 @@
-//! TCP services: a listener whose connections are passed byte for byte to one target behind one node.
+//! TCP services: listeners whose connections are forwarded byte for byte to one target behind one
+//! node.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,14 +20,14 @@ use crate::routing::decision::Destination;
 /// One entry of `services:`.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// Its name, for logs.
+    /// Name of the service, for logs.
     pub name: String,
-    /// Where its connections go.
+    /// Destination of the service's connections.
     pub destination: Destination,
 }
 
-/// Passes one connection. Whatever fails before or after the first byte, the caller sees a TCP reset, never a clean
-/// end; the reason is in the access record.
+/// Forwards one connection. If anything fails before or after the first byte, the caller receives a
+/// TCP reset and never a clean end. The access log contains the reason.
 pub async fn serve(
     ingress: Arc<IngressContext>,
     service: Arc<Service>,

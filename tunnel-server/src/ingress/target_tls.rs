@@ -1,5 +1,6 @@
-//! TLS towards https targets: whether their certificates are verified, and the client certificate that the server lends to
-//! callers who may borrow it. Both may be replaced while the server runs; each connection takes those of its moment.
+//! TLS for connections to https targets: the verification of targets' certificates, and the client
+//! certificate that the server uses on behalf of callers with delegation. Both can be replaced at
+//! run time. Each connection uses the values that are current when the connection begins.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,19 +12,19 @@ use rustls_pki_types::{InvalidDnsNameError, ServerName};
 use tunnel_proto::tls;
 use tunnel_proto::wire::name::NodeName;
 
-/// How https targets are spoken to.
+/// TLS configuration for connections to https targets.
 pub struct TargetTls {
-    /// What the legs are made of.
+    /// The inputs of the profiles.
     inputs: Mutex<TlsInputs>,
     tls_profiles: ArcSwap<TlsProfiles>,
 }
 
 #[derive(Clone, Default)]
 struct TlsInputs {
-    /// Absent when certificates of targets are accepted as they are.
+    /// `None` if the server does not verify certificates of targets.
     roots: Option<Arc<RootCertStore>>,
     own: Option<Arc<CertifiedKey>>,
-    /// Counts replacements.
+    /// Incremented by every replacement.
     generation: u64,
 }
 
@@ -32,17 +33,18 @@ struct TlsProfiles {
     delegated: TlsProfile,
 }
 
-/// TLS for connections to targets on behalf of one kind of caller.
+/// TLS configuration for connections to targets on behalf of one kind of caller.
 #[derive(Debug, Clone)]
 pub struct TlsProfile {
-    /// The configuration.
+    /// The rustls configuration of the connections.
     pub tls: Arc<ClientConfig>,
-    /// Equal for legs whose connections may serve each other's requests.
+    /// Identifies the profile. Two requests can share a connection only if their profile ids are
+    /// equal.
     pub id: TlsProfileId,
 }
 
-/// Tells legs apart: those with the server's own certificate from those without, and both from what they were before a
-/// replacement.
+/// Identifies a [`TlsProfile`]. Profiles with the server's client certificate differ from those
+/// without, and both differ from their predecessors after a replacement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TlsProfileId {
     generation: u64,
@@ -50,11 +52,12 @@ pub struct TlsProfileId {
 }
 
 impl TargetTls {
-    /// With `roots`, certificates of targets have to chain to them and to be for the node's name; without, they are
-    /// accepted as they are. Nothing is lent yet.
+    /// Creates the configuration without a client certificate. With `roots`, certificates of
+    /// targets must chain to the roots and be valid for the node's name. Without `roots`, the
+    /// server does not verify certificates of targets.
     ///
     /// # Errors
-    /// When the roots cannot be used.
+    /// Returns an error if the roots cannot be used.
     pub fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, Error> {
         let inputs = TlsInputs {
             roots,
@@ -66,23 +69,26 @@ impl TargetTls {
         }))
     }
 
-    /// Takes other roots from the next connection on. Not for targets that are accepted as they are.
+    /// Replaces the roots, starting with the next connection. Not for a configuration that does not
+    /// verify targets.
     ///
     /// # Errors
-    /// When they cannot be used; the old ones stay.
+    /// Returns an error if the roots cannot be used. The previous roots then stay in effect.
     pub fn trust(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
         self.replace(|inputs| inputs.roots = Some(roots))
     }
 
-    /// Lends this certificate from the next connection on.
+    /// Replaces the client certificate for callers with delegation, starting with the next
+    /// connection.
     ///
     /// # Errors
-    /// When it cannot be used; the old one stays.
+    /// Returns an error if the certificate cannot be used. The previous certificate then stays in
+    /// effect.
     pub fn delegate(&self, own: Arc<CertifiedKey>) -> Result<(), Error> {
         self.replace(|inputs| inputs.own = Some(own))
     }
 
-    /// How to speak to a target for a caller that may, or may not, borrow the server's certificate.
+    /// Returns the profile for a caller with or without delegation.
     #[must_use]
     pub fn tls_profile(&self, has_delegation: bool) -> TlsProfile {
         let tls_profiles = self.tls_profiles.load();
@@ -123,12 +129,13 @@ impl TlsInputs {
     }
 }
 
-/// The name that a node's targets are asked for (SNI), and by which they are verified if they are. A name that ends in a
-/// number is none that TLS knows: its targets are asked for one that nobody has (RFC 6761, section 6.4), so they are
-/// reached where they are not verified, and refused where they are.
+/// Returns the server name (SNI) for the targets of a node. Verified targets need a certificate for
+/// this name. TLS has no server name that ends in a number. For a node with such a name, the server
+/// asks for a name in `.invalid`, which no host has (RFC 6761, section 6.4). These targets are
+/// reachable if targets are not verified, and refused if targets are verified.
 ///
 /// # Errors
-/// When neither is a name that TLS knows.
+/// Returns an error if TLS accepts neither name.
 pub fn server_name(node: &NodeName) -> Result<ServerName<'static>, InvalidDnsNameError> {
     ServerName::try_from(node.to_string())
         .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
@@ -156,7 +163,7 @@ mod tests {
     #[test]
     fn tls_profiles_differ_by_delegation_and_by_each_replacement() {
         let targets = TargetTls::new(None).unwrap();
-        // Nothing to lend: borrowers are as all others.
+        // Without a client certificate, callers with delegation share the profile of all others.
         assert_eq!(targets.tls_profile(true).id, targets.tls_profile(false).id);
         assert!(
             !targets

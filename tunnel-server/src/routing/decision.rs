@@ -1,4 +1,5 @@
-//! From a request's facts to the node and port it is for, or a rejection; pure (`contract` section "Addressing").
+//! Routing decision: maps the facts of a request to a node and port, or to a refusal. All functions
+//! are pure (`contract` section "Addressing").
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -14,24 +15,24 @@ use crate::routing::routes::RouteTable;
 
 pub(crate) mod delegated;
 
-/// Selector: the node, for callers that must dial the server by address.
+/// Header that selects the node, for callers that must dial the server by address.
 pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
-/// Selector: host and port.
+/// Header that selects the host and the port.
 pub const SELECT_DEST: HeaderName = HeaderName::from_static("x-tunnel-proxy-dest");
-/// Longest request target, bytes.
+/// Longest request target, in bytes.
 const URI_MAX_BYTES: usize = 8 * 1024;
 
-/// Whether a door speaks TLS to its callers and so to its targets.
+/// Scheme of a listener. A listener with TLS also uses TLS towards its targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// Plain HTTP.
+    /// Plain HTTP, without TLS.
     Http,
-    /// HTTP over TLS.
+    /// HTTP over TLS (https).
     Https,
 }
 
 impl Scheme {
-    /// The port that Host means when it names none.
+    /// Returns the port that applies when Host contains none.
     #[must_use]
     pub fn default_port(self) -> u16 {
         match self {
@@ -41,32 +42,33 @@ impl Scheme {
     }
 }
 
-/// What a request says about where it wants to go.
+/// The facts of a request that determine its destination.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestFacts<'a> {
-    /// The method.
+    /// The method of the request.
     pub method: &'a Method,
-    /// The request target.
+    /// The request target, as received.
     pub uri: &'a Uri,
-    /// All header fields.
+    /// All header fields of the request.
     pub headers: &'a HeaderMap,
-    /// The door's scheme.
+    /// The scheme of the listener.
     pub scheme: Scheme,
-    /// The port of an extra proxy port, used when Host has none.
+    /// Port of an additional proxy port. Applies when Host contains no port.
     pub implied_port: Option<Port>,
 }
 
-/// Where a request goes.
+/// The destination of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Destination {
-    /// The node whose agent carries it.
+    /// The node whose agent carries the request.
     pub node: NodeName,
-    /// What the agent dials.
+    /// The target that the agent dials.
     pub target: Target,
 }
 
 impl Destination {
-    /// The Host field that the target expects: `node:port`, or the loopback address for loopback targets.
+    /// Returns the Host field for the target: `node:port`, or the loopback address for loopback
+    /// targets.
     #[must_use]
     pub fn host_field(&self) -> String {
         match &self.target {
@@ -83,10 +85,10 @@ impl std::fmt::Display for Destination {
     }
 }
 
-/// Decides where a request goes.
+/// Returns the destination of a request.
 ///
 /// # Errors
-/// A [`ProxyError`] with the answer for the caller.
+/// Returns a [`ProxyError`] with the response for the caller.
 pub fn decide(
     facts: &RequestFacts<'_>,
     routes: &RouteTable,
@@ -133,7 +135,7 @@ fn refused_port(node: &NodeName, port: Port, refusal: &PortPolicyError) -> Proxy
     ProxyError::new(Outcome::RefusedByPolicy, text)
 }
 
-/// Only origin-form requests are for a node: these doors are no forward proxy.
+/// Rejects requests that are not in origin form, because these listeners are not a forward proxy.
 fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
     if *facts.method == Method::CONNECT {
         return Err(bad_request("CONNECT is not supported on this port"));
@@ -146,7 +148,8 @@ fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
     check_path(facts.uri, facts.headers)
 }
 
-/// A path, and nothing behind the head that another reader would take for a request.
+/// Checks that the request target is a path, and that the framing cannot hide a second request
+/// after the head.
 pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyError> {
     if !has_supported_coding(headers) {
         return Err(bad_request(
@@ -192,7 +195,7 @@ fn choose_node(
             if select_host.is_some_and(|selected| selected != name) {
                 return Err(contradiction(&SELECT_HOST, name));
             }
-            // A Dest that is an address names the same node only if that address is its own and nobody else's.
+            // A Dest address names the same node only if exactly this node owns the address.
             let same = match select_dest {
                 None => true,
                 Some(Host::Name(dest)) => dest == name,
@@ -208,7 +211,8 @@ fn choose_node(
                 "{SELECT_HOST} and {SELECT_DEST} name different nodes"
             )))
         }
-        // An address that is one other node's own names that node; one that nobody or several have names none.
+        // An address owned by exactly one node selects that node. Unknown and shared addresses
+        // select none.
         (Host::Address(_), Some(selected), Some(dest))
             if resolve(dest).is_ok_and(|node| node != *selected) =>
         {
@@ -233,7 +237,7 @@ pub(crate) fn route_failure(error: &crate::routing::routes::RouteError) -> Proxy
     ProxyError::new(outcome, error.to_string())
 }
 
-/// The only value of a field, `None` when it is absent.
+/// Returns the only value of a field, or `None` if the field is absent.
 fn single_value<'a>(
     headers: &'a HeaderMap,
     name: &HeaderName,
@@ -256,7 +260,7 @@ pub(crate) fn bad_request(text: impl Into<String>) -> ProxyError {
     ProxyError::new(Outcome::BadRequest, text)
 }
 
-/// What a caller names.
+/// The host part of an address that a caller sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Host {
     Name(NodeName),
@@ -280,7 +284,8 @@ pub(crate) struct HostPort {
 }
 
 impl HostPort {
-    /// `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]`, `[v6]:port` (RFC 9110, section 7.2).
+    /// Parses `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]` or `[v6]:port` (RFC 9110,
+    /// section 7.2).
     pub(crate) fn parse(text: &str) -> Option<Self> {
         if let Some(rest) = text.strip_prefix('[') {
             let (address, rest) = rest.split_once(']')?;

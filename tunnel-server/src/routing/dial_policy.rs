@@ -1,8 +1,10 @@
-//! Where the server may dial by itself: what the operator lists, or what a cluster tells of itself; pure, but for the
-//! cell that the cluster's side fills.
+//! Dial policy of the server: the addresses that the operator lists, or those that the objects of a
+//! cluster describe. All functions are pure. The only state is the cell that the controllers of the
+//! cluster fill.
 //!
-//! Node objects are hostile input. An address that several claims contradict each other about is never dialled, and what a
-//! node behind an agent claims is never dialled past its agent, also when a name resolves to it.
+//! Node objects are hostile input. The server never dials an address that is the subject of
+//! conflicting claims. An address that a node behind an agent claims is reached only through that
+//! agent, even if a name resolves to the address.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -18,111 +20,113 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use crate::ingress::error::{Outcome, ProxyError};
 use crate::routing::routes::{RouteError, RouteTable};
 
-/// One entry of `--connect-direct`: a network, with ports where not all are meant.
+/// One entry of `--connect-direct`: a network, and its ports if the entry does not allow all ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirectTarget {
     network: Cidr,
     ports: Option<PortSet>,
 }
 
-/// What a cluster tells of addresses that the server reaches without an agent. Kubelets write most of it.
+/// The addresses that the server reaches without an agent, according to the cluster. Kubelets write
+/// most of this data.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClusterNetworks {
-    /// Of Services.
+    /// The networks of the cluster's Services.
     pub services: Vec<Cidr>,
-    /// Of Pods, on all nodes.
+    /// Networks of Pods, on all nodes.
     pub pods: Vec<PodNetwork>,
-    /// Nodes in the cloud with their addresses; all others are reached through agents.
+    /// Nodes in the cloud and their addresses. The server reaches all other nodes through agents.
     pub cloud_nodes: BTreeMap<NodeName, Vec<IpAddr>>,
     /// Addresses of the server's own Service.
     pub own: Vec<IpAddr>,
 }
 
-/// A network of Pods, as a Node object has it.
+/// A network of Pods, from a Node object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodNetwork {
-    /// The network.
+    /// The network of the Pods.
     pub network: Cidr,
-    /// The Node.
+    /// The name of the Node.
     pub node: NodeName,
 }
 
-/// To what an address belongs, for a dial of the server's own.
+/// The owner of an address, for connections that the server dials.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AddressOwner {
-    /// A node that is reached through its agent alone.
+    /// A node that is reachable only through its agent.
     Agent(NodeName),
     /// A node in the cloud without an agent.
     CloudNode,
     /// Services, or Pods in the cloud.
     Network,
-    /// Several; none of them is believed.
+    /// Several owners claim the address. The server trusts none of the claims.
     Conflicting(ClaimConflict),
-    /// Nothing that is known.
+    /// No known object owns the address.
     Unknown,
 }
 
 /// Conflicting claims on one address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimConflict {
-    /// Of nodes.
+    /// Several nodes claim the address.
     #[error(transparent)]
     Nodes(RouteError),
-    /// Of a node, and of the Services in whose network it is.
+    /// A node claims an address in a network of Services.
     #[error("{0} is in the network of Services, and the address of {1}; address the node by name")]
     Services(IpAddr, NodeName),
 }
 
-/// What is known of nodes and of this host when an address is judged.
+/// The known nodes and the addresses of this host, as input for a check of an address.
 #[derive(Clone, Copy)]
 pub(crate) struct AddressClaims<'a> {
-    /// Who has which address.
+    /// The owners of addresses.
     pub(crate) routes: &'a RouteTable,
-    /// Whether a node has an agent that is connected.
+    /// Returns whether a node has a connected agent.
     pub(crate) has_agent: &'a (dyn Fn(&NodeName) -> bool + Send + Sync),
-    /// Whether an address is one of this host.
+    /// Returns whether an address belongs to this host.
     pub(crate) is_own: &'a (dyn Fn(IpAddr) -> bool + Send + Sync),
     /// Ports of this server.
     pub(crate) own_ports: &'a [Port],
 }
 
-/// The ranges of this moment; clones share them.
+/// The current networks of the cluster. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct LiveClusterNetworks(Arc<ArcSwap<ClusterNetworks>>);
 
-/// What `--connect-direct` allows.
+/// The addresses that the server may dial, from `--connect-direct` or from the cluster.
 #[derive(Debug, Clone)]
 pub enum DialPolicy {
-    /// What the cluster tells, which is nothing outside of one.
+    /// Allows the networks of the cluster. Outside a cluster there are none.
     Cluster(LiveClusterNetworks),
-    /// What the operator lists; the cluster still tells which nodes have no agent.
+    /// Allows the networks that the operator lists. The cluster still determines which nodes have
+    /// no agent.
     Listed(Vec<DirectTarget>, LiveClusterNetworks),
 }
 
-/// Why an address is not dialled.
+/// Reason why the server does not dial an address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DialRefusal {
-    /// No setting allows it.
+    /// No setting can allow this kind of address.
     #[error("{1} is {0}, and such addresses are never dialed")]
     Never(&'static str, IpAddr),
-    /// Nothing that is allowed contains it.
+    /// No allowed network contains the address.
     #[error("{0} is not within --connect-direct")]
     NotListed(SocketAddr),
-    /// The address is a node's, and the way there is its agent.
+    /// The address belongs to a node that is reached through its agent.
     #[error(
         "{0} is the address of {1}, which is reached through its agent; address the node by name"
     )]
     Agent(IpAddr, NodeName),
-    /// Objects of the cluster contradict each other.
+    /// Objects of the cluster contain conflicting claims.
     #[error(transparent)]
     Conflicting(ClaimConflict),
-    /// An object of the cluster leads back to this server.
+    /// An object of the cluster points to this server.
     #[error("{0} is an address of this server; list it in --connect-direct to allow it")]
     Own(SocketAddr),
 }
 
 impl DialRefusal {
-    /// The answer for a caller who wrote `target`.
+    /// Returns the error for a caller that asked for `target`.
     pub(crate) fn failure(&self, target: &str) -> ProxyError {
         let outcome = match self {
             Self::Conflicting(_) => Outcome::AmbiguousAddress,
@@ -135,17 +139,20 @@ impl DialRefusal {
 }
 
 impl ClusterNetworks {
-    /// The addresses of a node in the cloud.
+    /// Returns the addresses of a node in the cloud.
     #[must_use]
     pub fn cloud_node(&self, node: &NodeName) -> Option<&[IpAddr]> {
         self.cloud_nodes.get(node).map(Vec::as_slice)
     }
 
-    /// To what an address belongs.
+    /// Returns the owner of an address.
     ///
-    /// Kubelets write the addresses and networks of their Nodes. A network takes no address from a node, and one of a node
-    /// in the cloud takes none from the network of a node behind an agent. No kubelet writes the networks of Services: a
-    /// network of Pods means nothing there, and a node that claims an address there is not believed, nor are the Services.
+    /// Kubelets write the addresses and networks of their Nodes. An address of a node takes
+    /// precedence over a network that contains it. A network of a node in the cloud does not take
+    /// precedence over a network of a node behind an agent that contains the same address. Kubelets
+    /// do not write the networks of Services. Within a network of Services, networks of Pods have
+    /// no effect. A node that claims an address there causes a conflict: the server trusts neither
+    /// the node nor the Services.
     pub(crate) fn owner(
         &self,
         ip: IpAddr,
@@ -179,20 +186,20 @@ impl ClusterNetworks {
 }
 
 impl LiveClusterNetworks {
-    /// The ranges of this moment.
+    /// Returns the current networks.
     #[must_use]
     pub fn load(&self) -> Arc<ClusterNetworks> {
         self.0.load_full()
     }
 
-    /// Puts others in force.
+    /// Replaces the networks of the cluster.
     pub fn set(&self, ranges: ClusterNetworks) {
         self.0.store(Arc::new(ranges));
     }
 }
 
 impl DialPolicy {
-    /// What the cluster tells.
+    /// Returns the current networks of the cluster.
     #[must_use]
     pub fn cluster(&self) -> Arc<ClusterNetworks> {
         match self {
@@ -200,7 +207,7 @@ impl DialPolicy {
         }
     }
 
-    /// Whether anything may be dialled at all.
+    /// Returns whether the policy allows no address at all.
     #[must_use]
     pub fn is_deny_all(&self) -> bool {
         match self {
@@ -214,10 +221,10 @@ impl DialPolicy {
         }
     }
 
-    /// Judges an address that something resolved to; the one that is returned is the one to dial.
+    /// Checks an address that a name resolved to. Returns the address to dial.
     ///
     /// # Errors
-    /// [`DialRefusal`].
+    /// Returns a [`DialRefusal`] if the policy does not allow the address.
     pub(crate) fn check(
         &self,
         address: SocketAddr,
@@ -229,7 +236,8 @@ impl DialPolicy {
             return Err(DialRefusal::Never(kind, ip));
         }
         if effective_ip(ip) != ip {
-            // An IPv4 address that a translator would dial: list the address itself.
+            // A translator would dial an IPv4 address for this address. The operator must list the
+            // IPv4 address itself.
             return Err(DialRefusal::Never("translated", ip));
         }
         let Some(port) = Port::new(address.port()) else {
@@ -238,7 +246,8 @@ impl DialPolicy {
         let cluster = self.cluster();
         let owner = cluster.owner(ip, claims.routes, &|node| (claims.has_agent)(node));
         let this_port = [port];
-        // On a host of the control plane the server shares the node's address: there only its own ports are left out.
+        // On a host of the control plane, the server shares the address of the node. There only the
+        // server's own ports are excluded.
         let own_ports = match owner {
             AddressOwner::Agent(node) => return Err(DialRefusal::Agent(ip, node)),
             AddressOwner::Conflicting(conflict) => return Err(DialRefusal::Conflicting(conflict)),
@@ -270,7 +279,7 @@ impl DialPolicy {
 
 #[cfg(test)]
 impl AddressClaims<'_> {
-    /// No node is known, and no address is this host's.
+    /// Claims without known nodes and without addresses of this host.
     pub(crate) fn none(routes: &RouteTable) -> AddressClaims<'_> {
         AddressClaims {
             routes,
@@ -287,10 +296,11 @@ impl DirectTarget {
     }
 }
 
-/// etcd on nodes of the control plane: who means it lists it.
+/// Ports of etcd on nodes of the control plane. An operator who needs them must list them.
 const ETCD_PORTS: RangeInclusive<u16> = 2379..=2381;
 
-/// This host's own loopback is in no network but one of loopback addresses: 0.0.0.0/0 means other hosts.
+/// Returns whether a network covers an address. Only a network of loopback addresses covers the
+/// loopback addresses of this host. `0.0.0.0/0` means other hosts.
 fn covers(network: &Cidr, ip: IpAddr) -> bool {
     network.contains(ip) && (!ip.is_loopback() || network.start().is_loopback())
 }

@@ -1,4 +1,5 @@
-//! Known nodes, kept across restarts: who was given a token or a certificate, and which addresses belong to them.
+//! Known nodes, persisted across restarts: the nodes with a token or a certificate, and their
+//! addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -16,8 +17,8 @@ use crate::store::data_dir::{
     DataDir, FileStamp, SharedFile, time_text, time_text_option, whole_seconds,
 };
 
-/// The known nodes of a data directory. Changes are in memory at once and on disk after [`KnownNodes::save`], which
-/// [`KnownNodes::start`] calls soon after each change that matters.
+/// The known nodes of a data directory. Changes apply in memory at once. [`KnownNodes::save`]
+/// writes them to disk, and [`KnownNodes::start`] calls it soon after each relevant change.
 #[derive(Debug)]
 pub struct KnownNodes {
     file: SharedFile,
@@ -28,32 +29,33 @@ pub struct KnownNodes {
     dirty: Notify,
 }
 
-/// One node.
+/// The persisted state of one known node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct KnownNode {
-    /// Addresses that an operator gave the node, in order; what an agent claims is not here.
+    /// Addresses that an operator assigned to the node, in order. Addresses that an agent claims
+    /// are not included.
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
-    /// When it became known.
+    /// Time at which the node became known.
     #[serde(with = "time_text")]
     pub first_seen: SystemTime,
-    /// When it last connected, to about ten minutes.
+    /// Time of the last connection, with a resolution of about ten minutes.
     #[serde(default, with = "time_text_option")]
     pub last_seen: Option<SystemTime>,
-    /// End of the last certificate that it connected with.
+    /// End of the certificate that the node used for its last connection.
     #[serde(default, with = "time_text_option")]
     pub certificate_not_after: Option<SystemTime>,
 }
 
-/// Nodes by name.
+/// Known nodes by name.
 pub type NodeMap = BTreeMap<NodeName, KnownNode>;
 
 impl KnownNodes {
     /// Opens the known nodes of a data directory.
     ///
     /// # Errors
-    /// When the file cannot be read or is damaged, with its path.
+    /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let file = SharedFile::new(dir, dir.nodes());
         let mut state = State::default();
@@ -67,8 +69,8 @@ impl KnownNodes {
         })
     }
 
-    /// Writes changes to disk soon after they come, again after a pause where that failed, and once more when the drain
-    /// begins.
+    /// Starts a task that writes changes to disk soon after they occur, retries after a pause if a
+    /// write failed, and writes once more when the drain begins.
     pub fn start(self: &Arc<Self>, shutdown: &Shutdown) {
         let nodes = self.clone();
         let drain = shutdown.drain().clone();
@@ -81,7 +83,7 @@ impl KnownNodes {
                     () = tokio::time::sleep(SAVE_RETRY_DELAY), if has_failed => false,
                 };
                 if !is_draining {
-                    // A site that comes back brings many changes in a row.
+                    // A site that reconnects causes many changes in a row.
                     tokio::select! {
                         () = drain.cancelled() => {}
                         () = tokio::time::sleep(SAVE_DEBOUNCE) => {}
@@ -102,7 +104,8 @@ impl KnownNodes {
         });
     }
 
-    /// Makes a node known. Addresses replace those given before; none leaves them as they are.
+    /// Adds a node. `addresses` replace the previous addresses of the node. Without `addresses`,
+    /// the previous addresses remain.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
         let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
         self.change(|state| {
@@ -121,7 +124,7 @@ impl KnownNodes {
         });
     }
 
-    /// Notes that a node connected with a certificate that ends at `not_after`.
+    /// Records that a node connected with a certificate that ends at `not_after`.
     pub fn record_connection(&self, node: &NodeName, not_after: SystemTime) {
         self.record_connection_at(node, not_after, SystemTime::now());
     }
@@ -148,7 +151,7 @@ impl KnownNodes {
         });
     }
 
-    /// Forgets a node. Says whether it was known.
+    /// Removes a node. Returns whether the node was known.
     pub fn forget(&self, node: &NodeName) -> bool {
         let mut was_known = false;
         self.change(|state| {
@@ -162,13 +165,13 @@ impl KnownNodes {
         was_known
     }
 
-    /// Whether a node is known.
+    /// Returns whether a node is known.
     #[must_use]
     pub fn knows(&self, node: &NodeName) -> bool {
         self.lock().nodes.contains_key(node)
     }
 
-    /// All known nodes at this moment.
+    /// Returns all known nodes.
     #[must_use]
     pub fn snapshot(&self) -> Arc<NodeMap> {
         let mut state = self.lock();
@@ -180,13 +183,13 @@ impl KnownNodes {
         shared
     }
 
-    /// Changes whenever names or addresses do.
+    /// Returns a receiver that is notified whenever names or addresses change.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
-    /// Addresses that several nodes have, with all of them.
+    /// Returns the addresses that several nodes share, with these nodes.
     #[must_use]
     pub fn conflicts(&self) -> BTreeMap<IpAddr, Vec<NodeName>> {
         let mut owners: BTreeMap<IpAddr, Vec<NodeName>> = BTreeMap::new();
@@ -202,7 +205,7 @@ impl KnownNodes {
     /// Writes all changes to disk. Blocks the thread.
     ///
     /// # Errors
-    /// When the file cannot be read or replaced, with its path.
+    /// Returns an error with the path if the file cannot be read or replaced.
     pub fn save(&self) -> io::Result<()> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.lock().is_dirty {
@@ -259,26 +262,26 @@ impl KnownNodes {
 #[derive(Debug, Default)]
 struct State {
     nodes: NodeMap,
-    /// `nodes` as last handed out, until it changes.
+    /// The last snapshot of `nodes` that was returned. `None` after a change.
     shared: Option<Arc<NodeMap>>,
     is_dirty: bool,
-    /// Forgotten since the last write, so that the file does not bring them back.
+    /// Nodes that were removed since the last write. A read of the file skips them.
     forgotten: BTreeSet<NodeName>,
-    /// The file as last read or written.
+    /// Stamp of the file at the last read or write.
     stamp: Option<FileStamp>,
 }
 
-/// What a change means for others.
+/// The effect of a change on readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NodeChange {
     None,
-    /// Times only.
+    /// Only times have changed.
     Times,
-    /// Names or addresses.
+    /// Names or addresses have changed.
     Routes,
 }
 
-/// The form of the file.
+/// The format of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct KnownNodesFile {
     nodes: BTreeMap<String, KnownNode>,
@@ -296,7 +299,7 @@ impl KnownNodesFile {
 }
 
 impl State {
-    /// Takes in nodes that a verb added to the file. Says whether there were any.
+    /// Adds nodes that another process has written to the file. Returns whether there were any.
     fn refresh(&mut self, file: &SharedFile) -> io::Result<bool> {
         let stamp = file.stamp();
         if stamp.is_none() || stamp == self.stamp {
@@ -337,9 +340,9 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
 
 /// Changes within this time are written together.
 const SAVE_DEBOUNCE: Duration = Duration::from_secs(1);
-/// How long to wait after a write that failed.
+/// Pause before the next attempt after a failed write.
 const SAVE_RETRY_DELAY: Duration = Duration::from_secs(10);
-/// A reconnect within this time changes nothing that is kept.
+/// A reconnect within this time does not change the persisted state.
 const LAST_SEEN_RESOLUTION: Duration = Duration::from_secs(10 * 60);
 
 #[cfg(test)]

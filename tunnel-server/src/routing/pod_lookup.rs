@@ -1,4 +1,5 @@
-//! Which node a pod runs on: a question that the TLS listeners ask for kubelet paths, and the cluster's side answers.
+//! Lookup of the node that a Pod runs on. HTTPS listeners send queries for kubelet paths, and the
+//! controllers of the cluster answer them.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,21 +7,22 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tunnel_proto::wire::name::NodeName;
 
-/// Questions that wait in the queue; further callers wait for room in it.
+/// Queries that fit into the queue. Further callers wait until the queue has room.
 const QUEUE_MAX: usize = 64;
-/// How long a request waits for an answer, its time in the queue included: two calls of the cluster's side that time out.
+/// Time that a request waits for an answer, including its time in the queue. The limit covers two
+/// API calls that time out.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest DNS subdomain (RFC 1123), bytes.
+/// Longest DNS subdomain (RFC 1123), in bytes.
 const SUBDOMAIN_MAX: usize = 253;
-/// Longest DNS label, bytes.
+/// Longest DNS label, in bytes.
 const LABEL_MAX: usize = 63;
 
-/// A pod.
+/// A reference to a Pod.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Pod {
-    /// Its namespace.
+    /// Namespace of the Pod.
     pub namespace: String,
-    /// Its name in the API, which a static Pod has as well.
+    /// Name of the Pod in the API. A static Pod has such a name as well.
     pub name: String,
 }
 
@@ -30,19 +32,19 @@ impl fmt::Display for Pod {
     }
 }
 
-/// What a request's path says to a kubelet (Kubernetes `pkg/kubelet/server/server.go`).
+/// A request path in the kubelet's API (Kubernetes `pkg/kubelet/server/server.go`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KubeletPath {
     /// `/exec/NAMESPACE/POD/...`, `/attach/...`, `/portForward/...` or `/containerLogs/...`.
     Stream(Pod),
-    /// One of these without a namespace and a pod that Kubernetes could have.
+    /// One of these paths in which the namespace or the Pod name is missing or invalid.
     Malformed,
-    /// Any other path.
+    /// Any path that is not one of these.
     Other,
 }
 
 impl KubeletPath {
-    /// Reads a path without its query.
+    /// Parses a path without its query.
     #[must_use]
     pub fn of(path: &str) -> Self {
         let mut parts = path.strip_prefix('/').unwrap_or_default().split('/');
@@ -65,7 +67,8 @@ impl KubeletPath {
     }
 }
 
-/// Whether a text is a name of a Pod (Kubernetes `IsDNS1123Subdomain`, which bounds no single label).
+/// Returns whether a text is a valid Pod name (Kubernetes `IsDNS1123Subdomain`, which does not
+/// limit the length of a label).
 fn is_subdomain(text: &str) -> bool {
     text.len() <= SUBDOMAIN_MAX && text.split('.').all(is_label)
 }
@@ -75,57 +78,58 @@ fn is_label(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(is_inner) && !text.starts_with('-') && !text.ends_with('-')
 }
 
-/// Why the node of a pod is not known.
+/// Reason why the node of a Pod is unknown.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PodLookupError {
-    /// The API has no such pod.
+    /// The API has no such Pod.
     #[error("there is no such pod")]
     NotFound,
-    /// No node was chosen for the pod.
+    /// The Pod is not scheduled to a node.
     #[error("the pod is bound to no node")]
     Unbound,
-    /// The name of the pod's node cannot be addressed.
+    /// The Pod's node has a name that cannot be addressed.
     #[error("node name {0:?} is not valid for an agent")]
     UnusableNode(String),
-    /// The server lacks the right.
+    /// The server's ServiceAccount lacks the required permission.
     #[error(
         "the API server refuses; grant the tunnel server's ServiceAccount the right 'pods get' (verb get on resource pods, \
          all namespaces), or start kube-apiserver with --kubelet-certificate-authority, which needs no look-up"
     )]
     Forbidden,
-    /// The API server cannot be asked.
+    /// The API server is unavailable.
     #[error("the API server cannot be asked: {0}")]
     Unavailable(String),
-    /// No answer in time.
+    /// The API server did not answer in time.
     #[error("no answer of the API server within {} s", ANSWER_TIMEOUT.as_secs())]
     Timeout,
 }
 
-/// A question and the channel for its answer.
+/// A query with the channel for its answer.
 #[derive(Debug)]
 pub struct Question {
-    /// The pod.
+    /// The Pod to look up.
     pub pod: Pod,
-    /// Takes the node, by the name of its object.
+    /// Receives the node, by the name of its Node object.
     pub answer: oneshot::Sender<Result<NodeName, PodLookupError>>,
 }
 
-/// Asks for pods' nodes. Clones ask the same side.
+/// A client that looks up the nodes of Pods. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct PodResolver(mpsc::Sender<Question>);
 
 impl PodResolver {
-    /// A finder and the questions it asks.
+    /// Creates a resolver and the receiver of its queries.
     #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<Question>) {
         let (questions, receiver) = mpsc::channel(QUEUE_MAX);
         (Self(questions), receiver)
     }
 
-    /// Returns the node that a pod is bound to, within 10 s. Cancel-safe: a question whose asker is gone is dropped.
+    /// Returns the node that a Pod is bound to, within 10 s. Cancel-safe: a query whose caller is
+    /// gone is dropped.
     ///
     /// # Errors
-    /// [`PodLookupError`].
+    /// Returns a [`PodLookupError`] if the node is unknown.
     pub async fn node_of(&self, pod: Pod) -> Result<NodeName, PodLookupError> {
         let (answer, answered) = oneshot::channel();
         let asking = async {
@@ -151,12 +155,12 @@ mod tests {
             ("/attach/kube-system/a.b/c", "kube-system/a.b"),
             ("/containerLogs/ns/pod/c", "ns/pod"),
             ("/portForward/ns/pod", "ns/pod"),
-            // A static Pod has its node's name behind its own.
+            // The API name of a static Pod ends with the name of its node.
             (
                 "/exec/kube-system/etcd-edge.site-3/etcd",
                 "kube-system/etcd-edge.site-3",
             ),
-            // Names that read as addresses are names of Pods all the same.
+            // Names that look like addresses are valid Pod names too.
             ("/exec/1/10.0.0.1/c", "1/10.0.0.1"),
         ] {
             let KubeletPath::Stream(found) = KubeletPath::of(path) else {

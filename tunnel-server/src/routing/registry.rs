@@ -1,4 +1,5 @@
-//! Observed state: which sessions are connected for which node, and opening streams over them.
+//! Registry of sessions: the sessions that are connected for each node. The registry opens streams
+//! over them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,65 +21,68 @@ pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
 pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
 use limiter::{StreamLimiter, StreamPermit};
 
-/// Sessions of a node that are tried for one stream: the active one and one spare.
+/// Sessions of a node that the server tries for one stream: the active session and one spare.
 const OPEN_ATTEMPTS_MAX: usize = 2;
 
-/// How often the sessions of a node are looked up for one stream.
+/// Lookups of a node's sessions for one stream.
 const LOOKUP_ROUNDS_MAX: usize = 3;
 
-/// Sessions of one node at once. An agent holds two while it replaces one, and one more for each that a partition left behind.
+/// Sessions that one node can have at once. An agent has two sessions while it replaces one, and
+/// one more for each session that a partition left open.
 const SESSIONS_PER_NODE: usize = 4;
 
-/// Why a session was not registered.
+/// Reason why a session was not registered.
 #[derive(Debug)]
 pub enum RegisterError {
-    /// This live session of another instance serves the node.
+    /// A live session of another agent process serves the node.
     InUse(Arc<AgentSession>),
-    /// The node has as many sessions as it may have, all in use.
+    /// The node has reached its limit of sessions, and all of them are in use.
     TooManySessions,
 }
 
-/// Why no stream to a node could be opened.
+/// Reason why no stream to a node could be opened.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum OpenError {
-    /// No session.
+    /// The node has no session.
     #[error(
         "no agent is connected for this node; check that tunnel-agent runs there ('tunnel-server nodes' lists connected nodes)"
     )]
     NoAgent,
-    /// Only sessions whose agent may be gone.
+    /// All sessions of the node are suspect.
     #[error("the agent is suspect: {0}; requests are accepted again when it answers")]
     Suspect(SuspectReason),
-    /// The agent, or the caller at this agent, has as many streams as it may have.
+    /// The agent, or the caller on this agent, has reached its limit of streams.
     #[error("{0}")]
     TooManyStreams(QuotaExhausted),
-    /// Stalled readers hold as much memory as they may, in bytes of the whole pool.
+    /// Stalled readers hold as much memory as they may. The value is the size of the whole pool, in
+    /// bytes.
     #[error(
         "stalled readers use too much of limits.bufferPool, {}; try again later",
         format_size(*.0)
     )]
     BufferPoolFull(u64),
-    /// The agent is stopping and no other session is there.
+    /// The agent is draining, and no other session is available.
     #[error("the agent is stopping")]
     Draining,
     /// The session was lost before anything was sent.
     #[error("the session with the agent was lost")]
     Lost(#[source] SessionError),
-    /// The agent takes no stream in time.
+    /// The agent did not accept the stream in time.
     #[error("the agent did not accept the stream in time (limits.openTimeout)")]
     Timeout,
 }
 
-/// A stream with the session that carries it.
+/// A stream and the session that carries it.
 #[derive(Debug)]
 pub struct OpenedStream {
-    /// The stream; it gives its place back when dropped.
+    /// The stream. Dropping it releases its permit.
     pub stream: Stream,
-    /// For logs.
+    /// Session that carries the stream, for logs.
     pub session: SessionId,
 }
 
-/// All connected agents. Sessions of one node are kept newest first; the newest that takes streams is the active one.
+/// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.
+/// The newest session that accepts streams is the active session.
 #[derive(Debug)]
 pub struct Registry {
     nodes: Mutex<HashMap<NodeName, NodeSessions>>,
@@ -87,20 +91,20 @@ pub struct Registry {
     limits: RegistryLimits,
 }
 
-/// Limits of what goes to agents.
+/// Limits of streams to agents.
 #[derive(Debug, Clone, Copy)]
 pub struct RegistryLimits {
-    /// Streams open to one agent at once, over all its sessions.
+    /// Streams that can be open to one agent at once, over all its sessions.
     pub streams_per_agent: usize,
-    /// Size of the pool that stalled readers are charged to, bytes; for texts.
+    /// Size of the pool that accounts for stalled readers, in bytes. Used only in messages.
     pub buffer_pool: u64,
 }
 
-/// Never empty.
+/// The sessions of one node. Never empty.
 #[derive(Debug)]
 struct NodeSessions {
     sessions: Vec<Arc<AgentSession>>,
-    /// One for all sessions of the agent.
+    /// Shared by all sessions of the agent.
     limiter: Arc<StreamLimiter>,
 }
 
@@ -109,7 +113,7 @@ impl NodeSessions {
         self.sessions.iter().find(|agent| agent.is_routable())
     }
 
-    /// Picks the session that makes room for `newcomer`, if one is needed.
+    /// Selects the session that is closed to make room for `newcomer`, if the node is at its limit.
     fn supersede_at_limit(
         &self,
         newcomer: &AgentSession,
@@ -121,7 +125,8 @@ impl NodeSessions {
         let retiring = |agent: &&Arc<AgentSession>| {
             !agent.is_routable() || agent.instance != newcomer.instance
         };
-        // One without streams is about to end anyway; streams of the others are cut only where there is none.
+        // A session without streams is about to end anyway. Streams of other sessions are cut only
+        // if there is no such session.
         let oldest = open()
             .filter(retiring)
             .filter(|agent| !agent.has_streams())
@@ -134,7 +139,7 @@ impl NodeSessions {
 }
 
 impl Registry {
-    /// An empty registry.
+    /// Creates an empty registry.
     #[must_use]
     pub fn new(limits: RegistryLimits) -> Self {
         Self {
@@ -145,17 +150,18 @@ impl Registry {
         }
     }
 
-    /// A fresh session id.
+    /// Returns a new session id.
     pub fn next_id(&self) -> SessionId {
         SessionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Adds a session in front of the node's others, unless another instance that is not in `yielded` is live. Where the
-    /// node has as many sessions as it may have, the oldest that takes no new streams, first of those without any, is marked as
-    /// closing; the caller closes it, see [`Registration::superseded`].
+    /// Adds a session as the newest session of its node, unless another agent process has a live
+    /// session that is not in `yielded`. If the node is at its limit of sessions, the oldest
+    /// session that accepts no new streams is marked as closing. Sessions without streams are
+    /// preferred. The caller closes that session, see [`Registration::superseded`].
     ///
     /// # Errors
-    /// [`RegisterError`].
+    /// Returns a [`RegisterError`] if the session was not registered.
     pub fn register(
         self: &Arc<Self>,
         session: AgentSession,
@@ -177,7 +183,8 @@ impl Registry {
             return Err(RegisterError::InUse(other.clone()));
         }
         let superseded = node.supersede_at_limit(&session)?;
-        // Before anyone can find both: two processes never own a name together.
+        // Runs before a lookup can return both sessions, so that two agent processes never own a
+        // name together.
         for other in &node.sessions {
             if other.instance != session.instance {
                 other.withdraw();
@@ -193,7 +200,7 @@ impl Registry {
         })
     }
 
-    /// Sessions of a node, newest first.
+    /// Returns the sessions of a node, newest first.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Vec<Arc<AgentSession>> {
         let nodes = self.lock();
@@ -202,20 +209,21 @@ impl Registry {
             .map_or_else(Vec::new, |node| node.sessions.clone())
     }
 
-    /// Whether a session of a node is connected.
+    /// Returns whether a session of a node is connected.
     #[must_use]
     pub fn has(&self, node: &NodeName) -> bool {
         self.lock().contains_key(node)
     }
 
-    /// Changes whenever a session comes or goes.
+    /// Returns a receiver that is notified whenever a session is added or removed.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// When the last certificate of an agent process ends, over all its sessions; a session that another one has
-    /// replaced lives on with the newer certificate.
+    /// Returns the end of the last certificate of an agent process, over all its sessions. A
+    /// session that was replaced by another one remains valid until the end of the newer
+    /// certificate.
     #[must_use]
     pub fn valid_until(&self, agent: &AgentSession) -> Instant {
         let of_process = self.of_node(&agent.node).into_iter();
@@ -225,7 +233,7 @@ impl Registry {
             .fold(agent.valid_until(), Instant::max)
     }
 
-    /// Every session.
+    /// Returns the sessions of all nodes.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
         let nodes = self.lock();
@@ -233,14 +241,15 @@ impl Registry {
         sessions.cloned().collect()
     }
 
-    /// Opens a stream of `caller` to a node's agent within `limit`, which also bounds the wait for the agent's reply. When the
-    /// active session turns out to be gone, one spare is tried: nothing of the caller's was sent yet. The session
-    /// `except`, which refused the stream already, is left out.
+    /// Opens a stream of `caller` to a node's agent within `limit`. The same limit bounds the wait
+    /// for the agent's reply. If the active session turns out to be gone, one spare session is
+    /// tried, because no data of the caller has been sent yet. The session `except`, which has
+    /// already refused the stream, is left out.
     ///
-    /// Cancel-safe: dropped early, the stream is reset.
+    /// Cancel-safe: if the future is dropped early, the stream is reset.
     ///
     /// # Errors
-    /// [`OpenError`].
+    /// Returns an [`OpenError`] if no stream could be opened.
     pub async fn open(
         &self,
         node: &NodeName,
@@ -250,7 +259,8 @@ impl Registry {
         except: Option<SessionId>,
     ) -> Result<OpenedStream, OpenError> {
         let mut failure = OpenError::NoAgent;
-        // A session that is replaced while it is asked has its successor beside it by then.
+        // When a session is replaced while the server tries it, its successor is registered by the
+        // next round.
         for _ in 0..LOOKUP_ROUNDS_MAX {
             failure = match self.try_open(node, header, caller, limit, except).await {
                 Err(OpenError::Draining) => OpenError::Draining,
@@ -290,7 +300,7 @@ impl Registry {
         Err(failure)
     }
 
-    /// The session that a new stream to a node goes to first.
+    /// Returns the session that a new stream to a node tries first.
     #[must_use]
     pub fn active(&self, node: &NodeName) -> Option<SessionId> {
         let nodes = self.lock();
@@ -298,8 +308,9 @@ impl Registry {
         active.map(|agent| agent.id)
     }
 
-    /// Whether an idle stream over `session` may be kept for a further request: new streams would take the same way, and
-    /// the node's agent has at most a quarter of its streams open.
+    /// Returns whether an idle stream over `session` can be kept for another request. New streams
+    /// must use the same session, and at most a quarter of the streams of the node's agent may be
+    /// open.
     #[must_use]
     pub fn can_reuse(&self, node: &NodeName, session: SessionId) -> bool {
         let nodes = self.lock();
@@ -308,7 +319,8 @@ impl Registry {
         })
     }
 
-    /// The sessions to try for a new stream of `caller`, at least one, and the stream's permit.
+    /// Returns the sessions to try for a new stream of `caller`, at least one, and the stream's
+    /// permit.
     fn admit(
         &self,
         node: &NodeName,
@@ -334,7 +346,8 @@ impl Registry {
         if routable.is_empty() {
             return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
         }
-        // Another session is no way out: the pool is everyone's, and its share is the agent's.
+        // Trying another session would not help: the buffer pool is global, and the quota is per
+        // agent.
         if !sessions.iter().all(|agent| agent.session.has_room()) {
             return Err(OpenError::BufferPoolFull(self.limits.buffer_pool));
         }
@@ -359,7 +372,7 @@ impl Registry {
     }
 }
 
-/// Keeps a session registered; dropping it removes exactly that session.
+/// Keeps a session registered. Dropping the value removes exactly that session.
 #[derive(Debug)]
 pub struct Registration {
     registry: Arc<Registry>,
@@ -368,13 +381,14 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Takes the older session that has to be closed for this one, where the node was at its limit.
+    /// Takes the older session that the caller must close to make room for this one, if the node
+    /// was at its limit.
     #[must_use]
     pub fn superseded(&mut self) -> Option<Arc<AgentSession>> {
         self.superseded.take()
     }
 
-    /// The registered session.
+    /// Returns the registered session.
     #[must_use]
     pub fn session(&self) -> &Arc<AgentSession> {
         &self.session

@@ -1,8 +1,9 @@
-//! Which node a name or an address belongs to: an immutable table, replaced as a whole, so that a lookup takes no lock.
+//! Route table: maps names and addresses to nodes. The table is immutable and is replaced as a
+//! whole, so that a lookup takes no lock.
 //!
-//! Desired state only: whether an agent is connected is the registry's business. A node is here because somebody
-//! vouched for it (a token, a certificate, a Node object); an address only because an operator or the cluster gave it,
-//! never because an agent claims it.
+//! The table contains desired state only. The registry knows which agents are connected. A node is
+//! in the table because of a token, a certificate or a Node object. An address is in the table
+//! because an operator or the cluster assigned it, and never because an agent claims it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -11,48 +12,49 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arc_swap::ArcSwap;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-/// Known names and addresses at one moment.
+/// An immutable table of known names and addresses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RouteTable {
     names: BTreeSet<NodeName>,
-    /// Host names beside the nodes' own names; never one that is a node's own.
+    /// Host names that differ from the nodes' names. A host name that equals the name of any node
+    /// is left out.
     hostnames: HashMap<NodeName, Vec<NodeName>>,
     addresses: HashMap<IpAddr, Vec<NodeName>>,
     kubelet_ports: HashMap<NodeName, Port>,
 }
 
-/// Why a name or address leads nowhere.
+/// Reason why a name or an address has no route.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
-    /// Nobody has vouched for a node of this name.
+    /// No token, certificate or Node object exists for a node of this name.
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownName(NodeName),
-    /// Several nodes say that this is their host name.
+    /// Several nodes report this host name.
     #[error("{} is the host name of {}; address the node by its own name", .0, join(.1))]
     AmbiguousName(NodeName, Vec<NodeName>),
     /// No known node has this address.
     #[error("no known node has the address {0}; address the node by name")]
     UnknownAddress(IpAddr),
-    /// Several nodes have this address, connected or not; guessing would reach the wrong machine.
+    /// Several nodes have this address, connected or not. A guess could reach the wrong machine.
     #[error("{} is the address of {}; address the node by name", .0, join(.1))]
     AmbiguousAddress(IpAddr, Vec<NodeName>),
 }
 
-/// A node as one source knows it.
+/// A node, according to one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RouteNode {
-    /// Its name.
+    /// Name of the node.
     pub name: NodeName,
-    /// Its host name, where that is another.
+    /// Host name of the node, if it differs from the name.
     pub hostname: Option<NodeName>,
-    /// Its addresses.
+    /// Addresses of the node.
     pub addresses: Vec<IpAddr>,
-    /// The port of its kubelet, from its Node object.
+    /// Port of the kubelet, from the Node object.
     pub kubelet_port: Option<Port>,
 }
 
 impl RouteTable {
-    /// A table of nodes with their addresses.
+    /// Creates a table of nodes with their addresses.
     pub fn new<'a>(nodes: impl IntoIterator<Item = (&'a NodeName, &'a [IpAddr])>) -> Self {
         let nodes = nodes.into_iter().map(|(name, addresses)| RouteNode {
             name: name.clone(),
@@ -63,8 +65,8 @@ impl RouteTable {
         Self::merge(&nodes.collect::<Vec<_>>())
     }
 
-    /// A table of nodes, of which several may be the same one from different sources: it has the addresses and host
-    /// names of all of them.
+    /// Creates a table from the nodes of several sources. A node that occurs several times has the
+    /// addresses and host names of all its entries.
     pub fn merge<'a>(nodes: impl IntoIterator<Item = &'a RouteNode>) -> Self {
         let mut names = BTreeSet::new();
         let mut hostnames: HashMap<NodeName, BTreeSet<NodeName>> = HashMap::new();
@@ -93,33 +95,34 @@ impl RouteTable {
         }
     }
 
-    /// How many nodes are known.
+    /// Returns the number of known nodes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.names.len()
     }
 
-    /// Whether no node is known.
+    /// Returns whether no node is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }
 
-    /// All known nodes, by name.
+    /// Returns the names of all known nodes, in order.
     pub fn names(&self) -> impl Iterator<Item = &NodeName> {
         self.names.iter()
     }
 
-    /// Whether a known node is called so.
+    /// Returns whether [`RouteTable::by_name`] finds a node for this name.
     #[must_use]
     pub fn knows(&self, name: &NodeName) -> bool {
         self.by_name(name).is_ok()
     }
 
-    /// The known node of this name, which is its own or its host name.
+    /// Returns the known node with this name or host name.
     ///
     /// # Errors
-    /// [`RouteError::UnknownName`], or [`RouteError::AmbiguousName`] when several have the host name.
+    /// Returns [`RouteError::UnknownName`] if no node matches, or [`RouteError::AmbiguousName`] if
+    /// several nodes have the host name.
     pub fn by_name(&self, name: &NodeName) -> Result<NodeName, RouteError> {
         if let Some(own) = self.names.get(name) {
             return Ok(own.clone());
@@ -131,23 +134,24 @@ impl RouteTable {
         }
     }
 
-    /// Whether this is a known node's own name; host names do not count.
+    /// Returns whether a known node has this name. Host names do not count.
     #[must_use]
     pub fn is_node(&self, name: &NodeName) -> bool {
         self.names.contains(name)
     }
 
-    /// The port of a node's kubelet: that of its Node object, else 10250.
+    /// Returns the port of a node's kubelet: the port in its Node object, or else 10250.
     #[must_use]
     pub fn kubelet_port(&self, node: &NodeName) -> Option<Port> {
         let port = self.kubelet_ports.get(node).copied();
         port.or_else(|| Port::new(KUBELET_PORT))
     }
 
-    /// The one known node with this address.
+    /// Returns the only known node with this address.
     ///
     /// # Errors
-    /// [`RouteError::UnknownAddress`], or [`RouteError::AmbiguousAddress`] when several have it.
+    /// Returns [`RouteError::UnknownAddress`] if no node has the address, or
+    /// [`RouteError::AmbiguousAddress`] if several nodes have it.
     pub fn by_address(&self, address: IpAddr) -> Result<NodeName, RouteError> {
         match self
             .addresses
@@ -160,7 +164,7 @@ impl RouteTable {
         }
     }
 
-    /// Addresses that several nodes share.
+    /// Returns the addresses that several nodes share.
     #[must_use]
     pub fn conflicts(&self) -> BTreeMap<IpAddr, &[NodeName]> {
         let shared = self.addresses.iter().filter(|(_, nodes)| nodes.len() > 1);
@@ -187,16 +191,16 @@ fn listed<K: std::hash::Hash + Eq>(
         .collect()
 }
 
-/// Who knows of nodes.
+/// A source of nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RouteSource {
-    /// Tokens and certificates, with the addresses that operators gave.
+    /// Tokens and certificates, with the addresses that operators assigned.
     Known,
-    /// The cluster's Node objects.
+    /// Node objects of the cluster.
     Cluster,
 }
 
-/// The table in force, merged from its sources. Clones share it.
+/// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
 pub struct Routes(Arc<RoutesInner>);
 
@@ -207,13 +211,13 @@ struct RoutesInner {
 }
 
 impl Routes {
-    /// The table of this moment.
+    /// Returns the current table.
     #[must_use]
     pub fn load(&self) -> Arc<RouteTable> {
         self.0.table.load_full()
     }
 
-    /// What a source knows.
+    /// Returns the nodes of a source.
     #[must_use]
     pub fn of(&self, source: RouteSource) -> Arc<[RouteNode]> {
         let sources = self.0.sources.lock();
@@ -221,7 +225,7 @@ impl Routes {
         sources.get(&source).cloned().unwrap_or_default()
     }
 
-    /// Replaces what a source knows, as a whole, and puts the merged table in force.
+    /// Replaces all nodes of a source and installs the merged table.
     pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
         let sources = self.0.sources.lock();
         let mut sources = sources.unwrap_or_else(PoisonError::into_inner);
@@ -229,13 +233,13 @@ impl Routes {
         let table = Arc::new(RouteTable::merge(
             sources.values().flat_map(|nodes| nodes.iter()),
         ));
-        // Under the lock, so that a merge of older sources never replaces a newer one.
+        // Stored under the lock, so that a merge of older sources never replaces a newer table.
         self.0.table.store(table.clone());
         table
     }
 }
 
-/// Port of the kubelet where a Node object does not say.
+/// Port of the kubelet if the Node object contains none.
 const KUBELET_PORT: u16 = 10250;
 
 #[cfg(test)]

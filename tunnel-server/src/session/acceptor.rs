@@ -1,4 +1,5 @@
-//! Port 10262: takes connections on UDP and TCP; every handshake runs in a task of its own, under a deadline.
+//! Port 10262: accepts connections on UDP and TCP. Every handshake runs in its own task with a
+//! deadline.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -23,27 +24,29 @@ mod tcp;
 
 pub use tcp::TcpHandler;
 
-/// Accepts agents.
+/// Accepts connections from agents.
 #[derive(Debug)]
 pub struct Acceptor {
-    /// UDP.
+    /// Acceptor of QUIC connections on UDP.
     pub quic: Arc<QuicAcceptor>,
-    /// What TCP connections need.
+    /// Handler of TCP connections.
     pub tcp_handler: Arc<TcpHandler>,
-    /// What a session needs.
+    /// State that all sessions share.
     pub sessions: Arc<Sessions>,
-    /// Time for a handshake, and for a whole enrollment.
+    /// Timeout of a handshake, and of a whole enrollment.
     pub handshake_limit: Duration,
-    /// Limits connections that are not yet authenticated.
+    /// Limiter of unauthenticated connections.
     pub pre_auth: Arc<ConnLimiter>,
-    /// Permits for TCP connections, for their whole life: each takes a descriptor, and others need some, too.
+    /// Permits for TCP connections. A connection holds its permit until it ends. The permits bound
+    /// the file descriptors that agents use, because other parts of the server need some too.
     pub tcp_permits: Arc<Semaphore>,
 }
 
 impl Acceptor {
-    /// Accepts on UDP and on this TCP listener until the drain begins. From then on new connections are refused, so that an
-    /// agent that was sent away looks for another server at once: the TCP listener is closed, and over QUIC, whose socket
-    /// the open sessions need, each is answered with CONNECTION_REFUSED.
+    /// Accepts connections on UDP and on this TCP listener until the drain begins. New connections
+    /// are then refused, so that an agent looks for another server at once. The TCP listener is
+    /// closed. Open sessions still need the QUIC socket, so new QUIC connections are answered with
+    /// CONNECTION_REFUSED.
     pub fn start(self, tcp: TcpListener) {
         let tcp = RetryingListener::new(tcp, "agents");
         let shutdown = self.sessions.shutdown.clone();
@@ -65,7 +68,7 @@ impl Acceptor {
                 return;
             };
             if drain.is_cancelled() {
-                // Dropped, which refuses it.
+                // Dropping the handshake refuses the connection.
                 drop(handshake);
                 continue;
             }
@@ -107,7 +110,8 @@ impl Acceptor {
         }
     }
 
-    /// A new connection, with a place of its own. Without one it is dropped, which refuses it.
+    /// Acquires a permit for a new connection. Without a permit the connection is refused: the
+    /// server drops it.
     fn half_open(&self, peer: SocketAddr) -> Option<HalfOpenConn> {
         let acquired = self.pre_auth.acquire(peer.ip());
         let metrics = &self.sessions.metrics;
@@ -132,7 +136,7 @@ impl Acceptor {
     }
 }
 
-/// A connection that has shown no credential yet.
+/// A connection that has not presented a credential yet.
 #[derive(Debug)]
 struct HalfOpenConn {
     sessions: Arc<Sessions>,
@@ -140,7 +144,7 @@ struct HalfOpenConn {
     permit: ConnPermit,
 }
 
-/// Why a connection was given up before it showed a credential.
+/// Reason why a connection was closed before it presented a credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 enum PreAuthError {
     #[error("handshake did not finish in time (limits.handshakeTimeout)")]
@@ -152,7 +156,7 @@ enum PreAuthError {
 }
 
 impl PreAuthError {
-    /// For metrics.
+    /// Returns the value for the metric label.
     fn label(self) -> &'static str {
         match self {
             Self::Timeout => TIMEOUT,
@@ -162,7 +166,7 @@ impl PreAuthError {
 }
 
 impl HalfOpenConn {
-    /// Work under the deadline, for as long as the place lasts.
+    /// Runs work until the deadline, or until the connection's permit is evicted.
     async fn with_deadline<T>(&self, work: impl Future<Output = T>) -> Result<T, PreAuthError> {
         tokio::select! {
             biased;
@@ -171,7 +175,7 @@ impl HalfOpenConn {
         }
     }
 
-    /// Serves the session that the handshake gave, to its end.
+    /// Serves the session that the handshake produced until the session ends.
     async fn admit(self, outcome: Result<HandshakeResult, PreAuthError>) {
         let metrics = &self.sessions.metrics;
         match outcome {
@@ -204,7 +208,6 @@ impl HalfOpenConn {
     }
 }
 
-/// The end of a handshake.
 type HandshakeResult = Result<Arc<dyn Session>, HandshakeError>;
 
 fn handshake_label(error: &HandshakeError) -> &'static str {
@@ -212,7 +215,7 @@ fn handshake_label(error: &HandshakeError) -> &'static str {
         HandshakeError::Timeout => TIMEOUT,
         HandshakeError::Transport(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
-        // A dialler's.
+        // These errors occur only on the dialing end, not on the accepting end.
         HandshakeError::Local(_)
         | HandshakeError::Connect(_)
         | HandshakeError::Refused

@@ -1,4 +1,4 @@
-//! A live session's next certificate: one request at a time, signed off the runtime's own threads.
+//! Renewal of the certificate of a live session. One request runs at a time, on a blocking thread.
 
 use std::time::{Duration, SystemTime};
 
@@ -13,13 +13,13 @@ use super::Sessions;
 use crate::ca::renewal::{EnrollRefusal, RenewedCertificate};
 use crate::routing::registry::AgentSession;
 
-/// An agent that asks sooner than this after its last request has lost its mind.
+/// Shortest time between two requests of an agent. No correct agent sends requests faster.
 const RENEWAL_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
-/// What one request came to.
+/// Result of one request.
 type RenewalResult = Result<Result<RenewedCertificate, EnrollRefusal>, JoinError>;
 
-/// The request that is being worked on.
+/// The renewal request in progress, if any.
 #[derive(Debug, Default)]
 pub(super) struct RenewalTask {
     work: Option<JoinHandle<Result<RenewedCertificate, EnrollRefusal>>>,
@@ -27,7 +27,8 @@ pub(super) struct RenewalTask {
 }
 
 impl RenewalTask {
-    /// Begins with a request.
+    /// Starts a renewal request in the background. Returns a refusal if the server does not renew
+    /// certificates, or if requests arrive too often.
     pub(super) fn begin(
         &mut self,
         sessions: &Sessions,
@@ -53,7 +54,8 @@ impl RenewalTask {
         Ok(())
     }
 
-    /// What the request came to; waits for ever while there is none. Cancel-safe.
+    /// Waits for the result of the current request. Never completes while there is no request.
+    /// Cancel-safe.
     pub(super) async fn done(&mut self) -> RenewalResult {
         match &mut self.work {
             Some(work) => {
@@ -67,7 +69,7 @@ impl RenewalTask {
 }
 
 impl Sessions {
-    /// Notes what was issued, and makes the answer of it.
+    /// Records the issued certificate and returns the reply for the agent.
     pub(super) fn renewed(&self, agent: &AgentSession, issued: RenewalResult) -> EnrollReply {
         let node = &agent.node;
         let issued = issued.unwrap_or_else(|panic| {

@@ -1,4 +1,5 @@
-//! An admitted session to its end: what the agent is told, what it says, and whether it is still there.
+//! The loop of an admitted session: control messages in both directions, renewal and liveness,
+//! until the session ends.
 
 use std::io;
 use std::pin::pin;
@@ -23,9 +24,9 @@ use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::registry::{AgentSession, SuspectReason};
 
-/// Reason of the close.
+/// Reason text of a close with [`CloseCode::CredentialExpired`].
 const EXPIRED: &str = "certificate expired and was not renewed";
-/// Clocks that are shortened for tests must not keep a processor busy.
+/// Shortest poll interval. Prevents a busy loop when tests use very short limits.
 const POLL_INTERVAL_MIN: Duration = Duration::from_millis(1);
 
 impl Sessions {
@@ -39,7 +40,8 @@ impl Sessions {
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
         let (outgoing, outgoing_rx) = watch::channel(OutgoingControl::default());
-        // Nothing waits for what the agent is told: on a silent session it may never leave.
+        // The loop never waits for control messages to be sent, because they may never leave on a
+        // silent session.
         let mut sending = pin!(send_control(writer, outgoing_rx));
         let mut watch =
             SessionMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
@@ -47,7 +49,7 @@ impl Sessions {
         let mut next_poll = pin!(sleep(Duration::ZERO));
         let (mut draining, mut can_recv, mut can_send) = (false, true, true);
         let mut renewal = RenewalTask::default();
-        // Why the transport says that it ended, or for how long nothing has been heard.
+        // The reason of the close from the transport, or the time of silence on a dead session.
         let ended = loop {
             tokio::select! {
                 biased;
@@ -120,7 +122,7 @@ impl Sessions {
             };
             next_poll.as_mut().reset(next);
         };
-        // Gone before the close, which may wait a while for a peer that is not there.
+        // Dropped before the close, which can wait for a peer that is gone.
         drop((registration, watch));
         let streams = agent.session.health().streams;
         let reason = match ended {
@@ -144,7 +146,7 @@ impl Sessions {
     }
 }
 
-/// What the agent says.
+/// Handles a control message from the agent.
 fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut SessionMonitor) {
     let (node, session) = (&agent.node, agent.id);
     match message {
@@ -171,12 +173,12 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut Se
     }
 }
 
-/// What the agent is to be told; only the latest word counts.
+/// The control messages to send. Only the latest value of each is sent.
 #[derive(Debug, Clone, Default)]
 struct OutgoingControl {
     drain: Option<Duration>,
     is_suspect: bool,
-    /// The answer to the last wish for a certificate, and how many there were.
+    /// The reply to the last certificate request. `answers` is the number of replies.
     renewed: Option<EnrollReply>,
     answers: u64,
 }
@@ -188,7 +190,8 @@ impl OutgoingControl {
     }
 }
 
-/// Tells the agent each new word, however long a message takes to leave. Ends when it cannot.
+/// Sends each new value to the agent, no matter how long a message takes to leave. Returns when
+/// sending fails or the sender is dropped.
 async fn send_control(
     mut writer: ControlWriter,
     mut outgoing_rx: watch::Receiver<OutgoingControl>,
@@ -218,7 +221,7 @@ async fn send_control(
     }
 }
 
-/// Keeps the registry's opinion of a session up to date.
+/// Updates the liveness state of a session in the registry.
 struct SessionMonitor {
     agent: Arc<AgentSession>,
     liveness: Liveness,
@@ -273,7 +276,7 @@ impl SessionMonitor {
 }
 
 impl SessionMonitor {
-    /// The limit that makes a session suspect after this silence.
+    /// Returns the limit that makes a session suspect after this silence.
     fn reached(&self, silence: Duration) -> Limit {
         if self.liveness.is_suspect_idle(silence) {
             Limit::SuspectAfterIdle

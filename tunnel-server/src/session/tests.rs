@@ -9,7 +9,8 @@ fn closed_with(bench: &Bench, code: &str) -> Option<u64> {
     ))
 }
 
-/// Every agent has these for as long as it is connected: what only admission needs must not stay.
+/// A connected agent holds these futures, so state that only admission needs must not remain in
+/// them.
 #[test]
 fn session_at_rest_is_small() {
     fn future<'a, A, F>(_: impl FnOnce(&'a Sessions, A) -> F) -> usize {
@@ -96,7 +97,7 @@ async fn instance_that_withdrew_yields_without_a_probe() {
 #[tokio::test(start_paused = true)]
 async fn agent_that_does_not_take_its_welcome_is_not_kept() {
     let bench = Bench::new();
-    // Too narrow for Welcome, which the agent does not read.
+    // The stream is too narrow for Welcome, because the agent does not read.
     let agent = bench.hello(1, 2).await;
     let began = Instant::now();
     let reason = crate::testing::within(agent.far.closed()).await;
@@ -123,7 +124,8 @@ async fn draining_server_sends_an_agent_to_another_one() {
     assert!(bench.sessions.registry.all().is_empty());
 }
 
-/// F36: a panic while one session is greeted or served leaves nothing of it, and others are served.
+/// F36: a panic while a session is being admitted or served ends only that session, and the server
+/// continues to serve others.
 #[tokio::test(start_paused = true)]
 async fn f36_panic_in_a_session_costs_that_session_alone() {
     tunnel_proto::process::panics::install_hook();

@@ -1,4 +1,5 @@
-//! CONNECT on the admin socket, for `tunnel-server connect` on the server's host: to nodes alone.
+//! CONNECT on the admin socket, for `tunnel-server connect` on the server's host. Targets are nodes
+//! only.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ use crate::routing::registry::CallerKey;
 /// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;
 
-/// Opens tunnels for whoever may use the admin socket.
+/// Opens tunnels for callers that have access to the admin socket.
 #[derive(Debug, Clone)]
 pub struct AdminTunnels {
     ingress: Arc<IngressContext>,
@@ -35,7 +36,8 @@ pub struct AdminTunnels {
 }
 
 impl AdminTunnels {
-    /// Through these doors' agents; nothing is dialled by the server itself.
+    /// Creates a handler that opens tunnels through the agents of `ingress`. The server itself
+    /// dials nothing.
     #[must_use]
     pub fn new(ingress: Arc<IngressContext>, dial_limit: Duration) -> Self {
         let nothing = DialPolicy::Listed(Vec::new(), LiveClusterNetworks::default());
@@ -50,7 +52,8 @@ impl AdminTunnels {
         }
     }
 
-    /// Answers a CONNECT of the user with this number: 200 and bytes from there on, or a line that says why not.
+    /// Answers a CONNECT of the user with this uid. The response is a 200 followed by the byte
+    /// stream, or an error with one line of text.
     pub async fn answer(
         &self,
         mut request: Request<Incoming>,
@@ -65,7 +68,8 @@ impl AdminTunnels {
         if let Some(user) = user {
             access_log.caller(&CallerIdentity::Uid(user));
         }
-        // Who may use this socket may stop the server: the operator counts as a caller with a certificate.
+        // A caller that has access to this socket can also stop the server, so it counts as a
+        // caller with a certificate.
         let operator = CallerKey::Local(user);
         let opened = Box::pin(self.open(&request, &operator, &mut access_log)).await;
         let (tunnel, permit) = match opened {

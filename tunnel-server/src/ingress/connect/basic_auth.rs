@@ -1,4 +1,5 @@
-//! Names and passwords of callers (Basic, RFC 7617), as digests; what a caller sends is compared in constant time.
+//! Basic authentication of callers (RFC 7617). User names and passwords are stored as digests, and
+//! a caller's credentials are compared in constant time.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -18,41 +19,43 @@ use zeroize::Zeroizing;
 
 use super::throttle::{AttemptResult, NameDigest, PasswordThrottle};
 
-/// The lines of `--connect-auth`. A name may have several, for a change of its password.
+/// The entries of the file of `--connect-auth`. A user can have several entries, for a change of
+/// its password.
 #[derive(Clone)]
 pub struct BasicAuthUsers(Vec<Entry>);
 
 #[derive(Clone)]
 struct Entry {
     user: Arc<str>,
-    /// Of what a caller sends for it.
+    /// Digest of the credentials that a caller sends for this entry.
     digest: [u8; 32],
 }
 
-/// Why a file is no list of passwords.
+/// Reason why a file is not a valid password file.
 #[derive(Debug, thiserror::Error)]
 pub enum BasicAuthFileError {
-    /// It cannot be read, or others may write it.
+    /// The file cannot be read, or other users can write it.
     #[error("{0}")]
     Read(#[from] std::io::Error),
-    /// It is not text.
+    /// The file is not UTF-8 text.
     #[error("{0} is not UTF-8 text")]
     NotText(String),
-    /// A line is not `NAME:PASSWORD`; it is not repeated here.
+    /// A line is not `NAME:PASSWORD`. The message does not contain the line.
     #[error("{0}: line {1} is not NAME:PASSWORD with both parts")]
     InvalidLine(String, usize),
-    /// The password of a line is easily guessed; it is not repeated here.
+    /// The password of a line is too short and easily guessed. The message does not contain the
+    /// password.
     #[error(
         "{0}: line {1}: the password of {2:?} is shorter than {PASSWORD_MIN_CHARS} characters; make a random one"
     )]
     Short(String, usize, String),
-    /// There is none.
+    /// The file contains no entry.
     #[error("{0} has no line NAME:PASSWORD")]
     Empty(String),
 }
 
 impl BasicAuthFileError {
-    /// Whether the file was read, and what it says is the mistake.
+    /// Returns whether the file could be read and its content is the cause.
     #[must_use]
     pub fn is_in_content(&self) -> bool {
         match self {
@@ -70,10 +73,10 @@ impl fmt::Debug for BasicAuthUsers {
 }
 
 impl BasicAuthUsers {
-    /// Reads a file; says its content's digest too. Blocks the thread.
+    /// Reads a password file. Returns the digest of its content and the users. Blocks the thread.
     ///
     /// # Errors
-    /// [`BasicAuthFileError`], naming the file.
+    /// Returns a [`BasicAuthFileError`] that names the file.
     pub fn load(path: &Path) -> Result<([u8; 32], Self), BasicAuthFileError> {
         let shown = path.display().to_string();
         let content = files::read_operator_file(path)?;
@@ -110,7 +113,7 @@ impl BasicAuthUsers {
         Ok(Self(entries))
     }
 
-    /// The user with these credentials. Takes as long for each user.
+    /// Returns the user with these credentials. The comparison takes equally long for each user.
     fn user(&self, credentials: &Credentials) -> Option<Arc<str>> {
         let mut matched = None;
         for entry in &self.0 {
@@ -122,7 +125,7 @@ impl BasicAuthUsers {
     }
 }
 
-/// A name and a password that a request carries, as digests.
+/// The user name and the credentials of a request, as digests.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::ingress) struct Credentials {
     name: NameDigest,
@@ -136,7 +139,8 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Those of a request; none where there are several, or they are of another scheme or no base64.
+    /// Returns the credentials of a request. Returns `None` if there is more than one field, or if
+    /// the field has another scheme or is not valid base64.
     fn of(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(PROXY_AUTHORIZATION).iter();
         let (Some(value), None) = (values.next(), values.next()) else {
@@ -156,18 +160,18 @@ impl Credentials {
     }
 }
 
-/// Why a request is not let in.
+/// Reason why a request is not authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BasicAuthError {
-    /// It has no name and password.
+    /// The request has no credentials.
     Missing,
-    /// They are not known.
+    /// The credentials are wrong.
     Wrong,
-    /// There were too many wrong ones: the next is judged after this time.
+    /// Too many attempts were wrong. The next attempt is checked after this time.
     Throttled(Duration),
 }
 
-/// The passwords in force, whose file is followed, and who has guessed at them.
+/// The current passwords, which follow their file, and the failed attempts.
 #[derive(Debug)]
 pub struct BasicAuth {
     passwords: ArcSwap<BasicAuthUsers>,
@@ -175,7 +179,7 @@ pub struct BasicAuth {
 }
 
 impl BasicAuth {
-    /// With these.
+    /// Creates an authenticator with these users.
     #[must_use]
     pub fn new(passwords: BasicAuthUsers) -> Self {
         Self {
@@ -184,13 +188,14 @@ impl BasicAuth {
         }
     }
 
-    /// Puts others in force.
+    /// Replaces the users for later requests.
     pub fn replace(&self, passwords: BasicAuthUsers) {
         self.passwords.store(Arc::new(passwords));
     }
 
-    /// The user of a request that comes from `source`. `shown` are the credentials that were right before on the request's
-    /// connection, which never wait: a guesser of that name is not on that connection.
+    /// Returns the user of a request from `source`. `shown` contains the last credentials that were
+    /// accepted on the request's connection. These credentials are never throttled, because an
+    /// attacker that guesses passwords of this user is not on that connection.
     pub(super) fn authenticate(
         &self,
         headers: &HeaderMap,
@@ -206,7 +211,8 @@ impl BasicAuth {
             return Ok(user);
         }
         let mut user = None;
-        // Judged under the lock, so that many connections at once make no more guesses than one.
+        // Checked under the lock, so that many concurrent connections allow no more guesses than
+        // one.
         let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
         let result = throttle.check(source, credentials.name, Instant::now(), || {
             user = passwords.user(&credentials);
@@ -224,7 +230,7 @@ impl BasicAuth {
     }
 }
 
-/// Shorter ones can be found by guessing, offline where the file is lost.
+/// Shortest password. Shorter ones can be found by guessing, even offline if the file is stolen.
 const PASSWORD_MIN_CHARS: usize = 16;
 
 #[cfg(test)]
@@ -321,7 +327,7 @@ mod tests {
         assert_eq!(ask("other", &new), Err(BasicAuthError::Wrong));
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(ask(right, &new), Ok("prometheus".into()));
-        // What is no longer in the file ends on every connection.
+        // An entry that was removed from the file loses its effect on every connection.
         let left = BasicAuthUsers::parse("other:fedcba9876543210\n", "file").unwrap();
         live.replace(left);
         assert_eq!(ask(right, &known), Err(BasicAuthError::Wrong));

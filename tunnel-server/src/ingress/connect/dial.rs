@@ -1,4 +1,5 @@
-//! Connections of the server's own: a name is resolved once, its addresses are judged, and exactly those are dialled.
+//! Connections that the server dials. The server resolves a name once, checks the addresses, and
+//! dials only the addresses that passed the check.
 
 use std::fmt;
 use std::io;
@@ -21,21 +22,21 @@ use crate::ingress::connect::request::DialTarget;
 use crate::ingress::error::{Outcome, ProxyError};
 use crate::routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 
-/// Lookups at once; each takes a thread while the system's resolver works.
+/// Concurrent name lookups. Each occupies a thread while the system's resolver works.
 const LOOKUPS: usize = 64;
-/// A lookup and all of its dials take no longer: a scrape that gives up after 10 s is to have heard why.
+/// Longest time of a lookup and all of its dials. A scraper that gives up after 10 s receives the
+/// reason before that.
 const WHOLE_MAX: Duration = Duration::from_secs(8);
-/// Addresses of one name that are tried.
+/// Addresses of one name that the server tries.
 const ADDRESSES_MAX: usize = 4;
 
-/// A resolver's answer.
 pub(in crate::ingress) type ResolveFuture<'a> =
     Pin<Box<dyn Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'a>>;
 
-/// What turns names into addresses.
+/// Resolves names to addresses.
 pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
-    /// The addresses of a name. `permit` is held until the lookup ends. The lookup may outlive the future that waits for
-    /// it. Cancel-safe.
+    /// Returns the addresses of a name. `permit` is held until the lookup ends. The lookup can
+    /// outlive the future that waits for it. Cancel-safe.
     fn resolve<'a>(
         &'a self,
         name: &'a str,
@@ -44,7 +45,7 @@ pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
     ) -> ResolveFuture<'a>;
 }
 
-/// The system's resolver.
+/// The resolver of the operating system.
 #[derive(Debug)]
 pub(in crate::ingress) struct SystemResolver;
 
@@ -56,7 +57,8 @@ impl Resolve for SystemResolver {
         permit: OwnedSemaphorePermit,
     ) -> ResolveFuture<'a> {
         let name = name.to_owned();
-        // The system's resolver cannot be cancelled: its thread goes on, and so does its place.
+        // A lookup by the system's resolver cannot be canceled. The thread of the lookup continues
+        // and keeps the permit.
         let lookup = tokio::task::spawn_blocking(move || {
             let _permit = permit;
             Ok((name.as_str(), port).to_socket_addrs()?.collect())
@@ -65,7 +67,7 @@ impl Resolve for SystemResolver {
     }
 }
 
-/// Dials what is allowed.
+/// Dials targets that the dial policy allows.
 #[derive(Debug)]
 pub struct Direct {
     dial_policy: DialPolicy,
@@ -76,7 +78,8 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// Dials what is `dial_policy`, by the system's resolver, each time within `limit`.
+    /// Creates a dialer that allows the addresses in `dial_policy`, uses the system's resolver, and
+    /// dials within `limit`.
     #[must_use]
     pub fn new(dial_policy: DialPolicy, limit: Duration) -> Self {
         Self::with_resolver(dial_policy, limit, Box::new(SystemResolver))
@@ -96,27 +99,25 @@ impl Direct {
         }
     }
 
-    /// With the ports of this server, to which no object of a cluster leads.
+    /// Sets the ports of this server. Objects of a cluster cannot lead to these ports.
     #[must_use]
     pub fn with_own_ports(self, own_ports: Vec<Port>) -> Self {
         Self { own_ports, ..self }
     }
 
-    /// The ports of this server.
     pub(in crate::ingress) fn own_ports(&self) -> &[Port] {
         &self.own_ports
     }
 
-    /// What may be dialled.
     pub(in crate::ingress) fn dial_policy(&self) -> &DialPolicy {
         &self.dial_policy
     }
 
-    /// Connects to one of a place's addresses, as far as the claims of nodes allow it; `target_label` is what the caller wrote.
-    /// Cancel-safe.
+    /// Connects to one of the addresses of a target, within the dial policy and the claims of
+    /// nodes. `target_label` is the target as the caller wrote it. Cancel-safe.
     ///
     /// # Errors
-    /// A [`ProxyError`] with the answer for the caller.
+    /// Returns a [`ProxyError`] with the response for the caller.
     pub(in crate::ingress) async fn dial(
         &self,
         dial_target: &DialTarget,
@@ -153,7 +154,7 @@ impl Direct {
             }
             Err(failure)
         };
-        // The name and all of its addresses together.
+        // The limit covers the lookup and all addresses together.
         match timeout((self.limit * 2).min(WHOLE_MAX), dialing).await {
             Ok(dialed) => dialed,
             Err(_elapsed) => Err(dial_timeout_error(target_label)),
@@ -197,7 +198,8 @@ impl Direct {
     }
 }
 
-/// Those of the addresses that may be dialled, or why none may: that nodes contradict each other is said first.
+/// Returns the addresses that the policy allows. If there are none, returns the reason. Conflicting
+/// claims take precedence over other reasons.
 pub(super) fn filter_allowed(
     dial_policy: &DialPolicy,
     addresses: Vec<SocketAddr>,
@@ -222,7 +224,8 @@ fn dial_timeout_error(what: &str) -> ProxyError {
     ProxyError::new(Outcome::TargetTimeout, text).with_limit(Limit::TargetDialTimeout)
 }
 
-/// A connection that the server dialled: it ends in a reset unless it was finished, and counts its bytes.
+/// A connection that the server dialed. The connection ends in a reset unless it is finished, and
+/// counts its bytes.
 #[derive(Debug)]
 pub(in crate::ingress) struct DirectSocket {
     // Dropped before the socket, so that an end without `finish` is a reset.
@@ -243,12 +246,12 @@ impl DirectSocket {
         }
     }
 
-    /// What it has carried.
+    /// Returns the counter of the bytes that the connection has carried.
     pub(in crate::ingress) fn bytes(&self) -> Arc<ByteCount> {
         self.bytes.clone()
     }
 
-    /// From here on a close is an end: everything was passed.
+    /// Marks the stream as complete. A close is then a clean end.
     pub(in crate::ingress) fn finish(&mut self) {
         if let Some(response_guard) = self.response_guard.take() {
             response_guard.finish();

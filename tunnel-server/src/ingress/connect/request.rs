@@ -1,4 +1,4 @@
-//! What a request to a CONNECT door asks for, and which way leads there; pure.
+//! Parsing and routing of a request on a CONNECT listener. All functions are pure.
 
 use std::net::IpAddr;
 
@@ -14,7 +14,7 @@ use crate::routing::decision::{
 use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
 
-/// What a caller wants.
+/// The target of a request and the kind of access to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::ingress) struct ProxyRequest {
     pub(in crate::ingress) kind: RequestKind,
@@ -22,10 +22,10 @@ pub(in crate::ingress) struct ProxyRequest {
     pub(in crate::ingress) port: Port,
 }
 
-/// How the target is to be spoken to.
+/// Kind of a request on a CONNECT listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::ingress) enum RequestKind {
-    /// Bytes both ways.
+    /// A byte stream in both directions.
     Connect,
     /// One plain HTTP request that only reads.
     Read,
@@ -38,10 +38,10 @@ impl std::fmt::Display for ProxyRequest {
 }
 
 impl ProxyRequest {
-    /// Reads a request's head.
+    /// Parses the head of a request.
     ///
     /// # Errors
-    /// A [`ProxyError`] with the answer for the caller.
+    /// Returns a [`ProxyError`] with the response for the caller.
     pub(in crate::ingress) fn of(
         method: &Method,
         uri: &Uri,
@@ -60,7 +60,7 @@ impl ProxyRequest {
                 "only CONNECT, GET and HEAD are supported on this port",
             ));
         }
-        // A protocol of its own inside a plain request would make a shell of a password for metrics.
+        // An upgrade in a plain request would turn a password for metrics into shell access.
         if headers.contains_key(UPGRADE) || names_upgrade(headers) {
             return Err(refused(
                 "upgrades are not supported on this port; send CONNECT",
@@ -87,7 +87,8 @@ impl ProxyRequest {
         if uri.scheme().is_some() || uri.path_and_query().is_some() {
             return Err(bad_request("CONNECT needs HOST:PORT and nothing else"));
         }
-        // Nobody could say where such a body ends and the tunnel begins (RFC 9110, section 9.3.6).
+        // The end of such a body and the beginning of the tunnel would be ambiguous (RFC 9110,
+        // section 9.3.6).
         if headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH) {
             return Err(bad_request("CONNECT has no body"));
         }
@@ -100,10 +101,10 @@ impl ProxyRequest {
         })
     }
 
-    /// Which way leads there. `has_agent` tells of connected agents.
+    /// Returns the route to the target. `has_agent` returns whether a node has a connected agent.
     ///
     /// # Errors
-    /// A [`ProxyError`] with the answer for the caller.
+    /// Returns a [`ProxyError`] with the response for the caller.
     pub(in crate::ingress) fn route(
         &self,
         routes: &RouteTable,
@@ -138,7 +139,8 @@ impl ProxyRequest {
                 }
             },
         };
-        // A node in the cloud has no agent, and the server reaches it as everybody does.
+        // A node in the cloud has no agent, so the server reaches it over the network like any
+        // other host.
         if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
             return Ok(Route::Direct(DialTarget::Addresses(addresses.to_vec())));
         }
@@ -151,21 +153,21 @@ impl ProxyRequest {
     }
 }
 
-/// How a goal is reached.
+/// The route to a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::ingress) enum Route {
-    /// Through the node's agent.
+    /// A stream through the node's agent.
     Agent(Destination),
-    /// By a connection of the server's own, if it may be dialled.
+    /// A connection that the server dials, if the dial policy allows it.
     Direct(DialTarget),
 }
 
-/// What the server may dial itself.
+/// A target that the server dials directly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::ingress) enum DialTarget {
-    /// A name to be resolved.
+    /// A name that must be resolved.
     Name(NodeName),
-    /// Addresses, in order of preference.
+    /// Addresses in order of preference.
     Addresses(Vec<IpAddr>),
 }
 

@@ -1,4 +1,4 @@
-//! Where a CONNECT leads, in a word, for tables of cases.
+//! Short descriptions of the route of a CONNECT, for test tables.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -23,7 +23,8 @@ pub(crate) struct ClusterFixture {
 }
 
 impl ClusterFixture {
-    /// `agent NODE`, `direct ADDRESSES`, `name NAME` for a name that is resolved, or the status of the refusal.
+    /// Returns `agent NODE`, `direct ADDRESSES`, `name NAME` for a name that must be resolved, or
+    /// the status of the refusal.
     pub(crate) fn leads(&self, target: &str) -> String {
         let policy = PortPolicy {
             own: Port::new(10264).into_iter().collect(),

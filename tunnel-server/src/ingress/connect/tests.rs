@@ -16,7 +16,7 @@ use crate::testing::within;
 
 mod fuzz;
 
-/// All that a granted CONNECT is answered with.
+/// The complete response to a CONNECT that was granted.
 const GRANTED: &str = "HTTP/1.1 200 OK\r\n\r\n";
 const ASK: &str = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
 
@@ -41,8 +41,8 @@ fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListene
     })
 }
 
-/// P4: status 200 and not a byte behind the head before the caller speaks; what came behind the caller's head is the
-/// target's.
+/// P4: the status is 200, and no byte follows the head before the caller sends data. Bytes after
+/// the caller's head go to the target.
 #[tokio::test]
 async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
     let fixture = Fixture::new();
@@ -93,7 +93,8 @@ async fn half_close_is_kept_also_before_the_answer() {
     assert_eq!(answer, format!("{GRANTED}late"));
 }
 
-/// The caller's end comes right behind the head, and the answer when the target is connected, which is later.
+/// The caller's FIN follows its head directly. The response comes later, when the target is
+/// connected.
 #[tokio::test]
 async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() {
     let fixture = Fixture::new();
@@ -104,7 +105,7 @@ async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() 
     caller.write_all(ASK.as_bytes()).await.unwrap();
     caller.shutdown().await.unwrap();
     let mut stream = agent.stream().await;
-    // The door has had every chance to see the end before it may answer.
+    // The listener has had time to see the end before it can respond.
     assert!(agent.is_left_alone().await);
     stream.accept("").await.unwrap();
     speaks_after_the_end(&mut stream).await;
@@ -138,7 +139,7 @@ async fn speaks_after_the_end<S: AsyncRead + AsyncWrite + Unpin>(target: &mut S)
 async fn cut_is_a_cut_on_either_side() {
     let fixture = Fixture::new();
     let agent = fixture.agent();
-    // The target's side: the stream is dropped midway.
+    // The target's side: the stream is dropped before its end.
     let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller.write_all(ASK.as_bytes()).await.unwrap();
     let mut stream = agent.accepts().await;
@@ -148,7 +149,7 @@ async fn cut_is_a_cut_on_either_side() {
     let mut rest = Vec::new();
     let ended = within(caller.read_to_end(&mut rest)).await.unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
-    // The caller's side: a reset of its socket.
+    // The caller's side: the socket is reset.
     let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
     caller.write_all(ASK.as_bytes()).await.unwrap();
     let mut stream = agent.accepts().await;
@@ -186,7 +187,7 @@ async fn refusals_are_reported_and_the_connection_can_be_reused() {
     assert!(agent.is_left_alone().await);
 }
 
-/// S44: a password for metrics opens no stream for anything but a plain read.
+/// S44: a password for metrics opens no stream for anything other than a plain read.
 #[tokio::test]
 async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
     let fixture = Fixture::new();
@@ -286,7 +287,7 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     let mut ping = [0; 4];
     within(socket.read_exact(&mut ping)).await.unwrap();
     assert_eq!(fixture.metric("tunnel_server_connect_direct_open"), 1);
-    // A cut of the target's is one for the caller, and the other way round.
+    // A reset by the target resets the caller's connection, and the reverse.
     tunnel_proto::tcp::abort_on_close(&socket).unwrap();
     drop(socket);
     within(caller.read_u8()).await.unwrap_err();
@@ -301,7 +302,7 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     let cut = within(socket.read_u8()).await.unwrap_err();
     assert_eq!(cut.kind(), io::ErrorKind::ConnectionReset);
 
-    // A plain request of another host, with the Host that the URL says.
+    // A plain request to another host, whose Host comes from the URL.
     let ask = format!("GET http://{address}/m HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
     let serves = async {
         let (mut socket, _) = within(target.accept()).await.unwrap();

@@ -1,15 +1,19 @@
-//! How fast passwords may be guessed; pure. Each wrong password counts for its pair of source and user name. A pair with
-//! [`FREE_FAILURES`] of them waits, and each further one doubles the wait.
+//! Throttling of password guesses. All functions are pure. Each wrong password counts for its pair
+//! of source and user name. After [`FREE_FAILURES`] failures a pair must wait, and each further
+//! failure doubles the wait.
 //!
-//! - During a wait no password of the pair is judged, a right one neither: else guesses would go on at full speed, and the
-//!   one that passes would be the password. So a caller that shares source and name with a guesser waits with it; other
-//!   names of the source do not. Requests on a connection that has shown the same password before are not asked here.
-//! - A right password forgives nothing. A caller whose password is right would otherwise buy its neighbors new guesses of the
-//!   same name with each of its requests.
-//! - A source with [`NAMES_MAX`] names that have failed waits as a whole for every further failure: names cost a guesser
-//!   nothing. A name that succeeded from there within [`FORGET_AFTER`] passes nevertheless, so that callers behind the same NAT go
-//!   on; a name that comes there for the first time has to wait.
-//! - Unknown names count like known ones, so that an answer says nothing about which names there are.
+//! - During a wait no password of the pair is checked, not even a right one. Otherwise guesses
+//!   would continue at full speed, and the accepted guess would reveal the password. A caller that
+//!   shares its source and name with an attacker therefore waits as well. Other names of the source
+//!   do not wait. Requests on a connection that has already shown the same password are not checked
+//!   here.
+//! - A right password does not reset the count. Otherwise each request of a caller with the right
+//!   password would give its neighbors new guesses of the same name.
+//! - A source with [`NAMES_MAX`] failed names waits as a whole after every further failure, because
+//!   names cost an attacker nothing. A name that succeeded from this source within [`FORGET_AFTER`]
+//!   is still checked, so that callers behind the same NAT can continue. A name that is new for
+//!   this source must wait.
+//! - Unknown names count like known ones, so that a response does not reveal which names exist.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -17,17 +21,17 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// SHA-256 of a user name: names are as long as callers like.
+/// SHA-256 of a user name. A digest has a fixed size, while callers can send names of any length.
 pub(super) type NameDigest = [u8; 32];
 
-/// What an attempt came to.
+/// Result of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AttemptResult {
     /// The password is right.
     Accepted,
-    /// It is wrong, and was counted.
+    /// The password is wrong. The failure was counted.
     Wrong,
-    /// It was not looked at; the next one is after this time.
+    /// The password was not checked. The next attempt is possible after this time.
     Throttled(Duration),
 }
 
@@ -59,7 +63,7 @@ struct Failures {
 }
 
 impl PasswordThrottle {
-    /// Judges an attempt at `now`; `is_right` is asked unless the attempt has to wait.
+    /// Checks an attempt at `now`. Calls `is_right` unless the attempt is throttled.
     pub(super) fn check(
         &mut self,
         source: IpAddr,
@@ -93,7 +97,8 @@ impl PasswordThrottle {
             .filter(|left| !left.is_zero())
     }
 
-    /// The entry of a source, at the cost of the one that has been silent for longest where the table is full.
+    /// Returns the entry of a source. If the table is full, the entry without attempts for the
+    /// longest time is removed first.
     fn source_attempts(&mut self, source: IpAddr, now: Instant) -> &mut SourceAttempts {
         if self.sources.len() >= SOURCES_MAX && !self.sources.contains_key(&source) {
             let oldest = self.sources.iter().min_by_key(|(_, entry)| entry.last);
@@ -143,7 +148,7 @@ impl NameAttempts {
 }
 
 impl Failures {
-    /// Counts a failure; there is a wait from the one of this number on.
+    /// Counts a failure. The wait begins with the failure of number `first`.
     fn add(&mut self, first: u32, now: Instant) {
         if !is_recent(self.last, now) {
             self.count = 0;
@@ -161,18 +166,19 @@ fn is_recent(at: Option<Instant>, now: Instant) -> bool {
     at.is_some_and(|at| now.saturating_duration_since(at) < FORGET_AFTER)
 }
 
-/// Wrong passwords of a pair up to its first wait: people mistype.
+/// Wrong passwords of a pair before its first wait, because people mistype.
 const FREE_FAILURES: u32 = 5;
-/// The first wait.
+/// First wait of a pair.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
-/// The longest one: a guess a minute.
+/// Longest wait, which allows one guess per minute.
 const DELAY_MAX: Duration = Duration::from_secs(60);
-/// After this long without another failure, or success, the last one is forgotten. Longer than the longest wait, so that
-/// waiting it out does not begin again with the first.
+/// Time after which the last failure or success is forgotten. Longer than the longest wait, so that
+/// an attacker that waits does not start again with the first wait.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
-/// Names of one source that fail before it waits as a whole: more than any site has callers with a wrong password.
+/// Failed names of one source before the source waits as a whole. No site has this many callers
+/// with a wrong password.
 const NAMES_MAX: usize = 16;
-/// Sources that are remembered, at most some 2 KiB each.
+/// Largest number of sources in the table. Each takes at most about 2 KiB.
 const SOURCES_MAX: usize = 4096;
 
 #[cfg(test)]
@@ -187,7 +193,7 @@ mod tests {
         name
     }
 
-    /// A caller of [`SITE`] at a time since the start, seconds.
+    /// Attempts from [`SITE`] at given times. Times are in seconds since the start.
     struct Fixture {
         throttle: PasswordThrottle,
         start: Instant,
@@ -224,7 +230,7 @@ mod tests {
             at += wait;
             assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong, "{wait}");
         }
-        // Hundreds of doublings later it is still a minute.
+        // After hundreds of doublings the wait is still one minute.
         for _ in 0..300 {
             at += 60.0;
             assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong);
@@ -233,10 +239,10 @@ mod tests {
         assert_eq!(fixture.ask(1, at, true), AttemptResult::Throttled(minute));
         at += 60.0;
         assert_eq!(fixture.ask(1, at, true), AttemptResult::Accepted);
-        // A right one forgives nothing.
+        // A right password does not reset the count.
         assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong);
         assert_eq!(fixture.ask(1, at, true), AttemptResult::Throttled(minute));
-        // Time does.
+        // The count is reset with time.
         at += 600.0;
         for _ in 0..5 {
             assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong);
@@ -248,7 +254,7 @@ mod tests {
     #[test]
     fn guesses_of_an_hour_are_counted_on_two_hands_and_sixty() {
         let mut fixture = Fixture::new();
-        // 100 a second, in place of thousands.
+        // 100 attempts per second, in place of thousands.
         let guesses = (0..360_000).map(|tick| fixture.ask(1, f64::from(tick) / 100.0, false));
         let judged = guesses
             .filter(|result| *result == AttemptResult::Wrong)
@@ -304,7 +310,7 @@ mod tests {
         assert_eq!(fixture.ask(501, 2.0, false), AttemptResult::Wrong);
         let doubled = AttemptResult::Throttled(Duration::from_secs(2));
         assert_eq!(fixture.ask(502, 2.0, true), doubled);
-        // Guesses of the name that passes have their own wait.
+        // Guesses of the name that is still checked have their own wait.
         for _ in 0..5 {
             fixture.ask(1000, 2.0, false);
         }

@@ -1,4 +1,5 @@
-//! Bodies on the doors: a caller's, our own short texts, and a target's, which notices when it is not passed whole.
+//! Bodies on the listeners: request bodies of callers, short texts of the server, and response
+//! bodies of targets. A response body detects that it was not forwarded completely.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -14,11 +15,11 @@ use crate::ingress::error::Outcome;
 use crate::ingress::http::headers::strip_trailers;
 use crate::ingress::http::timeouts::RequestGuard;
 
-/// A body of the doors' answers.
+/// The body of a response to a caller.
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Inner,
-    /// Ends the request's time on the caller's connection.
+    /// Ends the request on the caller's connection when dropped.
     _request_guard: Option<RequestGuard>,
 }
 
@@ -28,31 +29,32 @@ enum Inner {
     Target(Box<TargetBody>),
 }
 
-/// A target's body on its way to the caller.
+/// A response body that is forwarded from a target to the caller.
 #[derive(Debug)]
 struct TargetBody {
     body: Incoming,
-    /// Present until the body has ended.
+    /// `None` once the body has ended.
     exchange_guard: Option<ExchangeGuard>,
-    /// Dropping it midway drops the connection to the target, which closes the target's side at once.
+    /// Dropping the guard before the end drops the connection to the target, which closes the
+    /// target's side at once.
     upstream_guard: Option<UpstreamBodyGuard>,
 }
 
-/// A caller's body on its way to the target.
+/// A request body that is forwarded from a caller to the target.
 #[derive(Debug)]
 pub(crate) struct RequestBody(pub(crate) Incoming);
 
-/// What is settled when a body ends: the caller's connection and the access record.
+/// Guards that complete when a body ends: the caller's connection and the access log.
 #[derive(Debug)]
 pub struct ExchangeGuard {
-    /// Cuts the caller's connection unless finished.
+    /// Resets the caller's connection unless finished.
     pub response_guard: ResponseGuard,
-    /// Written when it goes.
+    /// The access log entry, written when dropped.
     pub access_log: AccessLog,
 }
 
 impl ExchangeGuard {
-    /// Everything was passed.
+    /// Marks the exchange as complete.
     pub fn finish(mut self) {
         self.access_log.set_outcome(Outcome::Ok);
         self.response_guard.finish();
@@ -60,19 +62,19 @@ impl ExchangeGuard {
 }
 
 impl ResponseBody {
-    /// A short text of our own.
+    /// Creates a body with a short text of the server.
     #[must_use]
     pub fn text(text: String) -> Self {
         Self::new(Inner::Own(Full::new(text.into())))
     }
 
-    /// Nothing.
+    /// Creates an empty body.
     #[must_use]
     pub fn empty() -> Self {
         Self::new(Inner::Own(Full::default()))
     }
 
-    /// A target's body, which comes over `upstream_guard`.
+    /// Creates a body that is forwarded from a target over `upstream_guard`.
     #[must_use]
     pub(crate) fn target(
         body: Incoming,
@@ -86,7 +88,7 @@ impl ResponseBody {
         })))
     }
 
-    /// The body with which a request ends.
+    /// Attaches the guard of the request that this body ends.
     #[must_use]
     pub(crate) fn with_request_guard(self, request_guard: RequestGuard) -> Self {
         Self {
@@ -118,7 +120,7 @@ impl Body for ResponseBody {
             Inner::Target(target) => {
                 let frame = ready!(poll_stripped(&mut target.body, cx));
                 match &frame {
-                    // Nothing comes behind trailer fields, and hyper does not ask.
+                    // Nothing follows trailer fields, and hyper does not poll again.
                     Some(Ok(frame)) if frame.is_trailers() => target.finish(),
                     Some(Ok(_)) => {}
                     Some(Err(_)) => target.cut(),
@@ -144,7 +146,8 @@ impl Body for ResponseBody {
     }
 }
 
-/// The next frame of a body, its trailer fields without what is one hop's or the tunnel's.
+/// Returns the next frame of a body. Hop-by-hop fields and the tunnel's fields are removed from
+/// trailers.
 fn poll_stripped(
     body: &mut Incoming,
     cx: &mut Context<'_>,
@@ -198,7 +201,8 @@ impl TargetBody {
 
 impl Drop for TargetBody {
     fn drop(&mut self) {
-        // hyper does not poll a body of known length to its end, nor one that the request does not ask for (HEAD).
+        // hyper does not poll a body of known length to its end, and does not poll the body of a
+        // response to HEAD.
         if self.body.is_end_stream() {
             self.finish();
         } else if let Some(mut exchange_guard) = self.exchange_guard.take() {

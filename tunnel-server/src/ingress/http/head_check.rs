@@ -1,10 +1,14 @@
-//! Refuses heads that parsers in front of this one may read differently: lines that end with a bare LF, Content-Length next
-//! to Transfer-Encoding, and several Content-Length fields. hyper takes all three and passes one reading of them on.
+//! Rejects heads that a parser in front of this server may interpret differently: lines that end
+//! with a bare LF, Content-Length next to Transfer-Encoding, and several Content-Length fields.
+//! hyper accepts all three and forwards one interpretation.
 //!
-//! The check sees the bytes that hyper reads and changes none of them. It looks for line ends and the names of two fields, and
-//! reads no value: its one effect is that a request is answered with 400. Bodies are not parsed either. A next head begins behind as many bytes as hyper itself found the body to
-//! be long ([`BodyFraming::Length`]). Where that length is unknown (chunked bodies, protocols that were switched) nothing is
-//! checked until the connection is idle behind bytes that end a message, so that bytes of a body are never taken for a head.
+//! The check observes the bytes that hyper reads and does not change them. The check looks for line
+//! ends and for the names of two fields, and does not read values. The only effect of the check is
+//! that a request is answered with 400. The check does not parse bodies. After a body, the next
+//! head begins after the number of bytes that hyper determined as the length of the body
+//! ([`BodyFraming::Length`]). If that length is unknown (chunked bodies, switched protocols), the
+//! check pauses until the connection is idle after bytes that end a message. Bytes of a body are
+//! therefore never taken for a head.
 
 use bytes::{Buf as _, BytesMut};
 use http::{Method, Request};
@@ -12,33 +16,35 @@ use hyper::body::Body;
 
 use crate::ingress::http::headers::requested_upgrade;
 
-/// Why a head is refused.
+/// Reason why a head is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HeadError {
-    /// RFC 9112, section 2.2, lets a recipient take it; recipients differ in where.
+    /// RFC 9112, section 2.2, allows a recipient to accept a bare LF. Recipients differ in where
+    /// they accept it.
     #[error("a line of the head ends with LF alone; end each line with CR LF")]
     BareLf,
-    /// RFC 9112, section 6.3: it ought to be handled as an error.
+    /// RFC 9112, section 6.3, says that such a message ought to be handled as an error.
     #[error("the head has Content-Length and Transfer-Encoding; send one of them")]
     TwoFramings,
-    /// RFC 9110, section 8.6: a recipient may refuse it, also where both are equal.
+    /// RFC 9110, section 8.6, allows a recipient to reject such a message, even if both values are
+    /// equal.
     #[error("the head has Content-Length more than once; send it once")]
     TwoLengths,
 }
 
-/// What follows a head, as hyper has read it.
+/// The data that follows a head, as hyper has interpreted it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BodyFraming {
-    /// A body of so many bytes, then a head.
+    /// A body of this many bytes, followed by a head.
     Length(u64),
-    /// A chunked body.
+    /// A body in chunked coding, whose length is unknown.
     Chunked,
-    /// Bytes of another protocol, or the end.
+    /// Bytes of another protocol, or the end of the connection.
     Opaque,
 }
 
 impl BodyFraming {
-    /// What follows the head of this request.
+    /// Returns the framing of the data that follows the head of this request.
     pub(crate) fn of<B: Body>(request: &Request<B>) -> Self {
         let switches = *request.method() == Method::CONNECT
             || requested_upgrade(request.version(), request.headers()).is_some();
@@ -53,28 +59,28 @@ impl BodyFraming {
 /// The check of one caller's connection.
 ///
 /// ```text
-///   Head ──empty line──▶ Ended ──hyper has the head: length──▶ Body ──so many bytes──▶ Head
-///                          ├─────────────────────── chunked──▶ Unknown ──idle behind an end──▶ Head
+///   Head ──empty line──▶ Ended ──hyper has the head: length──▶ Body ──end of body──▶ Head
+///                          ├─────────────────────── chunked──▶ Unknown ──idle after an end──▶ Head
 ///                          └────────────── CONNECT, Upgrade──▶ Off
 /// ```
 #[derive(Debug)]
 pub(crate) struct HeadCheck {
     state: State,
-    /// Of the last head that has ended.
+    /// The error in the last complete head.
     head_error: Option<HeadError>,
 }
 
 #[derive(Debug)]
 enum State {
-    /// In a head, or in front of it.
+    /// Within a head, or before one.
     Head(Head),
-    /// The head has ended; these bytes came behind it.
+    /// The head has ended. The value contains the bytes that followed it.
     Ended(BytesMut),
-    /// So many bytes of a body are to come.
+    /// This many bytes of a body remain.
     Body(u64),
-    /// Where the next head begins is unknown until the connection is idle behind these bytes.
+    /// The start of the next head is unknown until the connection is idle after these bytes.
     Unknown(Option<&'static [u8]>),
-    /// Nothing is checked any more.
+    /// The check has ended.
     Off,
 }
 
@@ -88,7 +94,7 @@ impl Default for HeadCheck {
 }
 
 impl HeadCheck {
-    /// Notes what hyper reads.
+    /// Records bytes that hyper has read.
     pub(crate) fn read(&mut self, data: &[u8]) {
         let rest = self.advance(data);
         if !rest.is_empty()
@@ -102,7 +108,8 @@ impl HeadCheck {
         }
     }
 
-    /// Notes that hyper has read a head, before it reads on; returns what is wrong with that head.
+    /// Records that hyper has read a head. Must be called before hyper reads further. Returns the
+    /// error in that head, if any.
     pub(crate) fn request(&mut self, framing: BodyFraming) -> Option<HeadError> {
         let pipelined = match std::mem::replace(&mut self.state, State::Off) {
             State::Ended(pipelined) => Some(pipelined),
@@ -128,7 +135,7 @@ impl HeadCheck {
         head_error
     }
 
-    /// Notes that the connection is idle, and that these bytes were the last ones.
+    /// Records that the connection is idle after these last bytes.
     pub(crate) fn idle(&mut self, last: &[u8]) {
         if let State::Unknown(Some(end)) = self.state
             && last.ends_with(end)
@@ -137,7 +144,7 @@ impl HeadCheck {
         }
     }
 
-    /// Goes through bytes up to the end of a head; returns what is behind it.
+    /// Consumes bytes up to the end of a head. Returns the bytes after it.
     fn advance<'a>(&mut self, mut data: &'a [u8]) -> &'a [u8] {
         while !data.is_empty() {
             match &mut self.state {
@@ -164,18 +171,18 @@ impl HeadCheck {
     }
 }
 
-/// One head, up to its empty line.
+/// A head, up to its empty line.
 #[derive(Debug, Default)]
 struct Head {
     /// The request line has ended.
     in_fields: bool,
-    /// The beginning of the field's name, in lower case.
+    /// The beginning of the field name, in lower case.
     name: [u8; NAME_MAX_BYTES],
-    /// Bytes of the line, without its end.
+    /// Bytes of the line, without its line end.
     length: usize,
-    /// The colon of the line has come.
+    /// The line has contained a colon.
     named: bool,
-    /// The last byte was CR.
+    /// The last byte was a CR.
     cr: bool,
     has_length: bool,
     has_coding: bool,
@@ -183,11 +190,11 @@ struct Head {
 }
 
 impl Head {
-    /// Whether the head ends with this byte.
+    /// Consumes a byte. Returns whether the head ends with this byte.
     fn push(&mut self, byte: u8) -> bool {
         match byte {
             b'\n' => return self.end_line(),
-            // A CR within a line is part of it; hyper refuses such a head.
+            // A CR within a line belongs to the line. hyper rejects such a head.
             b'\r' => self.length += usize::from(std::mem::replace(&mut self.cr, true)),
             _ => {
                 self.length += usize::from(std::mem::take(&mut self.cr));
@@ -210,7 +217,7 @@ impl Head {
             self.set_error(HeadError::BareLf);
         }
         let is_empty = self.length == 0;
-        // Empty lines in front of a request are no part of it (RFC 9112, section 2.2).
+        // Empty lines before a request do not belong to the request (RFC 9112, section 2.2).
         let is_end = is_empty && self.in_fields;
         self.in_fields |= !is_empty;
         (self.length, self.named, self.cr) = (0, false, false);
@@ -239,13 +246,15 @@ impl Head {
     }
 }
 
-/// Of `transfer-encoding`, the longest name that counts.
+/// Length of `transfer-encoding`, the longest field name that the check recognizes.
 const NAME_MAX_BYTES: usize = 17;
-/// What came behind a head, up to hyper's having read that head: at most one read of hyper's. Behind more nothing is checked.
+/// Largest number of bytes that arrive after a head before hyper has read that head: at most one
+/// read of hyper. With more bytes, the check stops.
 const PIPELINED_MAX_BYTES: usize = 64 * 1024;
-/// How a request without a body ends.
+/// End of a request without a body.
 const EMPTY_LINE: &[u8] = b"\r\n\r\n";
-/// How a chunked body without trailer fields ends; a line of text that is a chunk ends like [`EMPTY_LINE`].
+/// End of a chunked body without trailer fields. A chunk that contains a line of text ends like
+/// [`EMPTY_LINE`].
 const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
 #[cfg(test)]

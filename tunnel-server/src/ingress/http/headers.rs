@@ -1,4 +1,5 @@
-//! Header fields on their way between caller and target: what is one hop's stays, what the tunnel needs is set; pure.
+//! Rewriting of header fields between caller and target. Hop-by-hop fields are removed, and fields
+//! that the tunnel needs are set. All functions are pure.
 
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
@@ -11,7 +12,8 @@ use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 use crate::ingress::error::ERROR_HEADER;
 use crate::routing::decision::{SELECT_DEST, SELECT_HOST};
 
-/// Fields that concern one hop only (RFC 9110, section 7.6.1) and are not passed either way.
+/// Hop-by-hop fields (RFC 9110, section 7.6.1). The server does not forward them in either
+/// direction.
 const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     TRANSFER_ENCODING,
@@ -23,7 +25,8 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     HeaderName::from_static("proxy-connection"),
 ];
 
-/// The caller's trace context (W3C Trace Context), for the agent's record; empty when there is none or it is odd.
+/// Returns the caller's trace context (W3C Trace Context) for the agent's access log. Returns an
+/// empty string if the field is absent or malformed.
 pub(crate) fn trace_parent(headers: &HeaderMap) -> String {
     let field = headers
         .get("traceparent")
@@ -34,14 +37,15 @@ pub(crate) fn trace_parent(headers: &HeaderMap) -> String {
     plain.unwrap_or_default().to_owned()
 }
 
-/// The protocols that a request wants to switch to. HTTP/1.0 cannot (RFC 9110, section 7.8).
+/// Returns the protocols that a request asks to switch to. HTTP/1.0 cannot switch (RFC 9110,
+/// section 7.8).
 pub(crate) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option<HeaderValue> {
     if version < Version::HTTP_11 || !list_contains(headers, &CONNECTION, "upgrade") {
         return None;
     }
     let mut protocols = headers.get_all(UPGRADE).iter();
     let first = protocols.next()?;
-    // Several lines are one list.
+    // Several field lines form one list.
     let joined = protocols.fold(first.as_bytes().to_vec(), |mut list, more| {
         list.extend_from_slice(b", ");
         list.extend_from_slice(more.as_bytes());
@@ -50,7 +54,8 @@ pub(crate) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option
     HeaderValue::from_bytes(&joined).ok()
 }
 
-/// Whether a target's answer switches protocols as the request asked for, or why it is no answer to it.
+/// Returns whether a target's response switches to a protocol that the request asked for. Returns
+/// the reason if the response does not match the request.
 pub(crate) fn validate_response<B>(
     upgrade: Option<&HeaderValue>,
     response: &Response<B>,
@@ -61,7 +66,8 @@ pub(crate) fn validate_response<B>(
         (_, StatusCode::SWITCHING_PROTOCOLS) => {
             return Err("switched to a protocol that was not requested".into());
         }
-        // The lesson of CVE-2018-1002105: anything but a refusal would leave a connection to the target open.
+        // Guards against CVE-2018-1002105: any response other than a refusal would leave a
+        // connection to the target open.
         (Some(_), status) if status.as_u16() < 400 => {
             return Err(format!("answered {status} to an upgrade request"));
         }
@@ -73,8 +79,8 @@ pub(crate) fn validate_response<B>(
     Ok(switches)
 }
 
-/// Ends the caller's connection after an upgrade that was not granted: what follows such a request may be meant for the
-/// other protocol.
+/// Closes the caller's connection after an upgrade that was not granted. The bytes after such a
+/// request can belong to the other protocol.
 pub(crate) fn close_unless_upgraded<B>(upgrade: Option<&HeaderValue>, response: &mut Response<B>) {
     if upgrade.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
         let close = HeaderValue::from_static("close");
@@ -82,8 +88,8 @@ pub(crate) fn close_unless_upgraded<B>(upgrade: Option<&HeaderValue>, response: 
     }
 }
 
-/// Whether a message is delimited by its chunks or not at all by Transfer-Encoding. Other codings would be lost on the
-/// way, since the field is one hop's.
+/// Returns whether a message has no Transfer-Encoding or only `chunked`. Other codings would be
+/// lost, because the field is hop-by-hop.
 pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
     let first = codings.next();
@@ -94,13 +100,15 @@ pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
     codings.next().is_none() && first.is_none_or(chunked)
 }
 
-/// Whether a message says its length in two ways: somebody may have meant the other one.
+/// Returns whether a message declares its length in two ways. Another recipient can choose the
+/// other one.
 pub(crate) fn has_conflicting_framing(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH)
 }
 
-/// Whether a request allows its connection to the target to be kept for a next one: it can be sent again without harm,
-/// has nothing behind its head, and its caller means to go on.
+/// Returns whether the connection to the target can be kept for another request after this one. The
+/// request must be safe to send again and have no body, and the caller must not intend to close its
+/// connection.
 pub(crate) fn can_reuse_connection(request: &Request<impl Body>) -> bool {
     matches!(
         *request.method(),
@@ -111,7 +119,7 @@ pub(crate) fn can_reuse_connection(request: &Request<impl Body>) -> bool {
         && !list_contains(request.headers(), &CONNECTION, "close")
 }
 
-/// Whether a list field has a member.
+/// Returns whether a list field contains a member.
 fn list_contains(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
     let values = headers
         .get_all(field)
@@ -122,7 +130,7 @@ fn list_contains(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool 
         .any(|listed| listed.trim().eq_ignore_ascii_case(member))
 }
 
-/// Whether a 101 names a protocol of the request's list.
+/// Returns whether a 101 names a protocol from the request's list.
 fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
     let (Some(Ok(chosen)), Ok(wanted)) = (
         headers.get(UPGRADE).map(HeaderValue::to_str),
@@ -135,8 +143,9 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
         .any(|protocol| protocol.trim().eq_ignore_ascii_case(chosen.trim()))
 }
 
-/// Turns the caller's request into the target's: hop-by-hop and routing fields out, `host` as the target expects it. `last`
-/// when the connection to the target serves no request after this one.
+/// Rewrites the caller's request for the target. Hop-by-hop and routing fields are removed, and
+/// Host is set to `host`. `last` is set if the connection to the target carries no request after
+/// this one.
 pub(crate) fn rewrite_request(
     request: &mut Request<impl Body>,
     host: &str,
@@ -151,15 +160,16 @@ pub(crate) fn rewrite_request(
     let wants_trailers = list_contains(headers, &TE, "trailers");
     strip_hop_by_hop(headers);
     if unknown_length {
-        // Without it hyper sends no body at all for methods that seldom have one.
+        // Without this field, hyper sends no body for methods that rarely have one.
         headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
     normalize_content_length(headers, length);
-    // 100-continue is answered hop by hop: hyper tells the caller to go on when the body is wanted.
+    // 100-continue is handled hop by hop: hyper sends the 100 to the caller when the body is
+    // needed.
     for name in [EXPECT, SELECT_HOST, SELECT_DEST] {
         headers.remove(name);
     }
-    // It is made of checked names and numbers, so it is a valid field.
+    // `host` consists of validated names and numbers, so it is a valid field value.
     if let Ok(host) = HeaderValue::try_from(host) {
         headers.insert(HOST, host);
     }
@@ -180,7 +190,8 @@ pub(crate) fn rewrite_request(
     }
 }
 
-/// Turns the target's answer into the caller's; `switched` when it is the 101 that was asked for.
+/// Rewrites the target's response for the caller. `switched` is set if the response is a 101 that
+/// the request asked for.
 pub(crate) fn rewrite_response(response: &mut Response<impl Body>, switched: bool) {
     *response.version_mut() = Version::HTTP_11;
     let length = response.body().size_hint().exact();
@@ -188,12 +199,13 @@ pub(crate) fn rewrite_response(response: &mut Response<impl Body>, switched: boo
     let headers = response.headers_mut();
     let protocol = headers.get(UPGRADE).cloned().filter(|_| switched);
     if headers.contains_key(TRANSFER_ENCODING) {
-        // The chunks are what counts (RFC 9112, section 6.3), and hyper would frame by the length.
+        // The chunked coding takes precedence (RFC 9112, section 6.3), but hyper would frame the
+        // response by Content-Length.
         headers.remove(CONTENT_LENGTH);
     }
     strip_hop_by_hop(headers);
     normalize_content_length(headers, length);
-    // Marks answers of ours; a target must not forge it.
+    // This field marks responses of the server. A target must not forge it.
     headers.remove(ERROR_HEADER);
     if let Some(protocol) = protocol {
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
@@ -201,8 +213,8 @@ pub(crate) fn rewrite_response(response: &mut Response<impl Body>, switched: boo
     }
 }
 
-/// Leaves one Content-Length in plain digits: that of the body where there is one, else (HEAD, 304) what was said if it can
-/// only mean one thing.
+/// Reduces Content-Length to one value in plain digits. The value is the length of the body if
+/// there is a body. Otherwise (HEAD, 304) the declared value remains if it is unambiguous.
 fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
     let mut content_lengths = headers.get_all(CONTENT_LENGTH).iter().peekable();
     if content_lengths.peek().is_none() {
@@ -222,7 +234,8 @@ fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
     }
 }
 
-/// Removes from trailer fields what would count in a head: one hop's fields, the tunnel's, and Host and length.
+/// Removes the trailer fields that would have an effect in a head: hop-by-hop fields, the tunnel's
+/// fields, Host and Content-Length.
 pub(crate) fn strip_trailers(trailers: &mut HeaderMap) {
     strip_hop_by_hop(trailers);
     for name in [
@@ -237,7 +250,7 @@ pub(crate) fn strip_trailers(trailers: &mut HeaderMap) {
     }
 }
 
-/// Removes hop-by-hop fields and those that Connection names.
+/// Removes hop-by-hop fields and the fields that Connection names.
 fn strip_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
@@ -245,7 +258,7 @@ fn strip_hop_by_hop(headers: &mut HeaderMap) {
         .filter_map(|value| value.to_str().ok())
         .flat_map(|value| value.split(','))
         .filter_map(|name| HeaderName::try_from(name.trim()).ok())
-        // Fields that frame or route the message are not the sender's to remove.
+        // Connection cannot remove fields that frame or route the message.
         .filter(|name| *name != HOST && *name != CONTENT_LENGTH)
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {

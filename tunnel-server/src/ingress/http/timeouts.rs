@@ -1,5 +1,6 @@
-//! Where a caller's connection stands between and in its requests, and how long it may be silent there. hyper has one timer
-//! for an idle connection and for a head that does not end; here they differ.
+//! State of a caller's connection within and between requests, and the read timeout of each state.
+//! hyper has only one timer for an idle connection and for an incomplete head. This module has a
+//! separate timeout for each.
 
 use std::io;
 use std::pin::Pin;
@@ -16,48 +17,50 @@ use tunnel_proto::process::admission::{ConnPermit, InUseGuard};
 
 use super::head_check::{BodyFraming, HeadCheck, HeadError};
 
-/// What a caller's connection is doing.
+/// State of a caller's connection.
 ///
 /// ```text
-///   FirstHead ──head──▶ Busy ──answer ended──▶ Idle ──first byte──▶ Head ──head──▶ Busy
+///   FirstHead ──head──▶ Busy ──response ended──▶ Idle ──first byte──▶ Head ──head──▶ Busy
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ConnState {
-    /// No request has come yet.
+    /// No request has arrived yet.
     FirstHead { since: Instant },
-    /// Requests that are not answered to their end.
+    /// Requests are in progress. Their responses are not complete.
     Busy { requests: usize },
-    /// Between requests; nothing of the next one has come.
+    /// The connection is between requests, and no byte of the next request has arrived.
     Idle { since: Instant },
-    /// A next head has begun.
+    /// The next head has begun.
     Head { since: Instant },
 }
 
-/// Which silence has lasted too long.
+/// The timeout that has expired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TimeoutKind {
-    /// The first head did not end in time.
+    /// The first head was not complete in time.
     FirstHead,
-    /// No further head began in time.
+    /// The next head did not begin in time.
     Idle,
-    /// A further head did not end in time.
+    /// A later head was not complete in time.
     NextHead,
 }
 
-/// The limits of silence.
+/// Timeouts of a caller's connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TimeoutConfig {
-    /// From a connection's start, or a head's first byte, to the head's end.
+    /// Time from the start of the connection, or from the first byte of a head, to the end of the
+    /// head.
     pub(crate) head: Duration,
-    /// From an answer's end to the next head's first byte.
+    /// Time from the end of a response to the first byte of the next head.
     pub(crate) idle: Duration,
 }
 
-/// The last bytes that hyper was given; when they are an empty line, no part of a further head is among them.
+/// The last bytes that hyper has read. If they are an empty line, they contain no part of a further
+/// head.
 #[derive(Debug, Clone, Copy, Default)]
 struct LastBytes([u8; LAST_BYTES_LEN]);
 
-/// As many as [`HeadCheck::idle`] looks at.
+/// Number of bytes that [`HeadCheck::idle`] looks at.
 const LAST_BYTES_LEN: usize = 5;
 
 impl LastBytes {
@@ -80,7 +83,8 @@ impl LastBytes {
 struct State {
     conn_state: ConnState,
     last_bytes: LastBytes,
-    /// The current request has a body, so that the tail tells nothing of a next head.
+    /// The current request has a body, so the last bytes do not show whether a further head has
+    /// begun.
     body: bool,
     check: HeadCheck,
 }
@@ -110,7 +114,7 @@ impl State {
                 requests: requests - 1,
             },
             _ if self.body || self.last_bytes.is_empty_line() => ConnState::Idle { since: now },
-            // What came behind the request is the beginning of another one.
+            // The bytes after the request are the beginning of another request.
             _ => ConnState::Head { since: now },
         };
     }
@@ -127,22 +131,23 @@ impl State {
     }
 }
 
-/// The course of one caller's connection.
+/// Timeouts of one caller's connection.
 #[derive(Debug)]
 pub(crate) struct ConnTimeouts {
     state: Mutex<State>,
-    /// A request has begun.
+    /// Notified when a request begins.
     request_started: Notify,
     timeout_config: TimeoutConfig,
-    /// In use while a request is under way.
+    /// Marked as in use while a request is in progress.
     permit: Arc<ConnPermit>,
-    /// The last write did not fit into the socket, so that hyper holds unsent bytes: the connection is in use until they are gone.
+    /// The last write did not fit into the socket, so hyper holds unsent bytes. The connection is
+    /// in use until they are sent.
     write_blocked: AtomicBool,
     blocked_write: Mutex<Option<BlockedWrite>>,
 }
 
 impl ConnTimeouts {
-    /// A connection that begins at this moment.
+    /// Creates the timeouts for a connection that begins at this moment.
     pub(crate) fn start(timeout_config: TimeoutConfig, permit: Arc<ConnPermit>) -> Arc<Self> {
         let state = State {
             conn_state: ConnState::FirstHead {
@@ -162,14 +167,15 @@ impl ConnTimeouts {
         })
     }
 
-    /// Waits until a request is under way. Cancel-safe.
+    /// Waits until a request is in progress. Cancel-safe.
     pub(crate) async fn wait_for_request(&self) {
         self.wait_for_state(|conn_state| matches!(conn_state, ConnState::Busy { .. }))
             .await;
     }
 
-    /// A request whose head was read, with or without a body, and what is wrong with that head; the request lasts until the
-    /// first value goes. To be called before hyper reads on.
+    /// Starts a request whose head hyper has read. Returns a guard that ends the request when
+    /// dropped, and the error in the head, if any. `body` tells whether the request has a body.
+    /// Must be called before hyper reads further.
     pub(crate) fn request(
         self: &Arc<Self>,
         body: bool,
@@ -188,8 +194,9 @@ impl ConnTimeouts {
         (request_guard, head_error)
     }
 
-    /// Waits until the connection has been idle between requests for `time`, with all answers written. A request with a body
-    /// does not count as over: the rest of a body that nobody reads must not be taken for a request. Cancel-safe.
+    /// Waits until the connection has been idle between requests for `time` and all responses are
+    /// written. A connection does not count as idle after a request with a body, because the rest
+    /// of an unread body must not be taken for a request. Cancel-safe.
     pub(crate) async fn idle_for(&self, time: Duration) {
         loop {
             let (conn_state, body) = {
@@ -201,7 +208,8 @@ impl ConnTimeouts {
                 ConnState::Idle { .. } if body || self.is_write_blocked() => now + time,
                 ConnState::Idle { since } if since + time <= now => return,
                 ConnState::Idle { since } => since + time,
-                // A connection that becomes idle after this point has not been for long enough before.
+                // A connection that becomes idle after this point cannot have been idle for `time`
+                // earlier than this.
                 ConnState::FirstHead { .. } | ConnState::Busy { .. } | ConnState::Head { .. } => {
                     now + time
                 }
@@ -210,18 +218,18 @@ impl ConnTimeouts {
         }
     }
 
-    /// Whether no request is under way, and all answers are written.
+    /// Returns whether no request is in progress and all responses are written.
     pub(crate) fn is_idle(&self) -> bool {
         !matches!(self.lock().conn_state, ConnState::Busy { .. }) && !self.is_write_blocked()
     }
 
-    /// Whether hyper holds bytes that the socket has not taken.
+    /// Returns whether hyper holds bytes that the socket has not accepted.
     pub(crate) fn is_write_blocked(&self) -> bool {
         self.write_blocked.load(Ordering::Relaxed)
     }
 
-    /// Waits until the end of an answer has been stuck for `time`: the request is over, hyper holds bytes, and the caller has
-    /// taken none. Cancel-safe.
+    /// Waits until the end of a response has been stuck for `time`: the request has ended, hyper
+    /// holds bytes, and the caller has not accepted any of them. Cancel-safe.
     pub(crate) async fn write_blocked_for(&self, time: Duration) {
         loop {
             let is_busy = matches!(self.lock().conn_state, ConnState::Busy { .. });
@@ -254,10 +262,11 @@ impl ConnTimeouts {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a silence that lasts too long. Cancel-safe.
+    /// Waits until a timeout expires. Cancel-safe.
     pub(crate) async fn expired(&self) -> TimeoutKind {
-        // No silence that begins from now on lasts too long before that, so it need not be told of any: requests come by
-        // the ten thousand a second, silences do not.
+        // A timeout that starts after this point cannot expire before `check_interval`, so requests
+        // need not wake this task. Ten thousand requests can arrive per second, but timeouts are
+        // rare.
         let check_interval = self.timeout_config.head.min(self.timeout_config.idle);
         loop {
             let now = Instant::now();
@@ -291,15 +300,15 @@ impl ConnTimeouts {
     }
 }
 
-/// Bytes of answers that the socket has not taken.
+/// Bytes of responses that the socket has not accepted.
 #[derive(Debug)]
 struct BlockedWrite {
-    /// When the socket took the last ones.
+    /// Time at which the writes became blocked.
     since: Instant,
     _in_use: InUseGuard,
 }
 
-/// See [`ConnTimeouts::request`].
+/// A request in progress. See [`ConnTimeouts::request`].
 #[derive(Debug)]
 pub(crate) struct RequestGuard {
     timeouts: Arc<ConnTimeouts>,
@@ -312,12 +321,12 @@ impl Drop for RequestGuard {
     }
 }
 
-/// A caller's connection whose course sees what is read.
+/// A caller's connection that reports its reads and blocked writes to [`ConnTimeouts`].
 #[derive(Debug)]
 pub(crate) struct TimedStream<S> {
     stream: Box<S>,
     timeouts: Arc<ConnTimeouts>,
-    /// Bytes that were read off the stream before, and come first.
+    /// Bytes that were read from the stream earlier. Reads return these bytes first.
     unread: Bytes,
 }
 
@@ -330,7 +339,7 @@ impl<S> TimedStream<S> {
         }
     }
 
-    /// Puts bytes back that were read and not used.
+    /// Puts back bytes that were read but not used.
     pub(crate) fn put_back(&mut self, unread: Bytes) {
         self.unread = unread;
     }

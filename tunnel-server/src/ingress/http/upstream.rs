@@ -1,4 +1,5 @@
-//! The connection to a target: a stream of the node's agent, TLS in it for the TLS doors, and an HTTP client on top.
+//! Connection to a target: a stream through the node's agent, TLS inside the stream for HTTPS
+//! listeners, and an HTTP client on top.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,74 +37,75 @@ mod read_counter;
 pub(crate) use crate::ingress::http::upstream::pool::{PoolKey, UpstreamPool};
 use read_counter::{CountingStream, ReadCounter};
 
-/// How long a connection to a target may take to close after a whole answer.
+/// Time that a connection to a target has to close after a complete response.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
-/// Largest head of a target's answer, and largest part of its trailer fields; Go's clients take 1 MiB, but nothing that
-/// runs on nodes needs it.
+/// Largest head of a target's response, and largest size of its trailer fields. Go's clients accept
+/// 1 MiB, but nothing that runs on nodes needs that much.
 const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
 
-/// Interim answers (1xx) to one request that are passed over; more are no answer.
+/// Interim responses (1xx) to one request that are skipped. More are an error.
 const INTERIM_MAX: usize = 64;
 
-/// The caller's body, or none for a request that is sent again.
+/// The caller's body, or an empty body for a request that is sent again.
 type SentBody = Either<RequestBody, Empty<Bytes>>;
 
-/// What sends requests over a connection, and what drives it.
+/// The sender of requests on a connection, and the task that drives the connection.
 type Connection = (SendRequest<SentBody>, AbortOnDropHandle<()>);
 
-/// A connection to a target.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     sender: SendRequest<SentBody>,
-    /// Drives the connection; dropping it closes the target's side at once.
+    /// The task that drives the connection. Dropping the handle closes the target's side at once.
     driver: AbortOnDropHandle<()>,
-    /// None for a connection that the server dialled itself.
+    /// `None` for a connection that the server dialed directly.
     session: Option<SessionId>,
     bytes: Arc<ByteCount>,
     read_counter: ReadCounter,
 }
 
-/// Where requests of one kind go, and how.
+/// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
 pub(crate) struct UpstreamRequest<'a> {
-    /// What all doors share.
+    /// State that all listeners share.
     pub(crate) ingress: &'a Arc<IngressContext>,
-    /// Whether there is TLS in the stream.
+    /// Scheme of the target. With HTTPS there is TLS inside the stream.
     pub(crate) scheme: Scheme,
-    /// TLS on behalf of the caller.
+    /// TLS configuration for this caller.
     pub(crate) tls_profile: TlsProfile,
-    /// The node and its port.
+    /// The node and the target on that node.
     pub(crate) destination: &'a Destination,
-    /// Whose streams they count as.
+    /// Key that counts the streams of the caller.
     pub(crate) caller: &'a CallerKey,
-    /// For the agent's record.
+    /// Trace context for the agent's access log.
     pub(crate) trace_parent: String,
-    /// The connection of an earlier request and what the request needs it for, where the request may use it.
+    /// The pool and the key of a reusable connection, if the request may use one.
     pub(crate) pool: Option<(&'a UpstreamPool, &'a PoolKey)>,
 }
 
-/// An exchange that failed, and the session that carried it, if one did.
+/// A failed exchange, and the session that carried it, if any.
 struct AttemptError {
     failure: ProxyError,
     session: Option<SessionId>,
 }
 
-/// A request that got no answer over a connection.
+/// A request that received no response on a connection.
 struct SendError {
     failure: ProxyError,
-    /// The request, if not a byte of it was sent.
+    /// The request, if no byte of it was sent.
     unsent: Option<Request<SentBody>>,
 }
 
 impl UpstreamRequest<'_> {
-    /// Sends a request and waits for the head of its answer. When the agent refuses because it is stopping, nothing was
-    /// started at the target: a request that is complete with its head then goes over another session of the node, once.
-    /// The same holds for a kept connection that ended before it said anything about the request: servers close idle
-    /// connections, and whoever reuses one has to ask again (RFC 9112, section 9.3.1).
+    /// Sends a request and waits for the head of the response. If the agent refuses the stream
+    /// because it is draining, nothing was started at the target. A request without a body is then
+    /// sent once more over another session of the node. A request without a body is also sent again
+    /// if a pooled connection ended before the target sent any byte about the request. Servers
+    /// close idle connections, so a client that reuses one must be able to retry (RFC 9112, section
+    /// 9.3.1).
     ///
     /// # Errors
-    /// A [`ProxyError`] with the answer for the caller.
+    /// Returns a [`ProxyError`] with the response for the caller.
     pub(crate) async fn exchange(
         &self,
         request: Request<RequestBody>,
@@ -146,7 +148,7 @@ impl UpstreamRequest<'_> {
         let second = self.attempt(request, refused.session, access_log).await;
         second.map_err(|attempt| match attempt.session {
             Some(_) => attempt.failure,
-            // There was no other way, so the refusal is the answer.
+            // No other session can carry the request, so the caller receives the refusal.
             None => refused.failure,
         })
     }
@@ -194,8 +196,9 @@ impl UpstreamRequest<'_> {
         })
     }
 
-    /// Prepares a stream for a request. Does not wait for the agent's reply on plain doors: the request follows the
-    /// header at once, and a refusal surfaces as the request's error.
+    /// Prepares a stream for a request. On plain listeners this method does not wait for the
+    /// agent's reply: the request follows the stream header at once, and a refusal appears as an
+    /// error of the request.
     async fn connect(
         &self,
         stream: Stream,
@@ -212,7 +215,8 @@ impl UpstreamRequest<'_> {
                 })?;
                 let connecting =
                     TlsConnector::from(self.tls_profile.tls.clone()).connect(name, stream);
-                // The agent's reply has its own limit inside the stream; this one is for a target that is silent in TLS.
+                // The agent's reply has its own timeout inside the stream. This timeout covers a
+                // target that does not respond in the TLS handshake.
                 let limit = ingress.limits.open + ingress.limits.handshake;
                 let stream = match timeout(limit, connecting).await {
                     Ok(Ok(stream)) => stream,
@@ -231,7 +235,7 @@ impl UpstreamRequest<'_> {
     }
 }
 
-/// Sends a request over a connection and waits for the final head.
+/// Sends a request on a connection and waits for the final response head.
 async fn send(
     upstream: &mut Upstream,
     mut request: Request<SentBody>,
@@ -261,10 +265,11 @@ async fn send(
     })
 }
 
-/// Sends a request over a plain connection that the server has dialled itself, and that serves this request alone.
+/// Sends a request on a plain connection that the server has dialed directly. The connection
+/// carries only this request.
 ///
 /// # Errors
-/// A [`ProxyError`] with the answer for the caller.
+/// Returns a [`ProxyError`] with the response for the caller.
 pub(crate) async fn exchange_direct<S>(
     ingress: &Arc<IngressContext>,
     (connection, bytes): (S, Arc<ByteCount>),
@@ -287,17 +292,19 @@ where
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }
 
-/// The connection of an answer that is under way. Dropped midway, it closes the target's side at once.
+/// The connection of a response in progress. Dropping the guard before the end of the response
+/// closes the target's side at once.
 #[derive(Debug)]
 pub(crate) struct UpstreamBodyGuard {
     pub(crate) upstream: Upstream,
     pub(crate) ingress: Arc<IngressContext>,
-    /// Where the connection is kept for a further request to the same destination.
+    /// The pool and the key under which the connection is kept for another request to the same
+    /// destination.
     pub(crate) reuse: Option<(Arc<UpstreamPool>, PoolKey)>,
 }
 
 impl UpstreamBodyGuard {
-    /// The answer has come to its end.
+    /// Releases the connection after the end of the response.
     pub(crate) fn complete(self) {
         match self.reuse {
             Some((pool, pool_key)) => {
@@ -309,8 +316,9 @@ impl UpstreamBodyGuard {
 }
 
 impl Upstream {
-    /// Ends the connection in order, so that the target sees an end and no reset; unless it still waits for the target to
-    /// take the rest of a request that nobody wants any more.
+    /// Closes the connection gracefully, so that the target receives an end and not a reset. The
+    /// connection is aborted if the target does not read the rest of an obsolete request within
+    /// [`CLOSE_LIMIT`].
     pub(crate) fn close(self, drivers: &TaskTracker) {
         let Self { sender, driver, .. } = self;
         drop(sender);
@@ -321,7 +329,7 @@ impl Upstream {
 fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
     let failure = ProxyError::from_stream(error, target_label, Outcome::TargetTls);
     match failure.outcome {
-        // A target that cuts or ends the connection in the handshake does not speak TLS.
+        // A target that resets or closes the connection during the handshake does not speak TLS.
         Outcome::TargetBadResponse | Outcome::TargetTls => ProxyError::new(
             Outcome::TargetTls,
             format!("{target_label}: TLS with the target failed: {error}"),
@@ -355,7 +363,7 @@ where
     Ok((sender, AbortOnDropHandle::new(ingress.drivers.spawn(drive))))
 }
 
-/// How targets are spoken to.
+/// Returns the hyper builder with the settings for connections to targets.
 pub(crate) fn client() -> Builder {
     let mut builder = Builder::new();
     builder

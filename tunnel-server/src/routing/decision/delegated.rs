@@ -1,7 +1,9 @@
-//! Where the requests of callers with client-certificate delegation go; pure (`contract` section "Addressing").
+//! Routing decision for callers with client-certificate delegation. All functions are pure
+//! (`contract` section "Addressing").
 //!
-//! Such a caller is kube-apiserver, which passes its users' Host and header fields on. What it sends to the kubelet of `edge-1`
-//! (Kubernetes 1.36: `pkg/registry/core/pod/rest/subresources.go`, `pkg/registry/core/node/rest/proxy.go`,
+//! Such a caller is kube-apiserver, which forwards the Host and header fields of its users.
+//! kube-apiserver sends the following to the kubelet of `edge-1` (Kubernetes 1.36:
+//! `pkg/registry/core/pod/rest/subresources.go`, `pkg/registry/core/node/rest/proxy.go`,
 //! `staging/src/k8s.io/apimachinery/pkg/util/proxy`):
 //!
 //! | request | Host | SNI with `--kubelet-certificate-authority` | SNI without |
@@ -12,7 +14,8 @@
 //! | node proxy | the user's | `edge-1` | `edge-1` |
 //! | node proxy of an upgrade | the user's | `edge-1` | none |
 //!
-//! So a node comes from SNI, else from the pod in the path, and from Host only where no user wrote it.
+//! The node therefore comes from SNI, or else from the Pod in the path. The node comes from Host
+//! only where no user has set Host.
 
 use http::HeaderMap;
 use http::header::{CONNECTION, HOST, UPGRADE};
@@ -29,26 +32,26 @@ use crate::routing::routes::{RouteError, RouteTable};
 /// A request of a caller with delegation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DelegatedRequest<'a> {
-    /// The request itself.
+    /// The facts of the request.
     pub(crate) facts: RequestFacts<'a>,
-    /// The name that the caller's TLS asked for.
+    /// The server name (SNI) from the caller's TLS handshake.
     pub(crate) server_name: Option<&'a NodeName>,
 }
 
-/// What is to be done with a request.
+/// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// Its destination is known.
+    /// The destination is known.
     Forward(ResolvedDestination),
-    /// It goes to the node that this pod runs on.
+    /// The destination is the node that this Pod runs on.
     LookUp(Pod),
 }
 
-/// A destination, and which Host the target sees.
+/// A destination, and the choice of the Host field for the target.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ResolvedDestination {
     pub(crate) destination: Destination,
-    /// The target gets the Host of the caller as it is.
+    /// The target receives the caller's Host unchanged.
     pub(crate) keeps_host: bool,
 }
 
@@ -61,10 +64,10 @@ impl From<Destination> for ResolvedDestination {
     }
 }
 
-/// Decides where a request goes. Selectors are not read.
+/// Returns the next step for a request. Selector headers are ignored.
 ///
 /// # Errors
-/// A [`ProxyError`] with the answer for the caller.
+/// Returns a [`ProxyError`] with the response for the caller.
 pub(crate) fn decide(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
@@ -77,7 +80,8 @@ pub(crate) fn decide(
     }
     match request.server_name.map(|name| routes.by_name(name)) {
         Some(Ok(node)) => return addressed(request, node, routes, policy).map(Decision::Forward),
-        // A node was meant, and the user's Host must not choose among those that share the name.
+        // The caller has named a node by SNI. The user's Host must not choose between the nodes
+        // that share the name.
         Some(Err(error @ RouteError::AmbiguousName(..))) => return Err(route_failure(&error)),
         Some(Err(_)) | None => {}
     }
@@ -88,10 +92,11 @@ pub(crate) fn decide(
     }
 }
 
-/// Where a request goes that has no node by SNI, and no pod in its path or nobody to ask for it.
+/// Returns the destination of a request without a node in SNI. The path contains no Pod, or no
+/// resolver is available.
 ///
 /// # Errors
-/// A [`ProxyError`] with the answer for the caller, for every upgrade request.
+/// Returns a [`ProxyError`] with the response for the caller. Every upgrade request fails.
 pub(crate) fn decide_by_host(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
@@ -108,10 +113,11 @@ pub(crate) fn decide_by_host(
     addressed(request, node, routes, policy)
 }
 
-/// Where a request goes whose pod was looked up.
+/// Returns the destination of a request after the lookup of its Pod.
 ///
 /// # Errors
-/// A [`ProxyError`] with the answer for the caller. A look-up that failed never leads to the node of Host.
+/// Returns a [`ProxyError`] with the response for the caller. A failed lookup never falls back to
+/// the node in Host.
 pub(crate) fn decide_by_pod(
     request: &DelegatedRequest<'_>,
     (pod, found): (&Pod, Result<NodeName, PodLookupError>),
@@ -123,7 +129,8 @@ pub(crate) fn decide_by_pod(
         ProxyError::new(Outcome::UnknownNode, text)
     };
     let node = found.map_err(|error| unknown(&error))?;
-    // The name of a Node object: no alias of another node stands for it.
+    // The name is that of a Node object. Another node with this name as its host name must not
+    // match.
     if !routes.is_node(&node) {
         let why = format!(
             "it runs on {node}, which is not a known node; list known nodes with 'tunnel-server nodes'"
@@ -133,8 +140,9 @@ pub(crate) fn decide_by_pod(
     addressed(request, node, routes, policy)
 }
 
-/// The port of a node: Host's when Host names this node, since other callers than kube-apiserver may have delegation, else the
-/// kubelet's.
+/// Returns the destination on a node. The port comes from Host if Host names this node, because
+/// callers other than kube-apiserver can have delegation. Otherwise the port is that of the
+/// kubelet.
 fn addressed(
     request: &DelegatedRequest<'_>,
     node: NodeName,
@@ -159,7 +167,7 @@ fn addressed(
     })
 }
 
-/// The port that Host means for this node, if it means one.
+/// Returns the port for this node from Host, if Host contains one that applies.
 fn port_of_host(
     request: &DelegatedRequest<'_>,
     node: &NodeName,
@@ -177,8 +185,9 @@ fn port_of_host(
     }
     let port = host.port.or(facts.implied_port);
     let port = port.or_else(|| Port::new(facts.scheme.default_port()))?;
-    // kube-apiserver may itself be at a port of a node with an agent, and its user's Host is then that port. Only kubelets serve
-    // the paths of streams, and a caller of its own that puts a node's name into TLS puts no address into Host.
+    // kube-apiserver itself can listen on a port of a node with an agent, and its user's Host then
+    // contains that port. Only kubelets serve the stream paths. A direct caller that puts a node's
+    // name into SNI does not put an address into Host.
     let is_stream = matches!(KubeletPath::of(facts.uri.path()), KubeletPath::Stream(_));
     let server_name = request.server_name.map(|name| routes.by_name(name));
     let is_by_tls = server_name.is_some_and(|found| found.as_ref() == Ok(node));
@@ -186,8 +195,10 @@ fn port_of_host(
     (!may_be_of_a_user || policy.target(port).is_ok()).then_some(port)
 }
 
-/// Whether kube-apiserver passed a request on as an upgrade, with its user's Host: a Connection field with "upgrade" anywhere in
-/// it (`IsUpgradeRequest` of `staging/src/k8s.io/apimachinery/pkg/util/httpstream`). More than an HTTP server takes for one.
+/// Returns whether kube-apiserver forwards a request as an upgrade, with its user's Host: the
+/// Connection field contains "upgrade" anywhere (`IsUpgradeRequest` of
+/// `staging/src/k8s.io/apimachinery/pkg/util/httpstream`). This test matches more requests than an
+/// HTTP server treats as upgrades.
 fn is_upgrade(headers: &HeaderMap) -> bool {
     let has_upgrade = |value: &[u8]| {
         let mut windows = value.windows(b"upgrade".len());
@@ -197,7 +208,7 @@ fn is_upgrade(headers: &HeaderMap) -> bool {
     headers.contains_key(UPGRADE) || values.any(|value| has_upgrade(value.as_bytes()))
 }
 
-/// The answer to an upgrade request whose TLS says no node.
+/// Returns the error for an upgrade request without a node in SNI.
 fn no_node_by_tls(request: &DelegatedRequest<'_>) -> ProxyError {
     let what = match request.server_name {
         Some(name) => format!("its TLS server name (SNI) {name} is no known node"),

@@ -26,7 +26,7 @@ fn policy() -> PortPolicy {
     }
 }
 
-/// `fields` are `Host` and selectors; the answer is "node target" or "code".
+/// Returns the decision as "node target" or as the error code. `fields` are `Host` and selectors.
 fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Option<u16>) -> String {
     let (method, uri) = request.split_once(' ').unwrap();
     let mut headers = HeaderMap::new();

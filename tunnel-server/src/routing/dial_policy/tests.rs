@@ -28,7 +28,8 @@ fn pods(node: &str, network: &str) -> PodNetwork {
     }
 }
 
-/// T05: with everything listed, what is still not dialled; and what a narrow list lets through.
+/// T05: the addresses that are never dialed even if every network is listed, and the addresses that
+/// a narrow list allows.
 #[test]
 fn t05_table_of_addresses_that_are_never_dialed_directly() {
     let all = listed(&["0.0.0.0/0", "::/0"]);

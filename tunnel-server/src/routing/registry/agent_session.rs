@@ -1,4 +1,5 @@
-//! One connected session as the registry sees it: who it is, and whether it takes new streams.
+//! State of one connected session in the registry: its identity, and whether it accepts new
+//! streams.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -11,41 +12,41 @@ use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 
-/// What is known of a connected agent.
+/// A connected session of an agent.
 #[derive(Debug)]
 pub struct AgentSession {
-    /// The session at this server.
+    /// Identifies the session on this server.
     pub id: SessionId,
-    /// The node it serves.
+    /// The node that the agent serves.
     pub node: NodeName,
-    /// The agent's process.
+    /// Identifies the agent's process.
     pub instance: InstanceId,
     /// Version of the agent's software.
     pub software: String,
-    /// The address that the agent claims; shown, never used for routing.
+    /// Address that the agent claims. Shown to operators and never used for routing.
     pub claimed_address: String,
-    /// When it was admitted.
+    /// Time at which the session was admitted.
     pub since: SystemTime,
-    /// The transport's session.
+    /// The session of the transport.
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
     streams: Arc<AtomicUsize>,
     busy: Notify,
     closing: OnceLock<CloseReason>,
-    /// When the last certificate that the agent proved or was issued here ends, by this process's own clock: a clock
-    /// that is set must not end every session.
+    /// End of the last certificate that the agent proved or was issued over this session. Stored on
+    /// the monotonic clock, so that a change of the system time cannot end every session.
     valid_until: Mutex<Instant>,
     /// Chain of the last certificate that was issued over this session.
     issued: Mutex<Vec<CertificateDer<'static>>>,
 }
 
-/// Why a session takes no new streams until it answers again.
+/// Reason why a session accepts no new streams until the agent responds again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SuspectReason {
-    /// No sign of life since then.
+    /// The agent has shown no sign of life since this time.
     Silent(Instant),
-    /// The agent says that it hears nothing from this end.
+    /// The agent reports that it receives nothing from the server.
     PeerHearsNothing,
 }
 
@@ -67,7 +68,7 @@ impl std::fmt::Display for SuspectReason {
 }
 
 impl AgentSession {
-    /// A session that is about to be registered.
+    /// Creates the entry of a session that is about to be registered.
     #[must_use]
     pub fn new(
         id: SessionId,
@@ -94,7 +95,8 @@ impl AgentSession {
         }
     }
 
-    /// A certificate with this chain, leaf first, that ends at `not_after` was issued to the agent over this session.
+    /// Records that a certificate with this chain, leaf first, was issued over this session. The
+    /// certificate ends at `not_after`.
     pub fn renewed(&self, not_after: SystemTime, chain: Vec<CertificateDer<'static>>) {
         *self.issued.lock().unwrap_or_else(PoisonError::into_inner) = chain;
         let mut valid_until = self
@@ -104,7 +106,7 @@ impl AgentSession {
         *valid_until = to_instant(not_after).max(*valid_until);
     }
 
-    /// The certificates that the agent was issued last over this session; none where it was not.
+    /// Returns the chain that was last issued over this session. Empty if none was issued.
     #[must_use]
     pub fn issued(&self) -> Vec<CertificateDer<'static>> {
         self.issued
@@ -113,7 +115,7 @@ impl AgentSession {
             .clone()
     }
 
-    /// When the agent's last certificate ends.
+    /// Returns the end of the agent's last certificate.
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         *self
@@ -122,42 +124,44 @@ impl AgentSession {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether this end is closing it.
+    /// Returns whether the server is closing the session.
     #[must_use]
     pub fn is_closing(&self) -> bool {
         self.closing.get().is_some()
     }
 
-    /// Takes the session out of routing for good; its open streams go on.
+    /// Removes the session from routing permanently. Open streams continue.
     pub fn withdraw(&self) {
         self.withdrawn.store(true, Ordering::Relaxed);
         self.session.stop_opening();
     }
 
-    /// Whether the agent said that it is leaving.
+    /// Returns whether the session was removed from routing permanently.
     #[must_use]
     pub fn is_withdrawn(&self) -> bool {
         self.withdrawn.load(Ordering::Relaxed)
     }
 
-    /// Takes the session out of routing, or with `None` back in; its open streams go on.
+    /// Removes the session from routing, or returns it to routing with `None`. Open streams
+    /// continue.
     pub fn set_suspect_reason(&self, suspect_reason: Option<SuspectReason>) {
         *self.lock_suspect_reason() = suspect_reason;
     }
 
-    /// Why the session takes no new streams for now.
+    /// Returns the reason why the session is suspect, if it is.
     #[must_use]
     pub fn suspect_reason(&self) -> Option<SuspectReason> {
         *self.lock_suspect_reason()
     }
 
-    /// Whether new streams may go over the session.
+    /// Returns whether new streams can use the session.
     #[must_use]
     pub fn is_routable(&self) -> bool {
         !self.is_withdrawn() && self.suspect_reason().is_none()
     }
 
-    /// Counts a stream until the value goes, and wakes [`AgentSession::busy`] when it is the only one.
+    /// Counts a stream until the guard is dropped. Wakes [`AgentSession::busy`] if the stream is
+    /// the only one.
     #[must_use]
     pub(super) fn count_stream(&self) -> StreamCountGuard {
         if self.streams.fetch_add(1, Ordering::Relaxed) == 0 {
@@ -166,31 +170,32 @@ impl AgentSession {
         StreamCountGuard(self.streams.clone())
     }
 
-    /// Whether a stream of the session is open.
+    /// Returns whether a stream of the session is open.
     #[must_use]
     pub(super) fn has_streams(&self) -> bool {
         self.streams.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until a stream opens on the session that had none. Cancel-safe; for one waiter.
+    /// Waits until a stream opens on a session that had none. Cancel-safe. Supports one waiter.
     pub async fn busy(&self) {
         self.busy.notified().await;
     }
 
-    /// Closes the session and remembers why: a transport may only say that it was closed here.
+    /// Closes the session and stores the reason, because a transport may report only that the
+    /// session was closed locally.
     pub async fn close(&self, code: CloseCode, reason: &str) {
         self.begin_close(code, reason);
         self.session.close(code, reason).await;
     }
 
-    /// Marks the session as closing because a newer one of its node needs the room; [`AgentSession::close_superseded`] has to
-    /// follow.
+    /// Marks the session as closing to make room for a newer session of its node. The caller must
+    /// then call [`AgentSession::close_superseded`].
     pub(super) fn supersede(&self) {
         self.withdraw();
         self.begin_close(CloseCode::Superseded, SUPERSEDED);
     }
 
-    /// Closes the session in favor of a newer one of its node.
+    /// Closes the session in favor of a newer session of its node.
     pub async fn close_superseded(&self) {
         self.close(CloseCode::Superseded, SUPERSEDED).await;
     }
@@ -203,7 +208,7 @@ impl AgentSession {
         });
     }
 
-    /// Why the session ended, given what its transport says.
+    /// Returns the reason why the session ended, based on the reason that its transport reported.
     #[must_use]
     pub fn end(&self, reported: CloseReason) -> CloseReason {
         match reported.by {
@@ -221,7 +226,7 @@ impl AgentSession {
 
 const SUPERSEDED: &str = "superseded";
 
-/// A moment of the wall clock by this process's own.
+/// Converts a time of the system clock to the monotonic clock.
 fn to_instant(time: SystemTime) -> Instant {
     let left = time
         .duration_since(SystemTime::now())
@@ -230,10 +235,10 @@ fn to_instant(time: SystemTime) -> Instant {
     Instant::now() + left
 }
 
-/// Certificates of operators may say that they never end.
+/// Upper limit of a validity. Certificates of operators can be valid forever.
 const VALIDITY_MAX: Duration = Duration::from_secs(10 * 365 * 86400);
 
-/// Holds a session's count of streams one higher.
+/// Counts one stream of a session until dropped.
 #[derive(Debug)]
 pub(super) struct StreamCountGuard(Arc<AtomicUsize>);
 

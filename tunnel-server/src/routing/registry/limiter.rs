@@ -1,20 +1,22 @@
-//! Permits for the streams of one node's agent: bounded in all and for each caller, so that one caller cannot take all of
-//! them. A caller has an entry only while it has a stream, so the table is never larger than the number of streams.
+//! Permits for the streams of one node's agent. The number of streams is limited in total and for
+//! each caller, so that one caller cannot use all of them. A caller has an entry only while it has
+//! a stream, so the table is never larger than the number of streams.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What the streams of a caller are counted by.
+/// The identity by which the streams of a caller are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum CallerKey {
     /// A verified certificate, by its common name.
     Certificate(Arc<str>),
-    /// A user of this host, whom a Unix socket admits; kernel and file mode stand in for a certificate.
+    /// A user of this host that connects over a Unix socket. The kernel and the file mode take the
+    /// role of a certificate.
     Local(Option<u32>),
-    /// A name with its password.
+    /// A user name with its password.
     User(Arc<str>),
-    /// Nothing but an address: one of IPv4, or a /64 of IPv6.
+    /// A source without an identity: one IPv4 address, or a /64 of IPv6.
     Source(IpAddr),
 }
 
@@ -27,25 +29,25 @@ impl CallerKey {
     }
 }
 
-/// Which part of `limits.streamsPerAgent` is used up.
+/// The share of `limits.streamsPerAgent` that is exhausted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamQuota {
-    /// All of it.
+    /// All streams of the agent.
     Agent,
-    /// That of all callers without a certificate.
+    /// The share of all callers without a certificate.
     Unverified,
-    /// That of this caller, which has no certificate.
+    /// The share of this caller, which has no certificate.
     UnverifiedCaller,
-    /// That of this caller, which has a certificate.
+    /// The share of this caller, which has a certificate.
     VerifiedCaller,
 }
 
-/// No permit is left in a share.
+/// A share has no permit left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuotaExhausted {
-    /// Which one.
+    /// The share that is exhausted.
     pub quota: StreamQuota,
-    /// How many streams it has.
+    /// Number of streams in the share.
     pub streams: usize,
 }
 
@@ -83,7 +85,7 @@ pub(super) struct StreamLimiter {
     open: Mutex<OpenStreams>,
 }
 
-/// One stream's permit, given back when dropped.
+/// The permit of one stream. Released when dropped.
 #[derive(Debug)]
 pub(super) struct StreamPermit {
     limiter: Arc<StreamLimiter>,
@@ -105,7 +107,7 @@ impl StreamLimiter {
         })
     }
 
-    /// A permit for one more stream of a caller.
+    /// Acquires a permit for one more stream of a caller.
     pub(super) fn acquire(
         self: &Arc<Self>,
         caller: &CallerKey,
@@ -120,8 +122,8 @@ impl StreamLimiter {
         })
     }
 
-    /// Whether unused streams may stay open: they take no caller more than half of what it may have, since all
-    /// streams together are at most a quarter.
+    /// Returns whether unused streams can stay open. All streams together are then at most a
+    /// quarter of the limit, so unused streams take at most half of the share of any caller.
     pub(super) fn has_spare(&self) -> bool {
         self.lock().all * 4 <= self.limit
     }
@@ -134,7 +136,8 @@ impl StreamLimiter {
 impl OpenStreams {
     fn admit(&self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
         let of_caller = self.callers.get(caller).copied().unwrap_or_default();
-        // The quarter that is left is for callers with a certificate, and of them for others than the busiest.
+        // The remaining quarter is reserved for callers with a certificate other than the busiest
+        // one.
         let three_quarters = limit - limit / 4;
         let exhausted = |quota, streams| Err(QuotaExhausted { quota, streams });
         if self.all >= limit {
@@ -188,7 +191,8 @@ mod tests {
         CallerKey::Certificate(name.into())
     }
 
-    /// As many permits as a caller gets, and why it gets no more.
+    /// Acquires as many permits as a caller can have. Returns them with the reason why it gets no
+    /// more.
     fn fill(
         limiter: &Arc<StreamLimiter>,
         caller: &CallerKey,
@@ -217,7 +221,7 @@ mod tests {
                 let limiter = StreamLimiter::new(limit);
                 let (permits, exhausted) = fill(&limiter, &caller);
                 assert_eq!(permits.len(), half, "{limit}: {caller:?}");
-                // One stream is all that an agent with one has.
+                // An agent with a limit of one stream has only that stream.
                 let quota = if limit == 1 {
                     StreamQuota::Agent
                 } else {

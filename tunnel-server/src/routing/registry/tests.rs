@@ -17,7 +17,7 @@ fn registry() -> Arc<Registry> {
     }))
 }
 
-/// A registered session, the server's end of it and the agent's.
+/// A registered session, with the server's end and the agent's end.
 struct Member {
     registration: Registration,
     near: Arc<FakeSession>,
@@ -194,7 +194,7 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
             streams: 2
         }))
     ));
-    // Another agent has places of its own.
+    // Another agent has its own limit.
     let other: NodeName = "worker-2".parse().unwrap();
     let _other = try_join(&registry, other.clone(), 2, &[]).unwrap();
     let opened = registry

@@ -1,4 +1,5 @@
-//! One TCP connection of 10262: a session over HTTP/2 or an enrollment, by the protocols that its ClientHello offers.
+//! One TCP connection on port 10262: a session over HTTP/2 or an enrollment, depending on the
+//! protocols in its ClientHello.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,34 +19,37 @@ use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 use super::{HalfOpenConn, HandshakeResult, PreAuthError};
 use crate::ca::enrollment::Enrollment;
 
-/// A fatal alert, `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2), as a plaintext record: before
-/// ServerHello nothing is encrypted, and without ALPN in the ClientHello rustls would go on.
+/// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
+/// plaintext record. Nothing is encrypted before ServerHello. Without ALPN in the ClientHello,
+/// rustls would continue.
 const NO_APPLICATION_PROTOCOL: [u8; 7] = [21, 3, 3, 0, 2, 2, 120];
 
-/// What TCP connections of agents need.
+/// Handles TCP connections of agents.
 #[derive(Debug)]
 pub struct TcpHandler {
-    /// TLS of sessions: requires the agent's certificate.
+    /// TLS configuration of sessions. Requires the agent's certificate.
     pub session_tls: Arc<ServerConfig>,
-    /// Windows and timers of sessions.
+    /// Flow control windows and timers of sessions.
     pub settings: SessionSettings,
-    /// TLS of enrollments: no client certificate.
+    /// TLS configuration of enrollments. Requests no client certificate.
     pub enroll_tls: Arc<ServerConfig>,
-    /// What an enrollment needs.
+    /// The handler of enrollments.
     pub enrollment: Enrollment,
 }
 
 impl TcpHandler {
-    /// Serves one connection to its end.
+    /// Serves one connection until it ends.
     pub(super) async fn serve(&self, socket: TcpStream, peer: SocketAddr, half_open: HalfOpenConn) {
-        // In boxes of their own: the futures of a handshake and of an enrollment are large, and sessions live long.
+        // Boxed, because the futures of a handshake and of an enrollment are large and sessions
+        // live long.
         let handshake = Box::pin(self.dispatch(socket, peer, &half_open)).await;
         if let Some(outcome) = handshake {
             half_open.admit(outcome).await;
         }
     }
 
-    /// The end of a session's handshake, or `None` when the connection was for something else and is done.
+    /// Returns the result of a session's handshake, or `None` if the connection was not for a
+    /// session and has ended.
     async fn dispatch(
         &self,
         socket: TcpStream,
@@ -121,7 +125,7 @@ impl TcpHandler {
     }
 }
 
-/// What a connection is for.
+/// The purpose of a connection, according to its ALPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum AlpnOffer {
     Session,
@@ -130,7 +134,8 @@ enum AlpnOffer {
 }
 
 impl AlpnOffer {
-    /// Enrollment's id must be the only one on its connection: nobody may be talked out of showing a certificate.
+    /// Classifies the protocol ids of a ClientHello. The id of enrollment must be the only one, so
+    /// that an attacker cannot persuade an agent to omit its certificate.
     fn of<'a>(ids: impl Iterator<Item = &'a [u8]>) -> Self {
         let ids: Vec<_> = ids.collect();
         match ids.contains(&ALPN_ENROLL) {

@@ -24,7 +24,7 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     agent.near.set_silent(true);
     sleep(secs(4)).await;
     assert_eq!(suspect_reason(&bench), None, "5 s have not passed");
-    // The request's own 5 s, and up to one interval of probes since the last sign of life.
+    // The 5 s of the request, and up to one probe interval since the last sign of life.
     sleep(secs(4)).await;
     assert!(matches!(
         suspect_reason(&bench),
@@ -36,7 +36,7 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     assert_eq!(asked, Instant::now(), "the answer waited");
     assert_eq!(agent.recv().await, ControlMessage::Suspect(true));
     assert_eq!(bench.metric("tunnel_server_sessions_suspect"), Some(1));
-    // Its streams go on.
+    // The streams of the session continue.
     accepted.write_all(b"late").await.unwrap();
     let mut late = [0; 4];
     opened.read_exact(&mut late).await.unwrap();
@@ -67,7 +67,7 @@ async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
     let bench = Bench::new();
     let agent = bench.agent(1).await;
     agent.near.set_silent(true);
-    // Between two looks of an idle session, which come every second.
+    // Between two checks of an idle session, which run every second.
     sleep(Duration::from_millis(5_100)).await;
     let _opened = bench.open().await.unwrap();
     sleep(Duration::from_millis(4_900)).await;
@@ -112,7 +112,7 @@ async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
     assert!(began.elapsed() < Duration::from_millis(10));
     agent.send(ControlMessage::Suspect(false)).await;
     eventually("trust", || suspect_reason(&bench).is_none()).await;
-    // The next message is about something else: the server never doubted.
+    // The next message has another subject, because the server never suspected the session.
     bench.sessions.shutdown.drain().cancel();
     assert_eq!(agent.recv().await, ControlMessage::Drain(secs(30)));
 }
@@ -120,7 +120,7 @@ async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
 #[tokio::test(start_paused = true)]
 async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     let bench = Bench::new();
-    // Too narrow for a single message that is not read.
+    // The stream is too narrow for a single message that is not read.
     let (agent, answer) = bench.connect_agent(1, 2).await;
     assert!(matches!(answer, ControlMessage::Welcome(_)));
     let _opened = bench.open().await.unwrap();

@@ -9,7 +9,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
 
-/// Gives its answers one after the other.
+/// A resolver that returns its answers one after the other.
 #[derive(Debug, Default)]
 struct Flipping {
     answers: Vec<Vec<SocketAddr>>,
@@ -47,14 +47,15 @@ async fn accepted(listener: &TcpListener) -> bool {
     waited.await.is_ok()
 }
 
-/// S42: whatever a name turns into between calls, one call asks once and dials what it judged.
+/// S42: even if a name resolves differently with each call, one call resolves it once and dials
+/// only the addresses that it checked.
 #[tokio::test]
 async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_dialed() {
     let routes = RouteTable::default();
     let claims = AddressClaims::none(&routes);
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = good.local_addr().unwrap().port();
-    // The next call would meet the canary, and the one after it the metadata service.
+    // The next call would reach the canary, and the one after it the metadata service.
     let canary = TcpListener::bind(("127.0.0.2", port)).await.unwrap();
     let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), port);
     let asked = Arc::new(AtomicUsize::new(0));
@@ -92,7 +93,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
     assert!(!accepted(&canary).await);
 }
 
-/// T05: other spellings of addresses are names, and what they resolve to is judged.
+/// T05: other spellings of addresses are names, and the addresses that they resolve to are checked.
 #[tokio::test]
 async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     let routes = RouteTable::default();
@@ -113,7 +114,7 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
         "0x0",
     ] {
         let Ok(name) = spelling.parse() else {
-            // Refused as no name before anything is resolved.
+            // Refused as an invalid name before anything is resolved.
             continue;
         };
         let dialed = direct
@@ -179,7 +180,8 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
     assert_eq!(failure.outcome, Outcome::TargetRefused, "{failure}");
 }
 
-/// A name is judged by the nodes that have the address it resolves to, whatever the operator lists.
+/// A name is subject to the claims of nodes on the address that it resolves to, regardless of the
+/// operator's list.
 #[tokio::test]
 async fn names_lead_past_no_agent_and_to_no_contested_address() {
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -95,7 +95,7 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     let twin = name("edge-2");
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let (own, shared, far) = (ip("10.0.0.1"), ip("192.168.33.221"), ip("10.0.0.9"));
-    // Kubelets write what addresses they like.
+    // Kubelets can write any addresses.
     let contested = ip("10.0.0.8");
     let claimed = [own, shared, contested, ip("10.96.0.11")];
     let routes = RouteTable::new([

@@ -1,5 +1,6 @@
-//! Random bytes as heads of the CONNECT door, through hyper's parser and what is made of them, with the generator of the
-//! other doors; `CULVERT_FUZZ_EXECUTIONS` and `CULVERT_FUZZ_SEED` as there.
+//! Random bytes as heads on the CONNECT listener. The bytes pass through hyper's parser and the
+//! request path. The generator, `CULVERT_FUZZ_EXECUTIONS` and `CULVERT_FUZZ_SEED` are the same as
+//! for the HTTP listeners.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -18,7 +19,7 @@ use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
 use crate::routing::dial_policy::ClusterNetworks;
 
-/// Heads as callers send them, and as attackers do.
+/// Heads of ordinary callers and of attackers.
 const HEADS: &[&str] = &[
     "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "CONNECT worker-1:10250 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n\u{16}\u{3}\u{1} and bytes",
@@ -34,7 +35,7 @@ const HEADS: &[&str] = &[
     "GET http://u:p@worker-1:9100/ HTTP/1.1\r\nHost: x\r\n\r\nCONNECT worker-2:9100 HTTP/1.1\r\n\r\n",
 ];
 
-/// What was made of one request.
+/// The observed result of one request.
 struct Observed {
     method: String,
     result: Result<(ProxyRequest, bool), ProxyError>,
@@ -58,7 +59,7 @@ fn connect_heads_lead_where_they_say_and_lose_no_byte() {
     run(HEADS, &[], |input, _| check(input));
 }
 
-/// Says whether the first request would have been carried.
+/// Returns whether the first request would have been forwarded.
 fn check(input: &[u8]) -> bool {
     let wire = Wire::new(input);
     let observed = RefCell::new(Vec::new());
@@ -103,7 +104,7 @@ fn check(input: &[u8]) -> bool {
             let output = wire.output();
             let output = String::from_utf8_lossy(&output);
             let granted = output.strip_prefix("HTTP/1.").map(|rest| &rest[1..]);
-            // The field repeats what a caller said.
+            // The field repeats the caller's text.
             let plain = [" 200 OK\r\n\r\n", " 200 OK\r\nConnection: close\r\n\r\n"];
             assert!(
                 granted.is_some_and(|head| plain.contains(&head)),
@@ -125,7 +126,7 @@ fn check(input: &[u8]) -> bool {
     *by_agent || proxy_request.kind == RequestKind::Connect
 }
 
-/// The head is everything up to its empty line, and the rest is there to the byte.
+/// Checks that the head ends with its empty line, and that the rest follows byte for byte.
 fn check_split(input: &[u8], tail: &[u8]) {
     assert!(input.ends_with(tail), "bytes were lost");
     let head = &input[..input.len() - tail.len()];
@@ -137,7 +138,7 @@ fn check_split(input: &[u8], tail: &[u8]) {
     let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
     let lines: Vec<_> = lines.skip_while(|line| line.is_empty()).collect();
     let first_empty = lines.iter().position(|line| line.is_empty());
-    // What is behind the last line end is no line.
+    // Bytes after the last line end are not a line.
     assert_eq!(
         first_empty,
         Some(lines.len() - 2),
@@ -145,7 +146,7 @@ fn check_split(input: &[u8], tail: &[u8]) {
     );
 }
 
-/// The target is that of the request line, whatever the fields say.
+/// Checks that the target comes from the request line, regardless of the fields.
 fn check_request(input: &[u8], proxy_request: &ProxyRequest) {
     let text = String::from_utf8_lossy(input);
     let line = text

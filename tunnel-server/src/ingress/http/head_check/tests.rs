@@ -2,7 +2,7 @@ use super::*;
 
 const PLAIN: &str = "GET / HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n";
 
-/// What a check says to a head that comes in pieces of this size.
+/// Returns the result of a check for a head that arrives in pieces of this size.
 fn head_error(head: &str, piece: usize) -> Option<HeadError> {
     let mut check = HeadCheck::default();
     for piece in head.as_bytes().chunks(piece) {
@@ -57,7 +57,7 @@ fn heads_with_two_readings_are_found_however_they_are_split() {
             assert_eq!(head_error(&head, piece), expected, "{fields:?} by {piece}");
         }
     }
-    // A request line is no field.
+    // A request line is not a field.
     let line = "Content-Length: /a HTTP/1.1\r\nContent-Length: 3\r\n\r\n";
     assert_eq!(head_error(line, line.len()), None);
 }
@@ -71,7 +71,7 @@ fn next_heads_are_found_behind_bodies_of_known_length() {
             let mut check = HeadCheck::default();
             let mut rest = format!("{PLAIN}{body}{PLAIN}{bad}");
             let mut faults = Vec::new();
-            // What hyper finds: the head is there, and its body has this length.
+            // hyper finds a head and determines this length for its body.
             for (length, head) in [(body.len(), PLAIN), (0, PLAIN), (0, &bad)] {
                 let (now, later) = rest.split_at(if split { head.len() } else { rest.len() });
                 for piece in now.as_bytes().chunks(piece) {
@@ -109,16 +109,16 @@ fn nothing_is_taken_for_a_head_where_its_beginning_is_unknown() {
         check.request(BodyFraming::Length(0))
     };
     let chunks = "5\r\nhello\r\n0\r\n\r\n";
-    // Pipelined behind chunks, or behind what another protocol says.
+    // Pipelined after chunks, or after the bytes of another protocol.
     assert_eq!(asked(BodyFraming::Chunked, chunks, None), None);
     assert_eq!(asked(BodyFraming::Opaque, "", None), None);
     assert_eq!(asked(BodyFraming::Opaque, "", Some("0\r\n\r\n")), None);
-    // A line of text in the middle of an upload that was answered early.
+    // A line of text within an upload that was answered early.
     assert_eq!(
         asked(BodyFraming::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n")),
         None
     );
-    // The request before was answered, and its last bytes are those of an end.
+    // The previous request was answered, and its last bytes are those of an end.
     let last = Some("0\r\n\r\n");
     assert_eq!(
         asked(BodyFraming::Chunked, chunks, last),

@@ -1,4 +1,4 @@
-//! A plain door, callers, and agents that the test plays.
+//! Fixture with a plain HTTP listener, callers, and agents that the test controls.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,20 +30,20 @@ use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLim
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, session, within};
 
-/// A plain door, and agents that the test plays.
+/// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
     counters: MetricsRegistry,
 }
 
-/// An agent's end, newest first.
+/// The agent's end of a session.
 pub(in crate::ingress) struct Agent {
     pub(in crate::ingress) far: Arc<dyn Session>,
     _registered: Registration,
 }
 
 impl Agent {
-    /// The next stream, and what it is for.
+    /// Returns the next stream with its header.
     pub(in crate::ingress) async fn asked(&self) -> (StreamHeader, Stream) {
         let incoming = within(self.far.accept()).await.unwrap();
         incoming
@@ -60,12 +60,13 @@ impl Agent {
         self.stream().await.refuse(code, "as the agent says").await;
     }
 
-    /// Takes a request and returns it as it came.
+    /// Accepts a request, answers with [`HI`] and returns the head of the request.
     pub(in crate::ingress) async fn answers(&self) -> String {
         self.answers_with(HI).await
     }
 
-    /// The same with an answer of the test's, after which the target closes.
+    /// Accepts a request, answers with `answer` and returns the head of the request. The target
+    /// then closes.
     pub(in crate::ingress) async fn answers_with(&self, answer: &str) -> String {
         let mut stream = self.accepts().await;
         let head = head(&mut stream).await;
@@ -74,14 +75,14 @@ impl Agent {
         head
     }
 
-    /// The next stream, its target connected.
+    /// Accepts the next stream, as if its target were connected.
     pub(in crate::ingress) async fn accepts(&self) -> Stream {
         let mut stream = self.stream().await;
         stream.accept("").await.unwrap();
         stream
     }
 
-    /// Whether no stream comes for a while.
+    /// Returns whether no stream arrives for a while.
     pub(in crate::ingress) async fn is_left_alone(&self) -> bool {
         tokio::time::timeout(Duration::from_millis(20), self.far.accept())
             .await
@@ -94,7 +95,7 @@ impl Fixture {
         Self::with_callers(64)
     }
 
-    /// A bench with this many places for callers.
+    /// Creates a fixture with a limit of `callers` connections.
     pub(in crate::ingress) fn with_callers(callers: usize) -> Self {
         let routes = Routes::default();
         let known = RouteNode {
@@ -156,7 +157,7 @@ impl Fixture {
         }
     }
 
-    /// The sum of a metric's series.
+    /// Returns the sum of a metric's series.
     pub(in crate::ingress) fn metric(&self, series: &str) -> u64 {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.counters).unwrap();
@@ -164,17 +165,18 @@ impl Fixture {
         line.map_or(0, |value| value.trim().parse().unwrap())
     }
 
-    /// The whole answer to a request.
+    /// Sends a request and returns the whole response.
     pub(in crate::ingress) async fn ask(&self, request: &str) -> String {
         self.ask_at(http_listener(), request).await
     }
 
-    /// The same at a door for https targets, behind its TLS.
+    /// Sends a request to a listener for https targets, behind its TLS. Returns the whole response.
     pub(in crate::ingress) async fn ask_secure(&self, request: &str) -> String {
         self.ask_at(https_listener(), request).await
     }
 
-    /// The same for a caller with client-certificate delegation, whose TLS asked for this name.
+    /// Sends a request as a caller with client-certificate delegation and this server name. Returns
+    /// the whole response.
     pub(in crate::ingress) async fn ask_delegated(
         &self,
         server_name: Option<&str>,
@@ -188,7 +190,7 @@ impl Fixture {
         Self::exchange(caller, request).await
     }
 
-    /// A CONNECT door with this gate, without TLS.
+    /// Creates a CONNECT listener without TLS.
     pub(in crate::ingress) fn connect_proxy(connect_proxy: ConnectProxy) -> Arc<HttpListener> {
         Arc::new(HttpListener {
             name: "connect",
@@ -217,7 +219,7 @@ impl Fixture {
         within(ask).await
     }
 
-    /// A caller's connection in memory.
+    /// Opens a caller's connection in memory.
     pub(in crate::ingress) fn connect(&self) -> DuplexStream {
         self.connect_at(http_listener())
     }
@@ -226,7 +228,7 @@ impl Fixture {
         self.connect_with(http_listener, |_| {})
     }
 
-    /// The same of a caller who comes from this address and has proved this name.
+    /// Opens a connection in memory for a caller with this address and identity.
     pub(in crate::ingress) fn connect_as(
         &self,
         http_listener: Arc<HttpListener>,
@@ -262,7 +264,7 @@ impl Fixture {
         caller
     }
 
-    /// A caller's connection over TCP.
+    /// Opens a caller's connection over TCP.
     pub(in crate::ingress) async fn dial(&self) -> TcpStream {
         self.dial_at(http_listener()).await
     }
@@ -273,7 +275,7 @@ impl Fixture {
             .unwrap()
     }
 
-    /// The address of a listener on loopback.
+    /// Starts a listener on loopback and returns its address.
     pub(in crate::ingress) async fn listen(&self, http_listener: Arc<HttpListener>) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -310,15 +312,15 @@ pub(in crate::ingress) fn http_listener() -> Arc<HttpListener> {
     })
 }
 
-/// A short answer whose connection may go on.
+/// A short response whose connection can be reused.
 pub(in crate::ingress) const HI: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi";
 
-/// A request that asks for nothing after it, without its empty line.
+/// Returns a request without a body, and without its empty line.
 pub(in crate::ingress) fn get(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: worker-1:9100\r\n")
 }
 
-/// Reads through the next empty line.
+/// Reads up to and including the next empty line.
 pub(in crate::ingress) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> String {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -327,7 +329,7 @@ pub(in crate::ingress) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> S
     String::from_utf8(head).unwrap()
 }
 
-/// Sends a request and reads exactly the answer [`HI`].
+/// Sends a request and reads exactly the response [`HI`].
 pub(in crate::ingress) async fn expect_hi<S>(caller: &mut S, request: &str)
 where
     S: AsyncRead + AsyncWrite + Unpin,

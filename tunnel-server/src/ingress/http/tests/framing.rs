@@ -1,10 +1,10 @@
-//! Heads that could be understood in two ways are refused or said plainly, and everything has its bound (T07, T08, T12).
+//! Ambiguous heads are rejected or normalized, and every size has a limit (T07, T08, T12).
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::fixture::{Fixture, HI, get, head};
 
-/// The target's view of a request, and the caller's of the answer.
+/// Returns the request as the target receives it, and the response as the caller receives it.
 async fn passes(fields: &str, answer: &str) -> (String, String) {
     let fixture = Fixture::new();
     let agent = fixture.agent();
@@ -13,14 +13,15 @@ async fn passes(fields: &str, answer: &str) -> (String, String) {
     (seen, told)
 }
 
-/// The answer of the door to bytes that no target is to see, up to the connection's end.
+/// Returns the listener's response, up to the end of the connection, to bytes that must not reach a
+/// target.
 async fn refused(request: &[u8]) -> String {
     let fixture = Fixture::new();
     let agent = fixture.agent();
     let (mut reader, mut writer) = tokio::io::split(fixture.connect());
     let mut told = String::new();
     let asks = async {
-        // The door may have closed before all was sent.
+        // The listener may close before everything is sent.
         let _refused_early = writer.write_all(request).await;
     };
     let (_, read) = tokio::join!(asks, reader.read_to_string(&mut told));
@@ -133,7 +134,7 @@ async fn heads_with_two_readings_are_refused_and_the_connection_closed() {
     }
 }
 
-/// Each head is checked, and no body is taken for one, also where everything comes at once.
+/// Every head is checked and no body is taken for a head, even if everything arrives at once.
 #[tokio::test(start_paused = true)]
 async fn heads_of_later_requests_are_checked_too() {
     let bodies = "a\nb\n\nContent-Length: 1\nContent-Length: 1\n\n";
@@ -214,7 +215,7 @@ async fn heads_fields_and_targets_have_their_bounds() {
         let fixed = format!("{}Connection: close\r\nX: \r\n\r\n", get("/")).len();
         format!("X: {}\r\n", "x".repeat(size - fixed))
     };
-    // Host and Connection are two more.
+    // Host and Connection count as two more fields.
     let fields = |count: usize| (2..count).map(|_| "X: 1\r\n").collect::<String>();
     for (small, large, status) in [
         (head(64 << 10), head((64 << 10) + 1), 431),
@@ -260,7 +261,7 @@ async fn interim_answers_are_consumed_up_to_a_bound() {
             }
         };
         let mut seen = Vec::new();
-        // A writer alone would not be told that nobody reads any more.
+        // A writer alone would not notice that the reader is gone.
         tokio::select! {
             _ended = reader.read_to_end(&mut seen) => {}
             () = write => {}

@@ -1,7 +1,9 @@
-//! Random bytes through the request path as it is configured: hyper's parser, the decision, what goes to the target, the
-//! target's answer and what goes to the caller. Seeded, so that a failure can be repeated.
+//! Random bytes through the request path as it is configured: hyper's parser, the routing decision,
+//! the request to the target, the target's response, and the response to the caller. Runs are
+//! seeded, so that a failure can be reproduced.
 //!
-//! `CULVERT_FUZZ_EXECUTIONS` (default 500,000) and `CULVERT_FUZZ_SEED` (default 1) make a longer or another run; use `cargo test --release`.
+//! `CULVERT_FUZZ_EXECUTIONS` (default 500,000) and `CULVERT_FUZZ_SEED` (default 1) select a longer
+//! or a different run. Use `cargo test --release`.
 
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
@@ -67,7 +69,7 @@ pub(in crate::ingress) fn run(
         "{executions} executions, {routed} reached a target, {:?}",
         began.elapsed()
     );
-    // Mutations that nothing survives would prove nothing.
+    // If almost no mutated input were routed, the run would prove nothing.
     assert!(
         routed * 10 > executions,
         "{routed} of {executions} reached a target"
@@ -85,12 +87,12 @@ fn what_is_routed_is_the_one_request() {
         } = exchange(request, answer);
         for sent in &routed {
             sent.check();
-            // The same question, asked of the whole head at once.
+            // Applies the same check to the whole head at once.
             if sent.number == 1 {
                 assert!(!has_two_readings(request));
             }
         }
-        // What a strict reader takes for one request is never two.
+        // If a strict reader finds one request, hyper must not find two.
         if let Parsed::Whole(_, length) = strict::request(request)
             && length == request.len()
         {
@@ -104,7 +106,7 @@ fn what_is_routed_is_the_one_request() {
     });
 }
 
-/// Whether the first head has a line that LF alone ends, or more than one framing.
+/// Returns whether the first head has a line that ends with LF alone, or more than one framing.
 fn has_two_readings(request: &[u8]) -> bool {
     let text = String::from_utf8_lossy(request);
     let first = text.find(|byte| byte != '\r' && byte != '\n').unwrap_or(0);
@@ -140,7 +142,7 @@ fn protocols_are_switched_only_as_asked_and_granted() {
         };
         first.check();
         let head = match strict::head_of(&is_routed.output) {
-            // What the caller was told first is about the first request.
+            // The first response that the caller receives belongs to the first request.
             Some(head) if first.number == 1 => head,
             Some(_) | None => return true,
         };

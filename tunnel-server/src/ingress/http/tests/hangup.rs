@@ -1,4 +1,5 @@
-//! A caller that goes away is noticed whatever of its input is unread, and the target's side is closed at once.
+//! The server detects that a caller has disconnected even if input is unread, and then closes the
+//! target's side at once.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ async fn is_cut(stream: &mut Stream) {
     assert!(end.is_err(), "{end:?}");
 }
 
-/// A caller that sent this, and the target's stream.
+/// Returns a caller that has sent these bytes, and the target's stream.
 async fn asks(fixture: &Fixture, sent: &str) -> (TcpStream, Stream) {
     let agent = fixture.agent();
     let mut caller = fixture.dial().await;
@@ -58,7 +59,7 @@ async fn reset_behind_a_body_that_the_target_does_not_read_is_detected() {
     let post =
         format!("POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: {length}\r\n\r\n");
     let (mut caller, mut stream) = asks(&fixture, &post).await;
-    // Until nobody takes more. A FIN would wait behind it in the caller's own kernel.
+    // Until the server reads no more. A FIN would wait behind this data in the caller's kernel.
     let filled = timeout(
         Duration::from_millis(300),
         caller.write_all(long.as_bytes()),

@@ -1,4 +1,5 @@
-//! Entries of `limits:` that requests meet, shortly before, at and beyond them: what the caller is told, and the metric.
+//! Entries of `limits:` that apply to requests, just below, at and beyond each limit: the caller's
+//! response, and the metric.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +29,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     let agent = fixture.agent();
     let request = format!("{}\r\n", get("/"));
     let mut open = Vec::new();
-    // One caller cannot take all of them.
+    // One caller cannot use all of them.
     let other = CallerKey::Certificate("other".into());
     let mut others = Vec::new();
     for _ in 0..STREAMS / 2 {
@@ -38,7 +39,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
             .await;
         others.push((opened.unwrap(), agent.accepts().await));
     }
-    // One below, and at it.
+    // One below the limit, and at it.
     for _ in 0..STREAMS / 2 {
         let mut caller = fixture.connect();
         caller.write_all(request.as_bytes()).await.unwrap();
@@ -57,10 +58,10 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
         assert!(refused.contains(part), "{refused}");
     }
     assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
-    // A place that comes back is taken at once.
+    // A released permit can be acquired at once.
     open.pop();
     let asked = async {
-        // The place is given back by the task of the connection that ended.
+        // The task of the connection that ended releases the permit.
         sleep(Duration::from_millis(1)).await;
         fixture.ask(&closing).await
     };
@@ -69,7 +70,8 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
 }
 
-/// Requests of one caller that are never answered, as many as it gets, and the answer to the one beyond.
+/// Opens as many requests of one caller as its limit allows, none of which is answered. Returns
+/// them with the response to one more request.
 async fn fill(
     fixture: &Fixture,
     agent: &Agent,
@@ -103,7 +105,8 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
         "{refused}"
     );
     assert!(refused.contains("Retry-After: 1\r\n"), "{refused}");
-    // Another port of the same address is the same caller; others without a certificate get the next quarter together.
+    // Another port of the same address is the same caller. Other callers without a certificate
+    // share the next quarter.
     let (none, _) = fill(&fixture, &agent, "192.0.2.1:6", CallerIdentity::Anonymous).await;
     assert!(none.is_empty());
     let (quarter, _) = fill(
@@ -138,7 +141,7 @@ async fn open_timeout_holds_shortly_before_and_after() {
         let late = async {
             let mut stream = agent.stream().await;
             sleep(reply_after).await;
-            // The opener may have given up by now.
+            // The requester may have given up by this time.
             let _gave_up = async {
                 stream.accept("").await?;
                 stream.write_all(HI.as_bytes()).await?;
@@ -191,7 +194,8 @@ async fn caller_timeouts_are_counted_by_their_limit() {
     assert_eq!(reached(&fixture, Limit::RequestHeadTimeout), 1);
 }
 
-/// The wait of a connection without buffers, and that it is ended by a byte, by the drain, and by a newer connection.
+/// An idle connection without buffers waits until a byte arrives, the drain begins, or a newer
+/// connection evicts it.
 #[tokio::test]
 async fn idle_caller_without_buffers_is_served_evicted_and_drained() {
     let fixture = Fixture::with_callers(2);
@@ -205,12 +209,13 @@ async fn idle_caller_without_buffers_is_served_evicted_and_drained() {
         callers.push(caller);
     }
     sleep(RELEASE_BUFFERS_AFTER + Duration::from_millis(100)).await;
-    // Its buffers come back for a request that arrives in pieces.
+    // The buffers are allocated again for a request that arrives in pieces.
     let (begin, end) = request.split_at(10);
     callers[0].write_all(begin.as_bytes()).await.unwrap();
     sleep(Duration::from_millis(20)).await;
     tokio::join!(expect_hi(&mut callers[0], end), agent.answers());
-    // A newer caller takes the place of the one that has been idle for longer, which is closed in order.
+    // A newer caller takes the permit of the connection that has been idle longer, which is closed
+    // gracefully.
     let mut newer = TcpStream::connect(address).await.unwrap();
     tokio::join!(expect_hi(&mut newer, &request), agent.answers());
     let mut rest = Vec::new();
@@ -255,7 +260,8 @@ async fn caller_with_a_request_under_way_is_never_evicted() {
     }
 }
 
-/// hyper is done with a connection whose request body it gave up on, and still holds what a slow caller has not taken.
+/// hyper has finished a connection after it stopped reading the request body, and still holds the
+/// data that a slow caller has not read.
 #[tokio::test]
 async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
     const BYTES: usize = 3 << 20;
@@ -277,7 +283,8 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
         target
     };
     let (_, _target) = tokio::join!(head(&mut caller), within(answering));
-    // The end of the answer is in hyper now. A newcomer does not evict the caller that it belongs to.
+    // hyper now holds the end of the response. A new connection does not evict the caller of that
+    // response.
     sleep(Duration::from_millis(1100)).await;
     let mut newcomer = TcpStream::connect(address).await.unwrap();
     let refused = within(newcomer.read(&mut [0])).await;
@@ -287,7 +294,8 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
     assert_eq!(body.len(), BYTES);
 }
 
-/// The last answer waits in hyper for a caller that takes nothing: it neither holds its place for ever nor ends cleanly.
+/// The last response waits in hyper for a caller that reads nothing. The connection neither holds
+/// its permit forever nor ends cleanly.
 #[tokio::test]
 async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let mut fixture = Fixture::with_callers(4);
@@ -297,7 +305,7 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
     let mut caller = socket.connect(address).await.unwrap();
-    // Short answers of the server's own: nobody is connected.
+    // Short responses of the server itself, because no agent is connected.
     let requests = format!("{}\r\n", get("/")).repeat(1000);
     let flood = async { while caller.write_all(requests.as_bytes()).await.is_ok() {} };
     assert!(
@@ -322,7 +330,7 @@ async fn oversize_heads_are_counted_by_their_limit() {
         caller.write_all(&vec![b'y'; limit]).await?;
         caller.write_all(b"\r\n\r\n").await
     };
-    // The door may have answered and closed before all was taken.
+    // The listener may have responded and closed before everything was accepted.
     let _cut = write.await;
     crate::testing::eventually("counted", || {
         reached(&fixture, Limit::RequestHeadBytes) == 1

@@ -1,4 +1,5 @@
-//! A request that a stopping agent refuses moves to another session, once, and nothing else does.
+//! A request that a draining agent refuses is sent once more over another session. No other failure
+//! has this effect.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! F36: what panics in the task of one caller's connection ends that connection, gives everything back, and is counted.
+//! F36: a panic in the task of one caller's connection ends that connection, releases everything it
+//! holds, and is counted.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::process::panics;
@@ -21,7 +22,7 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     let entry = AgentSession::new(registry.next_id(), node(), InstanceId::new([9; 16]), near);
     let broken = registry.register(entry, &[]).unwrap();
     let before = panics::count();
-    // More than there are places, so that places which were lost would be missed.
+    // More than the limit, so that a permit that is not released would be noticed.
     for _ in 0..2 * STREAMS {
         let mut caller = fixture.connect();
         caller.write_all(request.as_bytes()).await.unwrap();

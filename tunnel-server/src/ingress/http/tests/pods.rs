@@ -1,4 +1,4 @@
-//! Requests of kubelet paths: which of them ask for the pod, and what follows from the answer.
+//! Requests with kubelet paths: the requests that look up the Pod, and the result of the lookup.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::testing::node;
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
                     Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
 
-/// A listener whose callers' questions the test answers.
+/// Returns a listener whose Pod lookups the test answers.
 fn fixture() -> (Fixture, Agent, Receiver<Question>) {
     let mut fixture = Fixture::new();
     let (pods, questions) = PodResolver::new();
@@ -34,7 +34,7 @@ fn fixture() -> (Fixture, Agent, Receiver<Question>) {
     (fixture, agent, questions)
 }
 
-/// The next stream goes to the kubelet; refused, which the caller sees.
+/// Refuses the next stream, which must go to the kubelet. The caller receives the refusal.
 async fn refuses_at_the_kubelet(agent: &Agent) {
     let (header, stream) = agent.asked().await;
     let kubelet = Target::Node(Port::new(10350).unwrap());
@@ -87,7 +87,8 @@ async fn failed_lookup_opens_no_stream() {
     assert!(agent.is_left_alone().await);
 }
 
-/// Nobody else is to make the cluster work: neither callers without delegation, nor those of the plain listener.
+/// Only callers with delegation on the HTTPS listener can cause API requests. Neither other callers
+/// nor those of the plain listener can.
 #[tokio::test(start_paused = true)]
 async fn other_callers_never_cause_a_question() {
     let (fixture, agent, mut questions) = fixture();

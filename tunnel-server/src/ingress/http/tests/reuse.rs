@@ -1,5 +1,5 @@
-//! A connection to a target serves several requests of one caller's connection, and never where a request could be lost or
-//! delivered twice.
+//! A connection to a target serves several requests of one caller's connection, but never if a
+//! request could be lost or delivered twice.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() 
     assert_eq!(direction("out"), bytes as u64);
     assert_eq!(direction("in"), 3 * HI.len() as u64);
     assert!(agent.is_left_alone().await);
-    // An idle one is closed in order.
+    // An idle connection is closed gracefully.
     let began = Instant::now();
     assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
     assert!(
@@ -103,7 +103,7 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
             expect_hi(&mut caller, second).await;
         };
         let ((mut one, _two, _), ()) = within(async { tokio::join!(target, calls) }).await;
-        // The first has been closed, in order.
+        // The first connection has been closed gracefully.
         let mut rest = Vec::new();
         let ended = within(one.read_to_end(&mut rest)).await;
         assert!(ended.is_ok() || answer == more, "{case}: {ended:?}");
@@ -124,7 +124,7 @@ async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection()
             stream
         };
         let (mut stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
-        // Not a byte of another request came over it.
+        // No byte of another request arrived over this connection.
         let mut rest = Vec::new();
         let _closed_or_cut = within(stream.read_to_end(&mut rest)).await;
         assert!(rest.is_empty(), "{rest:?}");

@@ -1,4 +1,4 @@
-//! How long a caller may be silent: for its first head, between requests, and in the middle of a head.
+//! Timeouts of a caller's connection: for its first head, between requests, and within a head.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use tokio::time::{Instant, timeout};
 
 use super::fixture::{Fixture, expect_hi, get};
 
-/// Limits of the bench.
+/// Timeouts of the fixture.
 const HEAD: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(180);
 
-/// How long the connection stays open.
+/// Returns the time until the connection is closed.
 async fn lasts(caller: &mut DuplexStream) -> Duration {
     let began = Instant::now();
     let ended = timeout(Duration::from_secs(3600), caller.read_u8()).await;
@@ -25,7 +25,7 @@ fn about(took: Duration, limit: Duration) {
     assert!(took >= limit && took < limit + slack, "{took:?}");
 }
 
-/// A caller whose request was answered.
+/// Returns a caller whose request has been answered.
 async fn answered(fixture: &Fixture, request: &str) -> DuplexStream {
     let agent = fixture.agent();
     let mut caller = fixture.connect();
@@ -41,7 +41,7 @@ async fn first_head_that_does_not_end_is_cut() {
         caller.write_all(begun.as_bytes()).await.unwrap();
         about(lasts(&mut caller).await, HEAD);
     }
-    // One byte a second does not make it longer.
+    // One byte per second does not extend the timeout.
     let mut caller = fixture.connect();
     let began = Instant::now();
     while caller.write_all(b"G").await.is_ok() {

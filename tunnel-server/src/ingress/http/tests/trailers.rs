@@ -1,4 +1,5 @@
-//! Trailer fields arrive where they are wanted, without what is one hop's or the tunnel's.
+//! Trailer fields are forwarded where they are accepted, without hop-by-hop fields and the tunnel's
+//! fields.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -35,7 +36,7 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
         let mut body = vec![0; expected.len()];
         within(caller.read_exact(&mut body)).await.unwrap();
         assert_eq!(String::from_utf8_lossy(&body), expected);
-        // And the connections of both go on.
+        // Both connections remain usable.
         caller
             .write_all(format!("{}\r\n", get("/again")).as_bytes())
             .await

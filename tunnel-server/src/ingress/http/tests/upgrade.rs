@@ -1,4 +1,5 @@
-//! Upgrades that are not granted leave nothing open (S40, CVE-2018-1002105) and are not followed elsewhere (S41).
+//! Upgrades that are not granted leave no connection open (S40, CVE-2018-1002105), and redirects
+//! are not followed (S41).
 
 use std::time::Duration;
 
@@ -46,7 +47,7 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
         if answer.is_empty() {
             stream.shutdown().await.unwrap();
         }
-        // The answer, then an end and no reset.
+        // The response, followed by an end and no reset.
         let mut response = String::new();
         let closed =
             tokio::time::timeout(Duration::from_secs(5), caller.read_to_string(&mut response));

@@ -1,4 +1,4 @@
-//! The connection to a target that a caller's connection keeps for its next request.
+//! Pool of one idle connection to a target, which a caller's connection keeps for its next request.
 
 use std::convert::Infallible;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,27 +14,31 @@ use crate::ingress::target_tls::TlsProfileId;
 use crate::routing::decision::Destination;
 use crate::routing::registry::Registry;
 
-/// A connection is kept for this long after an answer: enough for callers that ask again and again, and less than any
-/// common server keeps an idle connection (gunicorn 2 s, Node.js and Apache 5 s), so that a request seldom meets the
-/// target's close on its way. An idle stream also counts as one of the agent's, and holds up its drain.
+/// Time for which an idle connection is kept after a response. The time is enough for callers that
+/// send requests continuously. Common servers keep idle connections longer (gunicorn 2 s, Node.js
+/// and Apache 5 s), so a request rarely collides with the target's close. An idle stream counts as
+/// a stream of the agent and delays the agent's drain.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// At most one connection, of the last request: callers that reuse connections do so for one target.
+/// A pool of at most one connection, which belongs to the last request. Callers that reuse
+/// connections use each for one target.
 #[derive(Debug)]
 pub(crate) struct UpstreamPool {
     slot: Mutex<Option<IdleConnection>>,
-    /// The place has been filled.
+    /// Notified when a connection is put into the slot.
     filled: Notify,
     drivers: TaskTracker,
 }
 
-/// What a connection is for: requests that differ in it never share one.
+/// The properties of a connection. Two requests share a connection only if their keys are equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PoolKey {
     pub(crate) destination: Destination,
-    /// Whether the server lends its certificate, and which; a target takes a connection for that identity's.
+    /// Identifies the client certificate that the server uses, if any. A target can associate a
+    /// connection with the identity in that certificate.
     pub(crate) tls_profile: TlsProfileId,
-    /// The caller's credential, if it sent one: a target may take a connection for that caller's.
+    /// The caller's credential, if it sent one. A target can associate a connection with that
+    /// credential.
     pub(crate) authorization: Option<HeaderValue>,
 }
 
@@ -46,7 +50,7 @@ struct IdleConnection {
 }
 
 impl UpstreamPool {
-    /// Nothing kept yet; `drivers` owns connections while they close.
+    /// Creates an empty pool. `drivers` tracks connections while they close.
     pub(crate) fn new(drivers: TaskTracker) -> Self {
         Self {
             slot: Mutex::new(None),
@@ -55,7 +59,7 @@ impl UpstreamPool {
         }
     }
 
-    /// Keeps a connection after a whole answer, if the agent has places to spare.
+    /// Keeps a connection after a complete response if the agent has streams to spare.
     pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, registry: &Registry) {
         let node = &pool_key.destination.node;
         let may_stay = upstream
@@ -76,8 +80,8 @@ impl UpstreamPool {
         }
     }
 
-    /// The kept connection, if it is for `pool_key` over the session that a new one would use and the target has not
-    /// ended it. One that leads elsewhere is closed.
+    /// Returns the idle connection if it is open, matches `pool_key` and uses the session that a
+    /// new stream would use. Otherwise the connection is closed.
     pub(crate) fn take(&self, pool_key: &PoolKey, registry: &Registry) -> Option<Upstream> {
         let IdleConnection {
             upstream,
@@ -96,7 +100,7 @@ impl UpstreamPool {
         None
     }
 
-    /// Closes what is kept, in order.
+    /// Closes the idle connection gracefully.
     pub(crate) fn close(&self) {
         let idle = self.lock().take();
         if let Some(idle) = idle {
@@ -104,7 +108,7 @@ impl UpstreamPool {
         }
     }
 
-    /// Closes what is kept when its time is over, for ever. Cancel-safe.
+    /// Closes each idle connection when its time has expired. Never completes. Cancel-safe.
     pub(crate) async fn expire(&self) -> Infallible {
         loop {
             let until = self.lock().as_ref().map(|idle| idle.until);

@@ -1,4 +1,5 @@
-//! Whether a target has said anything since a request was sent.
+//! Counter of the bytes that a target has sent. The counter shows whether the target has responded
+//! at all to a request.
 
 use std::io;
 use std::pin::Pin;
@@ -8,18 +9,17 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes of HTTP that a target has sent.
+/// Number of HTTP bytes that a target has sent.
 #[derive(Debug, Default, Clone)]
 pub(super) struct ReadCounter(Arc<AtomicU64>);
 
 impl ReadCounter {
-    /// Up to now.
     pub(super) fn bytes(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// A stream to a target, inside TLS if there is any.
+/// A stream to a target that counts the bytes it reads. With TLS, the counter is inside TLS.
 pub(super) struct CountingStream<S> {
     pub(super) stream: S,
     pub(super) read_counter: ReadCounter,

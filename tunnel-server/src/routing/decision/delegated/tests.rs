@@ -7,15 +7,15 @@ use super::*;
 use crate::routing::routes::RouteNode;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
-/// In place of an answer of the cluster, for requests that must not ask it.
+/// Node argument for requests that must not cause a lookup.
 const NO_QUESTION: &str = "";
 
 fn node(text: &str) -> NodeName {
     text.parse().unwrap()
 }
 
-/// Two edge nodes that share an address and have one each; the first has a host name and another port of its kubelet. And the
-/// node of kube-apiserver, which has an agent, too.
+/// Two edge nodes that share an address and have one more each, and the node of kube-apiserver,
+/// which also has an agent. The first edge node has a host name and a different kubelet port.
 fn routes() -> RouteTable {
     let route = |name: &str, hostname: Option<&str>, addresses: &[&str], port: Option<u16>| {
         let addresses = addresses.iter().map(|text| text.parse::<IpAddr>().unwrap());
@@ -43,11 +43,12 @@ fn policy() -> PortPolicy {
     }
 }
 
-/// What is asked: method and path, the name in TLS (`-` for none), Host.
+/// A request: method and path, the server name in TLS (`-` for none), and Host.
 type Asked<'a> = (&'a str, &'a str, &'a str);
 
-/// `node target`, with `, own Host` where the target sees a Host of ours, or the code and, after a colon, what the text has to
-/// say. `on` is the node that the cluster names for a pod.
+/// Returns `node target`, followed by `, own Host` if the server sets the target's Host. On failure
+/// returns the code and, after a colon, the expected part of the text. `on` is the node that the
+/// cluster returns for a Pod.
 fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
     let (request, server_name, host) = asked;
     let (method, path) = request.split_once(' ').unwrap();
@@ -89,7 +90,8 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
 
 const SPDY: &[(&str, &str)] = &[("connection", "Upgrade"), ("upgrade", "SPDY/3.1")];
 const WEBSOCKET: &[(&str, &str)] = &[("connection", "Upgrade"), ("upgrade", "websocket")];
-/// Hosts that users write: the API server by a Node's address or name, by others, and what wants to be another node.
+/// Values of Host that users send: the API server by a Node's address or name, by other names, and
+/// values that try to select another node.
 const HOSTS: &[&str] = &[
     "10.77.100.3:6443",
     "master-1:6443",
@@ -141,7 +143,8 @@ fn streams_go_to_the_node_by_tls_else_of_the_pod_whatever_host_says() {
     }
 }
 
-/// kube-apiserver may be at a port of a node with an agent: its port is in no list, and the path is a kubelet's.
+/// kube-apiserver can listen on a port of a node with an agent. That port is in no list, and the
+/// path is a kubelet's path.
 #[test]
 fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
     let exec = "POST /exec/default/web-0/app";
@@ -157,7 +160,7 @@ fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
             "master-1 node:10250",
         ),
         ((exec, "master-1", "master-1"), "", "master-1 node:10250"),
-        // What API servers before 1.36 send.
+        // Requests of API servers before 1.36.
         ((exec, "-", "edge-1:10350"), "edge-1", "edge-1 node:10350"),
         ((exec, "-", "edge-2:10250"), "edge-2", "edge-2 node:10250"),
         ((exec, "edge-2", "EDGE-2.:10250"), "", "edge-2 node:10250"),
@@ -183,7 +186,7 @@ fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
         ((get, "-", "192.168.33.221:9100"), "ambiguous_address"),
         ((get, "-", "my_api:9100"), "bad_request"),
         ((get, "-", "10.0.0.1:6443"), "refused_by_policy"),
-        // The node proxy, also by an API server that is on the node itself.
+        // The node proxy, also from an API server on the node itself.
         ((get, "master-1", "10.77.100.3:6443"), "master-1 node:10250"),
         ((get, "edge-1", "10.0.0.1:6443"), "edge-1 node:10350"),
         ((get, "edge-1", "10.0.0.1"), "edge-1 node:10350"),
@@ -195,7 +198,7 @@ fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
     }
 }
 
-/// What a user writes into Host, Connection or selectors never leads to another node.
+/// A user cannot select another node with Host, Connection or selectors.
 #[test]
 fn upgrades_without_a_node_by_tls_are_never_judged_by_host() {
     let own: &[&[(&str, &str)]] = &[
@@ -276,7 +279,7 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         (Err(PodLookupError::Timeout), "within 10 s"),
         (Err(PodLookupError::Unavailable("away".into())), "away"),
         (Ok(node("edge-9")), "it runs on edge-9, which is no node"),
-        // The alias of another node.
+        // The host name of another node.
         (Ok(node("host-1")), "it runs on host-1, which is no node"),
     ] {
         let failure = decide_by_pod(&request, (&pod, found), &routes, &policy).unwrap_err();
@@ -286,7 +289,7 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
     }
 }
 
-/// With `--pod-lookup=false`, or without a cluster.
+/// Covers `--pod-lookup=false`, and a server outside a cluster.
 #[test]
 fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
     let (method, uri) = (

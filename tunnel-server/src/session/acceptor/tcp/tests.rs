@@ -24,10 +24,10 @@ use crate::testing::{Bench, eventually, header, node};
 use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
 
 const CONNS_PER_SOURCE: usize = 8;
-/// For loopback, on a machine that is busy.
+/// Timeout of steps over loopback on a busy machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Port 10262 on TCP.
+/// The TCP listener on port 10262.
 struct Listener {
     bench: Bench,
     ca: Arc<LocalCa>,
@@ -107,8 +107,8 @@ impl Listener {
         tls::certified_key(issued.chain, key).unwrap()
     }
 
-    /// What a client with these protocols, and a certificate or none, gets to hear: the protocol that was agreed on, or
-    /// the error that ends its connection.
+    /// Connects with these protocols, and with or without a certificate. Returns the negotiated
+    /// protocol, or the error that ends the connection.
     async fn knock(
         &self,
         offer: &[&[u8]],
@@ -126,8 +126,8 @@ impl Listener {
         let connect = TlsConnector::from(Arc::new(config)).connect(name, socket);
         let mut stream = within(connect).await.map_err(|error| error.to_string())?;
         let agreed = stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec);
-        // In TLS 1.3 the server judges after the client's handshake has returned: its first bytes tell. Enrollment waits
-        // for the client's.
+        // In TLS 1.3 the server verifies the client after the client's handshake has returned, so
+        // the result shows in the server's first bytes. Enrollment waits for the client's bytes.
         if offer != [ALPN_ENROLL] {
             within(stream.read_u8())
                 .await
@@ -309,7 +309,7 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     }
     assert_eq!(test_listener.handshakes("evicted"), None, "at the limit");
     let pushes = async {
-        // In its first second it is safe from its neighbours.
+        // In its first second the connection is protected from eviction by its neighbors.
         while let Err(_still_there) =
             tokio::time::timeout(Duration::from_millis(100), crowd[0].read_u8()).await
         {
@@ -333,7 +333,8 @@ async fn within<T>(future: impl Future<Output = T>) -> T {
         .expect("timed out")
 }
 
-/// A connection has its task for as long as its session lives, and a crowd of newcomers has one handshake each.
+/// A connection keeps its task for the life of its session, and each of many new connections has
+/// one handshake.
 #[test]
 fn task_of_a_connection_is_small() {
     fn serving<'a, F>(

@@ -1,4 +1,5 @@
-//! One caller's bytes and one target's bytes through the doors' HTTP, without sockets, tasks or time.
+//! One caller's bytes and one target's bytes through the HTTP of the listeners, without sockets,
+//! tasks or time.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -31,45 +32,46 @@ use crate::policy::PortPolicy;
 use crate::routing::decision::{Destination, RequestFacts, Scheme, decide};
 use crate::routing::routes::RouteTable;
 
-/// What became of the bytes.
+/// The result of an exchange.
 #[derive(Debug, Default)]
 pub(super) struct Exchange {
-    /// Requests that hyper read.
+    /// Number of requests that hyper read.
     pub(super) request_count: usize,
-    /// Those that were sent to a target.
+    /// Requests that were sent to a target.
     pub(super) routed: Vec<Routed>,
-    /// One was answered by the door itself.
+    /// The listener itself answered a request.
     pub(super) failed: bool,
-    /// Heads that have two readings.
+    /// Number of ambiguous heads.
     pub(super) faults: usize,
-    /// What the caller was told.
+    /// Bytes that the caller received.
     pub(super) output: Vec<u8>,
 }
 
-/// A request as it was sent.
+/// A request as it was sent to the target.
 #[derive(Debug)]
 pub(super) struct Routed {
-    /// Which of the caller's requests it is, from 1.
+    /// Number of the request on the caller's connection, from 1.
     pub(super) number: usize,
     host: String,
     selected: bool,
     destination: Destination,
     method: String,
     target: Vec<u8>,
-    /// Protocols that it wanted to switch to.
+    /// Protocols that the request asked to switch to.
     pub(super) wanted: Option<String>,
     bytes: Vec<u8>,
 }
 
 impl Routed {
-    /// What was sent is one plain request, for the node that the caller named.
+    /// Checks that the bytes that were sent are one plain request for the node that the caller
+    /// named.
     pub(super) fn check(&self) {
         let head = match strict::request(&self.bytes) {
             Parsed::Whole(head, length) => {
                 assert_eq!(length, self.bytes.len(), "something follows");
                 head
             }
-            // The caller's body has not come to its end; the head is whole.
+            // The caller's body is incomplete, but the head is complete.
             Parsed::Begun => match strict::head_of(&self.bytes).map(strict::request) {
                 Some(Parsed::Whole(head, _)) => head,
                 Some(Parsed::Begun) | None => return,
@@ -125,7 +127,7 @@ pub(in crate::ingress) const LIMITS: ListenerLimits = ListenerLimits {
     open: Duration::from_secs(1),
 };
 
-/// Sends `input` to a door whose targets all answer with `answer`.
+/// Sends `input` to a listener whose targets all answer with `answer`.
 pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
     let exchanged = Rc::new(RefCell::new(Exchange::default()));
     let check = Rc::new(RefCell::new(HeadCheck::default()));
@@ -138,7 +140,7 @@ pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
     });
     let mut connection = pin!(builder(&LIMITS).serve_connection(wire.clone(), service));
     let mut cx = Context::from_waker(Waker::noop());
-    // Everything is there from the start, so progress ends when nothing moves any more.
+    // All bytes are available from the start, so the exchange is over when nothing makes progress.
     let mut before = (usize::MAX, 0, 0);
     loop {
         if connection.as_mut().poll(&mut cx).is_ready() {
@@ -230,7 +232,8 @@ async fn serve(
     response
 }
 
-/// Sends a request, and the answer once the request is there; what does not come whole gets it too.
+/// Sends a request, and feeds the response once the request has arrived. An incomplete request
+/// receives the response too.
 async fn ask(
     request: Request<Incoming>,
     wire: &Wire,
@@ -263,7 +266,7 @@ async fn ask(
 
 type Driver = Pin<Box<dyn Future<Output = hyper::Result<()>>>>;
 
-/// An answer's body that drives the connection it comes from.
+/// A response body that drives the connection it comes from.
 struct TargetBody {
     body: Incoming,
     driver: Option<Driver>,
@@ -294,7 +297,7 @@ impl Body for TargetBody {
     }
 }
 
-/// A connection in memory: what was put in is read, then nothing; what is written is kept.
+/// A connection in memory. Reads return the input and then nothing. Writes are stored.
 #[derive(Clone)]
 pub(in crate::ingress) struct Wire(Rc<RefCell<Ends>>);
 
@@ -302,7 +305,7 @@ struct Ends {
     input: Vec<u8>,
     at: usize,
     output: Vec<u8>,
-    /// Sees what is read.
+    /// Receives the bytes that are read.
     check: Option<Rc<RefCell<HeadCheck>>>,
 }
 
@@ -316,18 +319,18 @@ impl Wire {
         })))
     }
 
-    /// Changes with whatever is read or written.
+    /// Returns a number that changes with every read or write.
     pub(in crate::ingress) fn progress(&self) -> usize {
         let ends = self.0.borrow();
         ends.at + ends.output.len()
     }
 
-    /// What was written.
+    /// Returns the bytes that were written.
     pub(in crate::ingress) fn output(&self) -> Vec<u8> {
         self.0.borrow().output.clone()
     }
 
-    /// What nobody has read.
+    /// Returns the input that was not read.
     pub(in crate::ingress) fn unread(&self) -> Vec<u8> {
         let ends = self.0.borrow();
         ends.input[ends.at..].to_vec()

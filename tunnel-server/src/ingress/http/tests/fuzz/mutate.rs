@@ -1,6 +1,6 @@
-//! Seeds, and random changes of them.
+//! Seeds and their random mutations.
 
-/// Requests as callers send them, and as attackers do.
+/// Requests of ordinary callers and of attackers.
 pub(super) const REQUESTS: &[&str] = &[
     "GET /metrics HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n",
     "GET /metrics?a=b HTTP/1.1\r\nHost: WORKER-2.:9100\r\nUser-Agent: Prometheus/3.0\r\nAccept-Encoding: gzip\r\n\r\n",
@@ -20,7 +20,7 @@ pub(super) const REQUESTS: &[&str] = &[
     "OPTIONS /o HTTP/1.1\r\nHost: worker-1:9100\r\nCookie: a\r\nCookie: b\r\nAuthorization: Bearer t\r\n\r\n",
 ];
 
-/// Upgrades as kubectl's callers send them, some with a request behind.
+/// Upgrades of kubectl's clients, some followed by a further request.
 pub(super) const UPGRADES: &[&str] = &[
     "POST /exec/a/b/c HTTP/1.1\r\nHost: worker-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
      X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n",
@@ -33,7 +33,7 @@ pub(super) const UPGRADES: &[&str] = &[
     "GET /plain HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n",
 ];
 
-/// Answers to them.
+/// Responses to the upgrades.
 pub(super) const ANSWERS: &[&str] = &[
     "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nbytes",
     "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
@@ -50,7 +50,7 @@ pub(super) const ANSWERS: &[&str] = &[
     "HTTP/1.1 400 Bad\r\nContent-Length: 2\r\nContent-Length: 2\r\nConnection: X-A\r\nX-A: 1\r\n\r\nno",
 ];
 
-/// What matters to parsers.
+/// Words that have a meaning for parsers.
 const TOKENS: &[&str] = &[
     "\r\n",
     "\n",
@@ -98,7 +98,7 @@ const TOKENS: &[&str] = &[
     "worker-2",
 ];
 
-/// A seeded source of changed seeds.
+/// A seeded generator of mutated seeds.
 pub(super) struct Mutator(u64);
 
 impl Mutator {
@@ -106,7 +106,7 @@ impl Mutator {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// A seed with up to four changes.
+    /// Returns a seed with up to four mutations.
     pub(super) fn mutate(&mut self, seeds: &[&str]) -> Vec<u8> {
         let mut bytes = self.pick(seeds).as_bytes().to_vec();
         for _ in 0..self.below(5) {
@@ -132,7 +132,7 @@ impl Mutator {
                 bytes.extend_from_slice(&other[from..]);
             }
             4 => {
-                // A whole line, where lines begin.
+                // A whole line, at the start of a line.
                 let lines = bytes
                     .windows(2)
                     .enumerate()
@@ -159,7 +159,7 @@ impl Mutator {
         usize::try_from(self.next() >> 33).unwrap() % bound.max(1)
     }
 
-    /// xorshift64*
+    /// Returns the next number of the xorshift64* generator.
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;

@@ -1,23 +1,23 @@
-//! A reader of HTTP/1.1 that takes nothing but the plainest form (RFC 9112), to judge what others write.
+//! A strict reader of HTTP/1.1 that accepts only the plainest form (RFC 9112), used to check the
+//! output of other writers.
 
-/// What bytes are.
+/// The result of parsing.
 #[derive(Debug)]
 pub(super) enum Parsed {
-    /// A whole message and its length.
+    /// A complete message and its length.
     Whole(Head, usize),
-    /// The beginning of one.
+    /// The beginning of a message.
     Begun,
-    /// None.
+    /// The bytes are not a message. The value is the reason.
     Wrong(&'static str),
 }
 
-/// A head.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Head {
     pub(super) method: String,
     pub(super) target: Vec<u8>,
     pub(super) status: u16,
-    /// Names in lower case.
+    /// Field names and values. The names are in lower case.
     pub(super) fields: Vec<(String, String)>,
 }
 
@@ -28,7 +28,7 @@ impl Head {
     }
 }
 
-/// A request at the beginning of `bytes`.
+/// Parses a request at the beginning of `bytes`.
 pub(super) fn request(bytes: &[u8]) -> Parsed {
     let Some(head) = head_of(bytes) else {
         return Parsed::Begun;
@@ -80,7 +80,7 @@ pub(super) fn request(bytes: &[u8]) -> Parsed {
     }
 }
 
-/// The head of an answer.
+/// Parses the head of a response.
 pub(super) fn answer_head(head: &[u8]) -> Option<Head> {
     let line_end = head.windows(2).position(|two| two == b"\r\n")?;
     let line = head[..line_end].strip_prefix(b"HTTP/1.")?;
@@ -95,7 +95,7 @@ pub(super) fn answer_head(head: &[u8]) -> Option<Head> {
     })
 }
 
-/// The head of the first answer that is not an interim one, read as leniently as lines allow.
+/// Parses the head of the first response that is not interim, as leniently as lines allow.
 pub(super) fn first_final(answer: &[u8]) -> Option<Head> {
     let mut rest = String::from_utf8_lossy(answer).replace('\r', "");
     loop {
@@ -115,13 +115,13 @@ pub(super) fn first_final(answer: &[u8]) -> Option<Head> {
     }
 }
 
-/// The bytes through the first empty line.
+/// Returns the bytes up to and including the first empty line.
 pub(super) fn head_of(bytes: &[u8]) -> Option<&[u8]> {
     let end = bytes.windows(4).position(|four| four == b"\r\n\r\n")?;
     Some(&bytes[..end + 4])
 }
 
-/// Fields through their empty line.
+/// Parses fields up to and including their empty line.
 fn fields(mut rest: &[u8]) -> Option<Vec<(String, String)>> {
     let mut fields = Vec::new();
     loop {
@@ -143,7 +143,7 @@ fn fields(mut rest: &[u8]) -> Option<Vec<(String, String)>> {
     }
 }
 
-/// The length of a chunked body; `None` when it goes on.
+/// Returns the length of a chunked body, or `None` if the body is incomplete.
 fn chunks(body: &[u8]) -> Result<Option<usize>, &'static str> {
     let mut at = 0;
     loop {
@@ -159,7 +159,7 @@ fn chunks(body: &[u8]) -> Result<Option<usize>, &'static str> {
         let size = usize::from_str_radix(size, 16).ok().ok_or("chunk size")?;
         at += end + 2;
         if size == 0 {
-            // Trailer fields end with an empty line, as a head does.
+            // Trailer fields end with an empty line, like a head.
             let Some(end) = head_of(&body[at - 2..]) else {
                 return Ok(None);
             };
