@@ -306,7 +306,7 @@ mod tests {
             ("[fd00::/8]443", "CIDR:PORT"),
             ("example.com:443", "CIDR:PORT"),
             ("10.0.0.1:0", "port"),
-            ("10.0.0.1:9-1", "wrong way"),
+            ("10.0.0.1:9-1", "reversed"),
         ] {
             let error = bad.parse::<AllowTargets>().unwrap_err();
             assert!(error.contains(hint), "{bad}: {error}");

@@ -116,7 +116,7 @@ async fn t15_no_text_of_others_ends_or_colors_a_line_of_the_log() -> Result<()> 
             LogFormat::Text => "text",
             LogFormat::Json => "json",
         };
-        let test = "t15_no_text_of_others_ends_or_colours_a_line_of_the_log";
+        let test = "t15_no_text_of_others_ends_or_colors_a_line_of_the_log";
         let output = run_as_victim(test, name).await?;
         let log = String::from_utf8(output.stderr).context("the log is no text")?;
         ensure!(output.status.success(), "{}", tail(&log));

@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(yaml("dnsListen: off\ndnsZone: a.b").unwrap_err(), "off");
         let idle = "dnsZone: a\ndnsUpstream: [192.0.2.1]\ndnsAnswer: [192.0.2.1]\ndnsRecords: [{ name: a, addresses: [192.0.2.1] }]";
         let error = yaml(idle).unwrap_err();
-        assert!(error.contains("4 mistake(s)"), "{error}");
+        assert!(error.contains("4 error(s)"), "{error}");
     }
 
     #[test]

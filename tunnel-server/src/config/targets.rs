@@ -184,7 +184,7 @@ mod tests {
             ),
         ] {
             let error = checked(yaml, asks).unwrap_err();
-            assert!(error.contains("1 mistake(s)"), "{yaml}: {error}");
+            assert!(error.contains("1 error(s)"), "{yaml}: {error}");
             assert!(error.contains(setting), "{yaml}: {error}");
         }
     }

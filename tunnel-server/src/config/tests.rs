@@ -199,13 +199,13 @@ fn limits_of_a_session_must_fit_each_other() {
         ("bufferPool: 7MiB", "limits.bufferPool: 7MiB"),
     ] {
         let error = yaml(&format!("limits: {{ {limits} }}")).unwrap_err();
-        assert!(error.contains("1 mistake(s)"), "{limits}: {error}");
+        assert!(error.contains("1 error(s)"), "{limits}: {error}");
         assert!(error.contains(setting), "{limits}: {error}");
     }
     let equal = "suspectAfterBusy: 2s, suspectAfterIdle: 2s, deadAfter: 2s, keepAlive: 1s, bufferPool: 8MiB";
     yaml(&format!("limits: {{ {equal} }}")).unwrap();
     let error = yaml("limits: { deadAfter: soon, suspectAfterIdle: 20s }").unwrap_err();
-    assert!(error.contains("1 mistake(s)"), "{error}");
+    assert!(error.contains("1 error(s)"), "{error}");
 }
 
 #[test]
