@@ -106,17 +106,11 @@ const EMPTY_NAMES: &[&str] = &[
     "seen", "given", "found", "news", "word", "words", "part", "parts", "thing",
 ];
 
-/// Names that others fix: a key of the configuration file, under its old name.
-const FIXED_NAMES: &[&str] = &["borrow_allowed_callers"];
-
 #[test]
 fn names_are_those_of_the_glossary() {
     let mut findings = Vec::new();
     for file in sources() {
         for name in defined_names(&code_of(&std::fs::read_to_string(&file).unwrap())) {
-            if FIXED_NAMES.contains(&name.as_str()) {
-                continue;
-            }
             let words = words_of(&name);
             let row = GLOSSARY.iter().find(|(_, banned)| {
                 banned

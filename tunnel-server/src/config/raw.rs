@@ -111,7 +111,7 @@ tunnel_proto::layered! {
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CA")]
         pub target_ca: Option<String>,
         /// The server's own client certificate for https targets, PEM: presented to kubelets, and
-        /// only on behalf of the callers of --borrow-allowed-callers; needs --client-ca [default:
+        /// only on behalf of the callers of --delegation-allowed-callers; needs --client-ca [default:
         /// none]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_TARGET_CERT_FILE")]
         pub target_cert_file: Option<String>,
@@ -128,9 +128,11 @@ tunnel_proto::layered! {
         /// delegation), by the CN of their certificate of --client-ca; repeatable [default:
         /// kube-apiserver-kubelet-client]
         #[arg(
-            long, value_name = "CN", env = "TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", value_delimiter = ','
+            long, alias = "borrow-allowed-callers", value_name = "CN",
+            env = "TUNNEL_SERVER_DELEGATION_ALLOWED_CALLERS", value_delimiter = ','
         )]
-        pub borrow_allowed_callers: Vec<String>,
+        #[serde(alias = "borrowAllowedCallers")]
+        pub delegation_allowed_callers: Vec<String>,
         /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records
         /// are written to it. auto follows it in a container of a cluster, or with --kubeconfig
         /// [default: auto]
@@ -199,7 +201,7 @@ tunnel_proto::layered! {
         /// [default: cluster.local]
         #[arg(long, value_name = "DOMAIN", env = "TUNNEL_SERVER_CLUSTER_DOMAIN")]
         pub cluster_domain: Option<String>,
-        /// Ask the cluster for a pod's node when a caller of --borrow-allowed-callers sends a
+        /// Ask the cluster for a pod's node when a caller of --delegation-allowed-callers sends a
         /// kubelet path (exec, attach, logs, port-forward) without a node's name in TLS; needs the
         /// right "pods get" [default: true]
         #[arg(

@@ -93,15 +93,15 @@ pub(super) fn targets(
             "client-certificate delegation needs callers' certificates; set --client-ca",
         );
     }
-    let named = &raw.borrow_allowed_callers;
+    let named = &raw.delegation_allowed_callers;
     if identity.is_none() && signer.is_none() && !named.is_empty() {
         errors.add(
-            "--borrow-allowed-callers",
+            "--delegation-allowed-callers",
             "has no effect without --target-cert-file or --target-cert-signer",
         );
     }
     if named.iter().any(|name| name.trim().is_empty()) {
-        errors.add("--borrow-allowed-callers", "a common name is empty");
+        errors.add("--delegation-allowed-callers", "a common name is empty");
     }
     let delegation_callers = if named.is_empty() {
         vec![APISERVER_NAME.to_owned()]
@@ -173,14 +173,14 @@ mod tests {
                 "--target-cert-signer",
             ),
             (
-                "borrowAllowedCallers: [a]",
+                "delegationAllowedCallers: [a]",
                 true,
-                "--borrow-allowed-callers",
+                "--delegation-allowed-callers",
             ),
             (
-                "{ targetCertFile: /own, borrowAllowedCallers: [a, ''] }",
+                "{ targetCertFile: /own, delegationAllowedCallers: [a, ''] }",
                 true,
-                "--borrow-allowed-callers",
+                "--delegation-allowed-callers",
             ),
         ] {
             let error = checked(yaml, asks).unwrap_err();

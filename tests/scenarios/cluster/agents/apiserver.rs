@@ -80,7 +80,7 @@ impl ApiServerSite {
             settings.client_ca = text(&client_ca);
             settings.target_cert_file = text(&certificate);
             settings.target_key_file = text(&key);
-            settings.borrow_allowed_callers = vec![APISERVER.into(), "prometheus".into()];
+            settings.delegation_allowed_callers = vec![APISERVER.into(), "prometheus".into()];
             settings.http_proxy_ports = None;
         })
         .await?;
