@@ -51,7 +51,6 @@ lint: ## formatting, clippy, documentation, and what each crate may depend on
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked
 	cargo check -p tunnel-proto --no-default-features --locked
 	! cargo tree -p tunnel-proto --no-default-features -e normal --prefix none | grep -w tokio
-	cargo check -p tunnel-server --no-default-features --locked
 
 audit: ## licences, advisories and banned crates (cargo-deny)
 	@if command -v cargo-deny >/dev/null; then cargo deny check; else echo "skipped: cargo-deny is not installed"; fi

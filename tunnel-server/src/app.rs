@@ -45,7 +45,6 @@ mod authority;
 mod cluster;
 mod connect;
 mod identity;
-#[cfg(feature = "dns")]
 mod records;
 mod sockets;
 mod targets;
@@ -53,7 +52,6 @@ mod targets;
 use authority::{Authority, AuthorityContext};
 use cluster::{ClusterContext, ClusterServices, start_cluster};
 use identity::{CredentialWatcher, agent_auth, watch_kubelet_ca};
-#[cfg(feature = "dns")]
 use records::DnsContext;
 pub use sockets::BoundAddrs;
 use sockets::{
@@ -164,7 +162,6 @@ impl App {
             quic,
             meta: meta_listener,
             listeners,
-            #[cfg(feature = "dns")]
                 dns: dns_sockets,
             connect: connect_sockets,
             bound,
@@ -174,7 +171,6 @@ impl App {
         if let Some(warning) = capacity.warning(&config.limits, resources) {
             warn!("{warning}");
         }
-        #[cfg(feature = "dns")]
         let dns = records::serve(
             dns_sockets,
             &config,
@@ -306,7 +302,6 @@ impl App {
         Meta::new(readiness.clone(), metrics_registry)
             .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
             .start(meta_listener, &shutdown);
-        #[cfg(feature = "dns")]
         if let Some(dns) = &dns {
             dns.start_loop_detection(&shutdown).await?;
         }

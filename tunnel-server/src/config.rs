@@ -167,7 +167,7 @@ impl Config {
     pub fn check(raw: &RawConfig, environment: Environment) -> Result<Self, ConfigError> {
         let mut mistakes = ConfigErrors::default();
         let errors = &mut mistakes;
-        let (kubernetes, standalone) = kubernetes::kubernetes(errors, raw, environment);
+        let kubernetes = kubernetes::kubernetes(errors, raw, environment);
         let in_cluster = environment.in_cluster && kubernetes.is_some();
         let client_auth = client_auth(errors, raw);
         let required = matches!(client_auth, Some((_, true)));
@@ -306,9 +306,9 @@ impl Config {
             "--dns-answer and dnsRecords are not used in a cluster: its Nodes and the internal Service say the records"
                 .to_owned()
         });
-        let warnings = standalone
+        let warnings = config
+            .unauthenticated_listener_warning(in_cluster)
             .into_iter()
-            .chain(config.unauthenticated_listener_warning(in_cluster))
             .chain(config.limits.hard_bound_warning())
             .chain(config.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(unused_records)

@@ -13,44 +13,27 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
 
-#[cfg(feature = "dns")]
 mod answer;
-#[cfg(feature = "dns")]
 mod limiter;
-#[cfg(feature = "dns")]
 mod loop_detection;
-#[cfg(feature = "dns")]
 mod metrics;
-#[cfg(feature = "dns")]
 mod names;
 mod pattern;
-#[cfg(feature = "dns")]
 mod server;
 mod settings;
-#[cfg(feature = "dns")]
 mod snapshot;
-#[cfg(feature = "dns")]
 mod tcp;
-#[cfg(feature = "dns")]
 mod udp;
-#[cfg(feature = "dns")]
 mod upstream;
 
-#[cfg(feature = "dns")]
 pub use crate::dns::snapshot::restore;
-#[cfg(feature = "dns")]
 pub use answer::{AnswerContext, ClientQuery, Decision, Transport, decide};
-#[cfg(feature = "dns")]
 pub use loop_detection::LoopError;
-#[cfg(feature = "dns")]
 pub use metrics::{DnsMetrics, QueryOutcome};
-#[cfg(feature = "dns")]
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
-#[cfg(feature = "dns")]
 pub use server::{Dns, DnsInputs, DnsSockets};
 pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};
-#[cfg(feature = "dns")]
 pub use udp::DnsSocket;
 
 /// A node as seen by the records.

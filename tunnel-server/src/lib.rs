@@ -12,7 +12,6 @@ pub mod admin;
 pub mod app;
 pub mod ca;
 pub mod cli;
-#[cfg(feature = "kubernetes")]
 pub mod cluster;
 pub mod config;
 pub mod dns;

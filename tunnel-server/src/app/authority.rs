@@ -1,27 +1,24 @@
 //! Selection of the CA, join tokens, revocations and QUIC keys: from the data directory, or in a
 //! cluster from the state that all servers share. The start waits for that state.
 
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
+use anyhow::Context as _;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::process::meta::Readiness;
+use tracing::info;
+use tunnel_proto::process::meta::{Meta, Readiness};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
-use crate::config::Config;
+use crate::cluster::ClusterHandle;
+use crate::config::{Config, KubernetesSettings};
 use crate::store::data_dir::DataDir;
-
-/// A connection to the cluster.
-#[cfg(feature = "kubernetes")]
-pub(super) type ClusterHandle = crate::cluster::ClusterHandle;
-/// An uninhabited type: this build cannot follow a cluster.
-#[cfg(not(feature = "kubernetes"))]
-pub(super) type ClusterHandle = std::convert::Infallible;
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
@@ -37,23 +34,18 @@ pub(super) struct Authority {
 /// The lease on the QUIC keys, if other servers could take them.
 #[derive(Debug, Default)]
 pub(super) struct LeaseGuard {
-    #[cfg(feature = "kubernetes")]
     lease: Option<crate::cluster::LeaseGuard>,
 }
 
 impl LeaseGuard {
     /// Releases the lease. Sessions that use the keys may continue. Cancel-safe.
     pub(super) async fn release(self, stop: &CancellationToken) {
-        #[cfg(feature = "kubernetes")]
         if let Some(lease) = self.lease {
             tokio::select! {
                 () = lease.release() => {}
                 () = stop.cancelled() => {}
             }
         }
-        #[cfg(not(feature = "kubernetes"))]
-        let _nobody_to_give_it_back_to = (self, stop);
-        std::future::ready(()).await;
     }
 }
 
@@ -77,12 +69,9 @@ impl AuthorityContext<'_> {
         meta: &TcpListener,
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Authority> {
-        #[cfg(feature = "kubernetes")]
         if let Some(settings) = &self.config.kubernetes {
             return self.from_cluster(settings, meta, registry).await;
         }
-        let _only_a_cluster_is_waited_for = (meta, registry, self.readiness, self.shutdown);
-        std::future::ready(()).await;
         let ca = LocalCa::load_or_create(self.data)?;
         Ok(Authority {
             ca: Arc::new(ca.with_life(self.config.limits.certificate_life)),
@@ -94,17 +83,12 @@ impl AuthorityContext<'_> {
         })
     }
 
-    #[cfg(feature = "kubernetes")]
     async fn from_cluster(
         self,
-        settings: &crate::config::KubernetesSettings,
+        settings: &KubernetesSettings,
         meta: &TcpListener,
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Authority> {
-        use anyhow::Context as _;
-        use tracing::info;
-        use tunnel_proto::process::meta::Meta;
-
         let cluster_handle = ClusterHandle::open(settings, self.readiness, registry).await?;
         let waiting = self.readiness.block("ca");
         // The server's metrics are not complete yet, so this meta server exposes none.
@@ -144,10 +128,7 @@ impl AuthorityContext<'_> {
 }
 
 /// Duplicates the handle of a listener.
-#[cfg(feature = "kubernetes")]
 fn duplicate_listener(listener: &TcpListener) -> std::io::Result<TcpListener> {
-    use std::os::fd::AsFd as _;
-
     let handle = listener.as_fd().try_clone_to_owned()?;
     TcpListener::from_std(handle.into())
 }

@@ -4,13 +4,16 @@ use std::sync::Arc;
 
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
 use super::BoundAddrs;
-use super::authority::ClusterHandle;
 use super::identity::AgentAuth;
 use crate::ca::ServingNames;
 use crate::ca::attestation::Attestor;
-use crate::config::Config;
+use crate::cluster::{
+    self, ClusterHandle, ClusterInputs, ListenerPorts, SignerConfig, WritersHandle,
+};
+use crate::config::{Config, KubeletCa};
 use crate::dns::Records;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
@@ -22,10 +25,6 @@ use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 
 /// The components that the cluster integration updates and reads.
-#[cfg_attr(
-    not(feature = "kubernetes"),
-    expect(dead_code, reason = "nobody follows a cluster in this build")
-)]
 pub(super) struct ClusterContext<'a> {
     pub(super) routes: &'a Routes,
     pub(super) records: &'a Records,
@@ -49,34 +48,24 @@ pub(super) struct ClusterServices {
     pub(super) pods: Option<PodResolver>,
     /// Reviewer of ServiceAccount tokens, for enrollments.
     pub(super) attestor: Option<Attestor>,
-    #[cfg(feature = "kubernetes")]
-    writing: Option<crate::cluster::WritersHandle>,
+    writing: Option<WritersHandle>,
 }
 
 impl ClusterServices {
     /// Waits until all writes to the cluster have ended. The drain must have begun.
     pub(super) async fn ended(&mut self) {
-        #[cfg(feature = "kubernetes")]
         if let Some(writing) = self.writing.take() {
             writing.ended().await;
         }
-        #[cfg(not(feature = "kubernetes"))]
-        std::future::ready(()).await;
     }
 }
 
 /// Follows the configured cluster, if there is one.
-#[cfg(feature = "kubernetes")]
 pub(super) fn start_cluster(
     config: &Config,
     cluster_handle: Option<ClusterHandle>,
     parts: ClusterContext<'_>,
 ) -> ClusterServices {
-    use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
-
-    use crate::cluster::{self, ClusterInputs, ListenerPorts, SignerConfig};
-    use crate::config::KubeletCa;
-
     let (Some(settings), Some(cluster_handle)) = (&config.kubernetes, cluster_handle) else {
         return ClusterServices::default();
     };
@@ -119,14 +108,4 @@ pub(super) fn start_cluster(
         attestor,
         writing: Some(writing),
     }
-}
-
-/// Returns no services: this build cannot follow a cluster, and the configuration has none.
-#[cfg(not(feature = "kubernetes"))]
-pub(super) fn start_cluster(
-    _config: &Config,
-    _side: Option<ClusterHandle>,
-    _parts: ClusterContext<'_>,
-) -> ClusterServices {
-    ClusterServices::default()
 }

@@ -19,7 +19,6 @@ use super::connect::ConnectSockets;
 use super::identity::{CredentialWatcher, watch_pair};
 use crate::ca::{LocalCa, ServingNames};
 use crate::config::Config;
-#[cfg(feature = "dns")]
 use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
@@ -56,7 +55,6 @@ pub(super) struct Sockets {
     pub(super) quic: Arc<QuicAcceptor>,
     pub(super) meta: TcpListener,
     pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
-    #[cfg(feature = "dns")]
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
     pub(super) bound: BoundAddrs,
@@ -121,7 +119,6 @@ pub(super) async fn bind(
     }
     let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
     bound.connect = connect.address()?;
-    #[cfg(feature = "dns")]
     let dns = match &config.dns {
         Some(settings) => {
             let (tcp, udp) = bind_both(&[settings.listen], "--dns-listen", DnsSocket::bind).await?;
@@ -135,7 +132,6 @@ pub(super) async fn bind(
         quic: Arc::new(quic),
         meta,
         listeners,
-        #[cfg(feature = "dns")]
         dns,
         connect,
         bound,

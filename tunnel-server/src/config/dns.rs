@@ -19,13 +19,6 @@ pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSet
         }
         return None;
     };
-    if cfg!(not(feature = "dns")) {
-        errors.add(
-            LISTEN,
-            "this build has no DNS server (cargo feature dns); leave it out or say off",
-        );
-        return None;
-    }
     let listen = address(errors, LISTEN, listen);
     let zone = raw.dns_zone.as_deref().and_then(|text| {
         let zone = text.parse::<NodeName>();
@@ -213,7 +206,6 @@ const RESOLVER_PORT: u16 = 53;
 const CLUSTER_DOMAIN: &str = "cluster.local";
 
 #[cfg(test)]
-#[cfg(feature = "dns")]
 mod tests {
     use super::*;
     use crate::config::Config;
@@ -315,23 +307,5 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
             let error = yaml(&format!("{listen}{text}")).unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");
         }
-    }
-}
-
-#[cfg(test)]
-#[cfg(not(feature = "dns"))]
-mod tests_without {
-    use super::*;
-
-    #[test]
-    fn a_build_without_dns_says_so() {
-        let mut errors = ConfigErrors::default();
-        let raw = RawConfig {
-            dns_listen: Some("127.0.0.1:5353".into()),
-            ..RawConfig::default()
-        };
-        assert!(check(&mut errors, &raw).is_none());
-        let error = errors.finish(()).unwrap_err().to_string();
-        assert!(error.contains("this build has no DNS server"), "{error}");
     }
 }

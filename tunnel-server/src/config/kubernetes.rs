@@ -9,7 +9,6 @@ use super::RawConfig;
 use super::check::parsed;
 use crate::dns::{NamePattern, NamePatternError};
 
-const SUPPORTED: bool = cfg!(feature = "kubernetes");
 /// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
 
@@ -121,39 +120,27 @@ pub const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
 /// Default domain of Services, as in kubelets.
 const CLUSTER_DOMAIN: &str = "cluster.local";
 
-/// Returns the settings if there is a cluster to follow, and an optional warning for the operator.
+/// Returns the settings if there is a cluster to follow.
 pub(super) fn kubernetes(
     errors: &mut ConfigErrors,
     raw: &RawConfig,
     environment: Environment,
-) -> (Option<KubernetesSettings>, Option<String>) {
+) -> Option<KubernetesSettings> {
     let has_cluster = environment.in_cluster || raw.kubeconfig.is_some();
     match raw.kubernetes.as_deref().unwrap_or("auto") {
-        "off" => (None, None),
-        "auto" if !has_cluster => (None, None),
-        "auto" if !SUPPORTED => {
-            let warning =
-                "there is a cluster, but this build has no Kubernetes support: standalone";
-            (None, Some(warning.into()))
-        }
-        "on" if !SUPPORTED => {
-            errors.add(
-                "--kubernetes",
-                "this build has no Kubernetes support; use off",
-            );
-            (None, None)
-        }
+        "off" => None,
+        "auto" if !has_cluster => None,
         "on" if !has_cluster => {
             errors.add(
                 "--kubernetes",
                 "on needs --kubeconfig outside a container of a cluster",
             );
-            (None, None)
+            None
         }
-        "auto" | "on" => (Some(settings(errors, raw)), None),
+        "auto" | "on" => Some(settings(errors, raw)),
         other => {
             errors.add("--kubernetes", format!("{other:?} is not auto, on or off"));
-            (None, None)
+            None
         }
     }
 }

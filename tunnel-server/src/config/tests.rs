@@ -135,7 +135,6 @@ fn https_listener_without_client_certificates_is_warned_of() {
         false
     ));
     assert!(!warned("{}", false));
-    #[cfg(feature = "kubernetes")]
     {
         assert!(warned("{}", true));
         assert!(warned("{ clientCa: /ca, httpsClientAuth: none }", true));
@@ -230,7 +229,6 @@ fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
     Config::check(&raw, Environment { in_cluster }).map_err(|error| error.to_string())
 }
 
-#[cfg(feature = "kubernetes")]
 #[test]
 fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
     let config = around("httpListen: '[::]:10264'", true).unwrap();
@@ -248,7 +246,6 @@ fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
     assert!(around("{ kubernetes: off, httpListen: '[::]:10264' }", true).is_err());
 }
 
-#[cfg(feature = "kubernetes")]
 #[test]
 fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
     // Any readable file will do: the server reads the content when it starts.
@@ -292,17 +289,4 @@ fn cluster_is_followed_only_where_there_is_one() {
     assert!(error.contains("--kubernetes: "), "{error}");
     let error = around("kubernetes: maybe", true).unwrap_err();
     assert!(error.contains("auto, on or off"), "{error}");
-}
-
-#[cfg(not(feature = "kubernetes"))]
-#[test]
-fn build_without_support_says_so() {
-    let error = around("kubernetes: on", true).unwrap_err();
-    assert!(error.contains("no Kubernetes support"), "{error}");
-    let config = around("kubernetes: auto", true).unwrap();
-    assert!(
-        config.warnings[0].contains("standalone"),
-        "{:?}",
-        config.warnings
-    );
 }

@@ -39,7 +39,6 @@ pub mod basic_auth;
 mod dial;
 mod request;
 #[cfg(test)]
-#[cfg(feature = "kubernetes")]
 pub(crate) mod table;
 mod throttle;
 

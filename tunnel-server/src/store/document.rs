@@ -8,7 +8,6 @@ use serde::de::DeserializeOwned;
 
 use crate::store::data_dir::{FileStamp, SharedFile};
 
-#[cfg(feature = "kubernetes")]
 pub(crate) use crate::store::cluster_document::{
     CasOutcome, ClusterDocument, CompareAndSwap, Snapshot,
 };
@@ -19,7 +18,6 @@ pub(crate) enum SharedDocument {
     /// A file that commands change while no server runs.
     File(SharedFile),
     /// A key of a Secret that other servers change.
-    #[cfg(feature = "kubernetes")]
     Cluster(ClusterDocument),
 }
 
@@ -28,7 +26,6 @@ pub(crate) enum SharedDocument {
 pub(crate) enum DocumentVersion {
     File(FileStamp),
     /// Sequence number of a snapshot in this process.
-    #[cfg(feature = "kubernetes")]
     Snapshot(u64),
 }
 
@@ -37,7 +34,6 @@ impl SharedDocument {
     pub(crate) fn name(&self) -> String {
         match self {
             Self::File(file) => file.path().display().to_string(),
-            #[cfg(feature = "kubernetes")]
             Self::Cluster(doc) => doc.name().to_owned(),
         }
     }
@@ -46,7 +42,6 @@ impl SharedDocument {
     pub(crate) fn version(&self) -> Option<DocumentVersion> {
         match self {
             Self::File(file) => file.stamp().map(DocumentVersion::File),
-            #[cfg(feature = "kubernetes")]
             Self::Cluster(doc) => doc.version().map(DocumentVersion::Snapshot),
         }
     }
@@ -55,7 +50,6 @@ impl SharedDocument {
     pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
         match self {
             Self::File(file) => file.read(),
-            #[cfg(feature = "kubernetes")]
             Self::Cluster(doc) => doc.read(),
         }
     }
@@ -74,7 +68,6 @@ impl SharedDocument {
                 file.write(&merge(theirs)?)?;
                 Ok(file.stamp().map(DocumentVersion::File))
             }
-            #[cfg(feature = "kubernetes")]
             Self::Cluster(doc) => doc
                 .change(merge)
                 .map(|sequence| Some(DocumentVersion::Snapshot(sequence))),
