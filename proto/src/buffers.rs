@@ -1,26 +1,29 @@
-//! Buffers for bytes on their way: each thread keeps a few, so that moving bytes costs no allocation and a quiet
-//! connection holds none.
+//! Buffers for copying data. Each thread pools a few, so that a copy needs no allocation and an
+//! idle connection has no buffer.
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 
-/// Size of each. Beyond it little is gained: four TLS records, or what a busy socket gives at once.
+/// Size of a buffer. A larger one gains little: this is four TLS records, or the amount that a busy
+/// socket returns from one read.
 pub(crate) const BUFFER_BYTES: usize = 64 * 1024;
-/// Kept by a thread. One serves all connections that are moved at once; more are in use only where a reader is slow.
+/// Buffers that a thread pools. One serves all of its connections in turn. More are in use only if
+/// a reader is slow.
 const BUFFERS_PER_THREAD: usize = 4;
 
 thread_local! {
     static POOL: RefCell<Vec<Box<[u8]>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer of [`BUFFER_BYTES`] with whatever was in it before. Dropped, it goes back.
+/// A buffer of [`BUFFER_BYTES`] with unspecified content. Dropping it returns it to the thread's
+/// pool.
 #[derive(Debug)]
 pub(crate) struct Buffer(Box<[u8]>);
 
 impl Buffer {
-    /// One that was used before if there is one.
+    /// Takes a buffer from the pool, or allocates one.
     pub(crate) fn take() -> Self {
-        // Without a pool the thread is ending.
+        // Access fails only while the thread ends.
         let pooled = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
         Self(pooled.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))
     }

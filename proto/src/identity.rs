@@ -1,7 +1,7 @@
-//! Who a peer is: the role and name in its certificate, never what it claims.
+//! The identity of a peer: the role and name in its certificate, never what the peer claims.
 //!
-//! Certificates of our CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`. A kubelet's client certificate
-//! of the cluster's CA is the agent of its node.
+//! Certificates of the tunnel's CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`.
+//! A kubelet with a client certificate of the cluster's CA is the agent of its node.
 
 use std::time::{Duration, SystemTime};
 
@@ -17,29 +17,33 @@ pub use caller::{CallerError, caller_name};
 
 const SCHEME: &str = "culvert://";
 
-/// Certificates of our CA begin this long before they are issued: clocks of edges may be behind by as much.
+/// The tunnel's CA sets `notBefore` this long before the time of issue, because clocks of edge
+/// nodes may be behind by as much. Five minutes.
 pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
 
-/// Whose CA vouches for a peer. Each has its own form of certificate, so a certificate belongs to one of them at most.
+/// The domain whose CA authenticates a peer. Each domain has its own form of certificate, so a
+/// certificate belongs to at most one domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrustDomain {
-    /// Ours, or what the operator brings in its place: a SAN URI with a role of ours.
+    /// The tunnel's CA, or the operator's CA in its place. Certificates have a SAN URI with a
+    /// `culvert` role.
     Tunnel,
-    /// The cluster's for its clients: kubelets' certificates, without a role of ours.
+    /// The cluster's client CA. Certificates are kubelet client certificates without a `culvert`
+    /// role.
     Cluster,
 }
 
-/// What a certificate of our CA entitles to.
+/// The role that a certificate of the tunnel's CA grants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// Serves the node of this name.
+    /// An agent that serves the node of this name.
     Agent(NodeName),
-    /// Accepts agents.
+    /// A server, which accepts agents.
     Server,
 }
 
 impl Role {
-    /// The SAN URI of the role.
+    /// Returns the SAN URI of the role.
     #[must_use]
     pub fn uri(&self) -> String {
         match self {
@@ -54,26 +58,27 @@ impl Role {
             return Some(Self::Server);
         }
         let name = rest.strip_prefix("agent/")?;
-        // Only the canonical form counts, so that one certificate has one reading.
+        // Accept only the canonical form, so that a certificate has exactly one interpretation.
         let parsed: NodeName = name.parse().ok()?;
         (parsed.as_str() == name).then_some(Self::Agent(parsed))
     }
 }
 
-/// A verified peer.
+/// The verified identity of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerIdentity {
-    /// Who vouches for it.
+    /// The domain whose CA authenticated the peer.
     pub domain: TrustDomain,
-    /// Its role.
+    /// The role in the peer's certificate.
     pub role: Role,
-    /// When its certificate begins; one of our CA was issued [`BACKDATED`] later.
+    /// Start of the certificate's validity. The tunnel's CA issued the certificate [`BACKDATED`]
+    /// later.
     pub not_before: SystemTime,
-    /// When its certificate ends.
+    /// End of the certificate's validity.
     pub not_after: SystemTime,
 }
 
-/// When a certificate begins and when it ends.
+/// Returns the start and end of a certificate's validity.
 ///
 /// # Errors
 /// [`IdentityError::Malformed`].
@@ -94,25 +99,25 @@ fn validity_period(certificate: &X509Certificate<'_>) -> (SystemTime, SystemTime
     )
 }
 
-/// Why a certificate names nobody.
+/// The reason why a certificate has no identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The peer sent none.
+    /// The peer sent no certificate.
     #[error("no certificate")]
     NoCertificate,
-    /// It does not parse.
+    /// The certificate does not parse.
     #[error("certificate is malformed")]
     Malformed,
-    /// No SAN URI of ours, more than one, or one that does not parse.
+    /// The certificate has no `culvert` SAN URI, more than one, or one that does not parse.
     #[error("certificate does not have exactly one valid culvert:// role")]
     NoRole,
 }
 
 impl PeerIdentity {
-    /// Reads the identity from a certificate whose chain has been verified elsewhere.
+    /// Reads the identity from a certificate. The caller must have verified the chain.
     ///
     /// # Errors
-    /// [`IdentityError`] when there is not exactly one role of ours in it.
+    /// [`IdentityError`] when the certificate does not have exactly one `culvert` role.
     pub fn from_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
@@ -120,12 +125,15 @@ impl PeerIdentity {
         Ok(Self::new(TrustDomain::Tunnel, role, &certificate))
     }
 
-    /// The identity that an agent's certificate claims: of the tunnel's domain when it has a role of ours, whatever else
-    /// it says, and otherwise of the cluster's when it is a kubelet's. Whoever verifies the chain holds it to the roots
-    /// of that domain, as [`crate::tls::AgentTrust`] does; behind that, this is who the agent is.
+    /// Returns the identity that an agent's certificate claims. A certificate with a `culvert` role
+    /// belongs to the tunnel's domain, whatever else it contains. A kubelet's certificate without
+    /// such a role belongs to the cluster's domain.
+    ///
+    /// The caller must verify the chain against the roots of that domain, as
+    /// [`crate::tls::AgentTrust`] does. After that check, the result is the agent's identity.
     ///
     /// # Errors
-    /// [`IdentityError`] when it is neither.
+    /// [`IdentityError`] when the certificate has neither form.
     pub fn from_agent_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
@@ -150,7 +158,8 @@ impl PeerIdentity {
         }
     }
 
-    /// A server whose certificate was verified: by its role, or by a name that the operator gave.
+    /// Returns the identity of a server whose certificate was verified by its role, or by a name
+    /// that the operator configured.
     ///
     /// # Errors
     /// [`IdentityError::Malformed`].
@@ -164,7 +173,7 @@ impl PeerIdentity {
         })
     }
 
-    /// The node, when the peer is an agent.
+    /// Returns the node name if the peer is an agent.
     #[must_use]
     pub fn node(&self) -> Option<&NodeName> {
         match &self.role {
@@ -174,7 +183,7 @@ impl PeerIdentity {
     }
 }
 
-/// The single role of ours in a certificate; `None` when there is no URI of ours at all.
+/// Returns the only `culvert` role in a certificate, or `None` if it has no `culvert` URI.
 fn role_of(certificate: &X509Certificate<'_>) -> Result<Option<Role>, IdentityError> {
     let names = certificate
         .subject_alternative_name()
@@ -193,7 +202,8 @@ fn role_of(certificate: &X509Certificate<'_>) -> Result<Option<Role>, IdentityEr
     }
 }
 
-/// The bits of a certificate's public key (RFC 5280, section 4.1.2.7), as signatures are checked with.
+/// Returns the bits of a certificate's public key (RFC 5280, section 4.1.2.7), in the form that
+/// signature verification uses.
 ///
 /// # Errors
 /// [`IdentityError::Malformed`].
@@ -203,7 +213,8 @@ pub fn public_key(der: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
     Ok(certificate.public_key().subject_public_key.data.to_vec())
 }
 
-/// The one common name of a certificate's subject, as kube-apiserver takes it for a user's; none when there are several.
+/// Returns the common name of a certificate's subject, which kube-apiserver uses as the user name.
+/// Returns `None` if there are several.
 #[must_use]
 pub fn common_name(der: &CertificateDer<'_>) -> Option<String> {
     let (_, certificate) = X509Certificate::from_der(der).ok()?;
@@ -214,7 +225,8 @@ pub fn common_name(der: &CertificateDer<'_>) -> Option<String> {
     name.as_str().ok().map(str::to_owned)
 }
 
-/// SHA-256 of a certificate's SubjectPublicKeyInfo, the form in which join tokens pin a CA (as RFC 7469 does).
+/// Returns the SHA-256 of a certificate's SubjectPublicKeyInfo. Join tokens pin a CA in this form
+/// (as RFC 7469 does).
 ///
 /// # Errors
 /// [`IdentityError::Malformed`].
@@ -224,7 +236,7 @@ pub fn spki_sha256(der: &CertificateDer<'_>) -> Result<[u8; 32], IdentityError> 
     Ok(sha256(certificate.public_key().raw))
 }
 
-/// SHA-256.
+/// Returns the SHA-256 hash of `bytes`.
 #[must_use]
 pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     let mut out = [0; 32];

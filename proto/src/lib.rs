@@ -1,12 +1,14 @@
 //! Everything that tunnel-server and tunnel-agent must agree on.
 //!
-//! Two halves: [`wire`] is the format of what they say to each other, bytes and values without any I/O; the rest
-//! (feature `io`) carries it: [`transport`] (sessions and streams over QUIC), [`tls`] and [`identity`] (who the peer
-//! is), [`relay`] (bytes both ways), and [`process`] (signals, meta port, logs), which is not about the wire but is
-//! shared by the two binaries.
+//! The crate has two parts. [`wire`] defines the message format, as bytes and values without any
+//! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
+//! [`tls`] and [`identity`] (authentication of the peer), [`relay`] (copying bytes in both
+//! directions), and [`process`] (signals, meta port, logs). [`process`] is not about the wire, but
+//! both binaries share it.
 //!
-//! Features: `io` (default) everything but [`wire`]; `test-util` the in-process transport and the suite that every
-//! transport must pass.
+//! Features:
+//! - `io` (default): everything except [`wire`].
+//! - `test-util`: the in-process transport and the suite that every transport must pass.
 
 #![warn(missing_docs)]
 

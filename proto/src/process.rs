@@ -1,4 +1,5 @@
-//! What the two binaries share and that is not about the wire: stopping, the meta port, logs, files, settings.
+//! Parts that the two binaries share and that are not about the wire: shutdown, the meta port,
+//! logs, files, settings.
 
 pub mod accept;
 pub mod admission;

@@ -1,10 +1,13 @@
-//! Copies bytes both ways between a socket and a stream: half-close is kept, a cut on one side is told to the other.
+//! Copies bytes in both directions between a socket and a stream. A half-close is forwarded, and a
+//! cut on one side is forwarded to the other.
 //!
-//! - End of input on one side becomes `shutdown` of the other; the opposite direction goes on.
-//! - A failed read means that bytes may be missing: the relay ends at once with [`RelayEnd::Cut`] and the caller drops
-//!   both sides in the way that tells a cut (a stream resets on drop; a TCP socket needs zero linger).
-//! - A failed write ends only its direction: the other side may still have a complete answer under way (a server that
-//!   answers and closes before it has read the whole request).
+//! - End of input on one side becomes `shutdown` of the other side. The opposite direction
+//!   continues.
+//! - A failed read means that bytes may be missing. The relay ends at once with [`RelayEnd::Cut`],
+//!   and the caller drops both sides such that each peer sees a cut (a stream resets on drop; a TCP
+//!   socket needs zero linger).
+//! - A failed write ends only its direction. The other side may still be sending a complete answer
+//!   (a server that answers and closes before it has read the whole request).
 
 use std::future::poll_fn;
 use std::io;
@@ -15,48 +18,50 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::buffers::Buffer;
 
-/// Which side of the relay, by argument position.
+/// A side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RelaySide {
-    /// The first argument.
+    /// The first argument of [`relay`].
     Left,
-    /// The second argument.
+    /// The second argument of [`relay`].
     Right,
 }
 
-/// How a relay ended.
+/// The way in which a relay ended.
 #[derive(Debug)]
 pub enum RelayEnd {
     /// Both sides ended cleanly.
     Clean,
-    /// Both inputs ended, but this side stopped reading before it had everything, as TCP peers may.
+    /// Both inputs ended, but this side stopped reading before it had received everything, as TCP
+    /// peers may.
     ReaderClosed(RelaySide),
-    /// A read failed: bytes may be missing on the other side.
+    /// A read from this side failed. Bytes may be missing on the other side.
     Cut(RelaySide, io::Error),
 }
 
-/// Totals and end of a relay.
+/// The totals and the end of a relay.
 #[derive(Debug)]
 pub struct RelayOutcome {
     /// Bytes from left to right.
     pub left_to_right: u64,
     /// Bytes from right to left.
     pub right_to_left: u64,
-    /// How it ended.
+    /// The way in which the relay ended.
     pub end: RelayEnd,
 }
 
 impl RelayOutcome {
-    /// Whether every byte that was read reached the other side.
+    /// Returns whether every byte that was read reached the other side.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         matches!(self.end, RelayEnd::Clean)
     }
 }
 
-/// Relays until both directions have ended or one is cut. Quiet streams are never cut.
+/// Relays until both directions have ended or one is cut. Idle streams are never cut.
 ///
-/// Cancel-safe in the sense of a cut: dropped early, bytes in flight are lost and the caller drops both sides.
+/// If the future is dropped, bytes in flight are lost, and the caller must drop both sides as after
+/// a cut.
 pub async fn relay<L, R>(left: &mut L, right: &mut R) -> RelayOutcome
 where
     L: AsyncRead + AsyncWrite + Unpin + ?Sized,
@@ -92,7 +97,7 @@ where
     }
 }
 
-/// Reading, until the input ends; then ending the output; then done.
+/// The states of one direction: copying until the input ends, shutting down the output, done.
 enum Phase {
     Copying,
     ShuttingDown,
@@ -101,7 +106,7 @@ enum Phase {
 
 struct Direction {
     phase: Phase,
-    /// Held only while there is something in it: a quiet stream has none.
+    /// Set only while the direction holds data, so an idle stream has no buffer.
     buffer: Option<Buffer>,
     start: usize,
     end: usize,
@@ -123,7 +128,7 @@ impl Direction {
         }
     }
 
-    /// Ready with an error only when the input was cut.
+    /// Polls one direction. Returns an error only if the input was cut.
     fn poll<I, O>(
         &mut self,
         cx: &mut Context<'_>,
@@ -134,7 +139,7 @@ impl Direction {
         I: AsyncRead + Unpin + ?Sized,
         O: AsyncWrite + Unpin + ?Sized,
     {
-        // A fast pair of sides must not keep the task from its other direction and its neighbours.
+        // A fast direction must not starve the other direction or other tasks.
         let coop = ready!(tokio::task::coop::poll_proceed(cx));
         loop {
             match self.phase {
@@ -157,7 +162,8 @@ impl Direction {
                         Poll::Ready(Ok(_)) => coop.made_progress(),
                         Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                         Poll::Pending => {
-                            // The input is quiet, so what was written must not wait in the output's buffers.
+                            // The input is idle, so written data must not stay in the output's
+                            // buffers.
                             if self.unflushed {
                                 if ready!(Pin::new(&mut *output).poll_flush(cx)).is_err() {
                                     return self.reader_closed();
@@ -191,7 +197,7 @@ impl Direction {
         cx: &mut Context<'_>,
         input: &mut I,
     ) -> Poll<io::Result<usize>> {
-        // Given back if nothing comes.
+        // The buffer returns to the pool if the read is pending.
         let mut buffer = self.buffer.take().unwrap_or_else(Buffer::take);
         let mut read = ReadBuf::new(&mut buffer);
         ready!(Pin::new(input).poll_read(cx, &mut read))?;
@@ -253,7 +259,8 @@ mod tests {
         left.write_all(b"x").await.unwrap();
         assert_eq!(right_read.read_u8().await.unwrap(), b'x');
         drop((right_read, right_write));
-        // The relay's right side is gone in both directions: its input ends, its output fails.
+        // The relay's right side is closed in both directions: its input ends, and its output
+        // fails.
         let mut got = Vec::new();
         left.write_all(b"lost").await.unwrap();
         left.read_to_end(&mut got).await.unwrap();
@@ -304,7 +311,7 @@ mod tests {
         }
     }
 
-    /// Each stream has one at either end, for as long as it is open.
+    /// Each stream has a relay at either end for as long as it is open.
     #[test]
     fn relay_is_small() {
         let ((mut left, _), (mut right, _)) = (duplex(1), duplex(1));

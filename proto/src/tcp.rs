@@ -1,4 +1,4 @@
-//! Options of the TCP sockets that feed the tunnel or are fed by it.
+//! Options of the TCP sockets at the ends of the tunnel.
 
 use std::io;
 use std::net::{Shutdown, SocketAddr};
@@ -9,20 +9,20 @@ use async_trait::async_trait;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
-/// Where a server is: as configured, and as resolved.
+/// The address of a server, as configured and as resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerAddr {
     /// `HOST:PORT`, for proxies and logs.
     pub name: String,
-    /// The address to dial; a proxy resolves the name itself.
+    /// The resolved address to dial. `None` if a proxy resolves the name.
     pub address: Option<SocketAddr>,
 }
 
 impl ServerAddr {
-    /// The address.
+    /// Returns the resolved address.
     ///
     /// # Errors
-    /// When the name was not resolved here.
+    /// When this host did not resolve the name.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.address.ok_or_else(|| {
             let text = format!("{} was not resolved to an address", self.name);
@@ -40,17 +40,17 @@ impl std::fmt::Display for ServerAddr {
     }
 }
 
-/// How a TCP connection to a server comes about: directly or through a proxy.
+/// Opens TCP connections to a server, directly or through a proxy.
 #[async_trait]
 pub trait Connect: Send + Sync + std::fmt::Debug + 'static {
-    /// Connects. Cancel-safe: dropped early, the attempt is abandoned.
+    /// Connects. Cancel-safe: if the future is dropped, the attempt is abandoned.
     ///
     /// # Errors
-    /// As the system or the proxy says.
+    /// The error of the system or of the proxy.
     async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream>;
 }
 
-/// Dials the address itself.
+/// A connector that dials the server's address without a proxy.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Direct;
 
@@ -61,18 +61,18 @@ impl Connect for Direct {
     }
 }
 
-/// A silent peer is asked for a sign of life after this long. Quiet streams (`logs -f`) live for days and must not be cut,
-/// but a peer that lost power would hold its stream for ever.
+/// TCP sends a keepalive probe to a silent peer after this time. Idle streams (`logs -f`) live for
+/// days and must not be cut, but a peer that lost power would otherwise hold its stream forever.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// Then this often,
+/// Time between keepalive probes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
-/// and after so many unanswered questions it is gone.
+/// Unanswered probes after which the connection fails.
 const KEEPALIVE_RETRIES: u32 = 4;
 
-/// No Nagle delay (answers of several segments would wait 40 ms), and keepalive.
+/// Disables Nagle's delay (answers of several segments would wait 40 ms) and enables keepalive.
 ///
 /// # Errors
-/// When the system refuses an option; the socket works all the same.
+/// When the system refuses an option. The socket works nevertheless.
 pub fn configure(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
@@ -82,14 +82,15 @@ pub fn configure(socket: &TcpStream) -> io::Result<()> {
     SockRef::from(socket).set_tcp_keepalive(&keepalive)
 }
 
-/// Bytes of a session that may wait in the kernel unsent. More would put a queue in front of every small request.
+/// Unsent bytes of a session that may wait in the kernel. More would queue in front of every small
+/// request.
 const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
 
-/// For the TCP connection of a session: no Nagle delay, and little unsent data in the kernel, so that the session decides
-/// which stream goes next.
+/// Configures the TCP connection of a session: no Nagle delay, and little unsent data in the
+/// kernel, so that the session decides which stream sends next.
 ///
 /// # Errors
-/// When the system refuses an option; the socket works all the same.
+/// When the system refuses an option. The socket works nevertheless.
 pub fn configure_session(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     #[cfg(any(target_os = "linux", target_os = "android"))]
@@ -97,15 +98,16 @@ pub fn configure_session(socket: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the sending direction, of TCP with a FIN, for a socket that is shared.
+/// Shuts down the sending direction of a shared socket. TCP sends a FIN.
 ///
 /// # Errors
-/// When the connection is gone.
+/// When the connection is closed.
 pub fn finish(socket: &impl AsFd) -> io::Result<()> {
     SockRef::from(socket).shutdown(Shutdown::Write)
 }
 
-/// Makes the coming close a reset (RFC 9293, section 3.10.4) instead of a FIN, which would look like a clean end.
+/// Makes the socket close with a reset (RFC 9293, section 3.10.4). A FIN would look like a clean
+/// end.
 ///
 /// # Errors
 /// When the system refuses the option.

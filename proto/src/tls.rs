@@ -1,7 +1,9 @@
-//! TLS: the only place that builds rustls configurations, and the verifiers that tie a chain to a role.
+//! TLS: the only module that builds rustls configurations, and the verifiers that map a certificate
+//! chain to a role.
 //!
-//! TLS 1.3 between agent and server, one crypto provider (aws-lc-rs), hybrid post-quantum key exchange preferred. No
-//! resumption where client certificates count: a resumed session would skip the verifier.
+//! Sessions between agent and server use TLS 1.3. There is one crypto provider (aws-lc-rs), and
+//! hybrid post-quantum key exchange is preferred. Resumption is disabled where client certificates
+//! matter, because a resumed session would skip the verifier.
 #![expect(
     clippy::disallowed_methods,
     reason = "this is the one place where rustls configurations are built"
@@ -37,36 +39,38 @@ pub use proof::{ProofError, sign_proof, verify_proof};
 pub use reloadable::{ReloadableIdentity, ReloadableKey};
 use server_verifier::{ExpectedServer, ServerVerifier};
 
-/// How a client knows the CA of its server.
+/// The way in which a client authenticates the CA of its server.
 #[derive(Debug, Clone)]
 pub enum Trust {
-    /// The roots themselves.
+    /// The client accepts a chain to one of these roots.
     Roots(Arc<RootCertStore>),
-    /// SHA-256 of the public key of a root that the server sends along.
+    /// The client accepts the root whose public key has this SHA-256 hash. The server sends the
+    /// root in its chain.
     Pin([u8; 32]),
-    /// The roots, and a name that the certificate must be for, in place of the server role: certificates that the
-    /// operator brings.
+    /// The client accepts a chain to one of these roots if the certificate has this name. The
+    /// server role is not required. For certificates that the operator provides.
     Named(Arc<RootCertStore>, ServerName<'static>),
 }
 
-/// The process's crypto provider.
+/// Returns the crypto provider of the process.
 #[must_use]
 pub fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
-/// A private key that can sign. Its bytes are wiped.
+/// Returns a signing key for a private key. The bytes of `key` are wiped.
 ///
 /// # Errors
-/// When it is of no known kind.
+/// When the kind of the key is unknown.
 pub fn signing_key(key: PrivateKeyDer<'static>) -> Result<Arc<dyn SigningKey>, Error> {
     any_supported_type(&Zeroizing::new(key))
 }
 
-/// A chain with its private key, checked to belong together. The key's bytes are wiped.
+/// Returns a certificate chain with its private key, and checks that the key belongs to the leaf.
+/// The bytes of `key` are wiped.
 ///
 /// # Errors
-/// When the key is not usable or is not the leaf's.
+/// When the key is not usable or does not belong to the leaf.
 pub fn certified_key(
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
@@ -78,10 +82,10 @@ pub fn certified_key(
     }
 }
 
-/// A store of the given roots.
+/// Returns a store of the given roots.
 ///
 /// # Errors
-/// When one of them is not a usable certificate, or there is none.
+/// When one of the certificates is not usable, or there is none.
 pub fn roots<'a>(
     certificates: impl IntoIterator<Item = CertificateDer<'a>>,
 ) -> Result<Arc<RootCertStore>, Error> {
@@ -97,7 +101,8 @@ pub fn roots<'a>(
     Ok(Arc::new(store))
 }
 
-/// The server's side of sessions over the transport of `alpn`: requires a client certificate that chains to `agent_roots` and has the agent role.
+/// Returns the server's configuration for sessions over the transport of `alpn`. The server
+/// requires a client certificate that chains to `agent_roots` and has the agent role.
 ///
 /// # Errors
 /// When the roots or the key cannot be used.
@@ -110,7 +115,8 @@ pub fn session_server(
     session_server_with_trust(own, AgentTrust::new(agent_roots, never_revoked)?, alpn)
 }
 
-/// As [`session_server`], by roots that may be replaced and a judge that may refuse.
+/// Returns a configuration like [`session_server`] does, with replaceable roots and a revocation
+/// check.
 ///
 /// # Errors
 /// When the provider cannot be used.
@@ -128,7 +134,8 @@ pub fn session_server_with_trust(
     Ok(Arc::new(config))
 }
 
-/// The server's side of enrollment: no client certificate, and the only ALPN id on its connection.
+/// Returns the server's configuration for enrollment: no client certificate, and the only ALPN id
+/// on its connection.
 ///
 /// # Errors
 /// When the key cannot be used.
@@ -142,8 +149,9 @@ pub fn enroll_server(own: Arc<dyn ResolvesServerCert>) -> Result<Arc<ServerConfi
     Ok(Arc::new(config))
 }
 
-/// The TLS door for callers, HTTP/1.1 only (no ALPN `h2`). With `client_roots` a caller's certificate is verified;
-/// `required` refuses callers without one.
+/// Returns the configuration of the HTTPS listener for callers, HTTP/1.1 only (no ALPN `h2`). With
+/// `client_roots` the server verifies a caller's certificate. `required` refuses callers without
+/// one.
 ///
 /// # Errors
 /// When the roots cannot be used.
@@ -175,7 +183,8 @@ pub fn https_server(
     Ok(Arc::new(config))
 }
 
-/// The agent's side of sessions over the transport of `alpn`: its own certificate, and a server with the server role under `trust`.
+/// Returns the agent's configuration for sessions over the transport of `alpn`. The agent presents
+/// `own` and requires a server with the server role under `trust`.
 ///
 /// # Errors
 /// When the provider cannot be used.
@@ -187,7 +196,8 @@ pub fn session_client(
     session_client_with_identity(ReloadableIdentity::new(own, trust), alpn)
 }
 
-/// As [`session_client`], by an identity that may be replaced: each handshake takes the latest.
+/// Returns a configuration like [`session_client`] does, with a replaceable identity. Each
+/// handshake uses the latest identity.
 ///
 /// # Errors
 /// When the provider cannot be used.
@@ -207,7 +217,8 @@ pub fn session_client_with_identity(
     Ok(Arc::new(config))
 }
 
-/// The agent's side of enrollment: as [`session_client`] without an own certificate.
+/// Returns the agent's configuration for enrollment: as in [`session_client`], but without a client
+/// certificate.
 ///
 /// # Errors
 /// When the provider cannot be used.
@@ -222,7 +233,8 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
     Ok(Arc::new(config))
 }
 
-/// A person's side of a CONNECT door: an own certificate, and a server whose certificate is for the name that is dialled.
+/// Returns the configuration of a caller of the CONNECT listener. The caller presents `own` and
+/// requires a server certificate for the dialed name.
 ///
 /// # Errors
 /// When the roots or the provider cannot be used.
@@ -238,9 +250,12 @@ pub fn caller_client(
     Ok(Arc::new(config))
 }
 
-/// The server's side towards https targets behind agents. With `roots` a target's certificate has to chain to them and to be
-/// for the name that is dialled; without, it is accepted as it is, since the path to the node is authenticated by the
-/// agent's certificate. `own` is shown to targets that ask for a certificate; a target that was refused never sees it.
+/// Returns the server's configuration for HTTPS targets behind agents.
+///
+/// With `roots`, a target's certificate must chain to them and be valid for the dialed name.
+/// Without `roots`, any certificate is accepted, because the agent's certificate authenticates the
+/// path to the node. The server presents `own` to targets that request a certificate. A target
+/// whose certificate was rejected never receives it.
 ///
 /// # Errors
 /// When the roots cannot be used.

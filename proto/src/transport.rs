@@ -1,10 +1,14 @@
-//! The transport seam: sessions between two authenticated peers, and the streams in them.
+//! The transport abstraction: sessions between two authenticated peers, and the streams in a
+//! session.
 //!
-//! One meaning on every transport (checked by one suite, `transport/contract.rs`):
-//! - a stream exists for its peer only after its first byte, so [`Session::open`] writes the header;
-//! - the opener may send data right behind it; the acceptor answers a [`StreamReply`](crate::wire::header::StreamReply)
-//!   that the opener's first read takes in; a refusal surfaces as [`Refusal`](crate::wire::header::Refusal);
-//! - a half ends cleanly only by `shutdown`; a stream dropped before that is reset, and a reset alone means a cut.
+//! Every transport has the same semantics. One suite checks them (`transport/contract.rs`):
+//! - A stream exists for the peer only after its first byte, so [`Session::open`] writes the
+//!   header.
+//! - The opener may send data directly after the header. The acceptor answers with a
+//!   [`StreamReply`](crate::wire::header::StreamReply), which the opener's first read consumes. A
+//!   refusal becomes a [`Refusal`](crate::wire::header::Refusal) error.
+//! - A half ends cleanly only by `shutdown`. A stream that is dropped before that is reset, and
+//!   only a reset means that the stream was cut.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -41,9 +45,10 @@ pub use stream::{
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]
 pub trait Session: Send + Sync + std::fmt::Debug + 'static {
-    /// Opens a stream and writes its header. `reply_timeout` bounds the wait for the peer's reply, from now.
+    /// Opens a stream and writes its header. `reply_timeout` limits the wait for the peer's reply.
+    /// The timeout starts with this call.
     ///
-    /// Cancel-safe: if dropped earlier, the stream is reset.
+    /// Cancel-safe: if the future is dropped, the stream is reset.
     ///
     /// # Errors
     /// [`SessionError`] when the session has ended, or no longer opens streams.
@@ -53,7 +58,8 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError>;
 
-    /// The next stream of the peer. Its header is read by [`IncomingStream::header`], in the stream's own task.
+    /// Waits for the next stream that the peer opens. Call [`IncomingStream::header`] in the
+    /// stream's own task to read the header.
     ///
     /// Cancel-safe.
     ///
@@ -61,55 +67,59 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// [`SessionError::Closed`] when the session has ended.
     async fn accept(&self) -> Result<IncomingStream, SessionError>;
 
-    /// Asks the peer for a sign of life, which shows in [`Health::acknowledged`].
+    /// Sends a probe. [`Health::acknowledged`] counts the peer's acknowledgement.
     fn probe(&self);
 
-    /// What is known of the connection at this moment.
+    /// Returns the current state of the connection.
     fn health(&self) -> Health;
 
-    /// Makes every later [`Session::open`] fail; open streams go on.
+    /// Makes every later [`Session::open`] fail. Open streams continue.
     fn stop_opening(&self);
 
-    /// How many streams the peer may have open at once.
+    /// Sets how many streams the peer may have open at once.
     fn set_max_concurrent_streams(&self, count: u32);
 
-    /// Whether the memory that stalled readers hold leaves room for new streams, see [`BufferPool`].
+    /// Returns whether the memory held by stalled readers leaves room for new streams, see
+    /// [`BufferPool`].
     fn has_room(&self) -> bool;
 
-    /// Closes the session after everything that was shut down has reached the peer (at most 1 s); open streams are cut.
-    /// With [`CloseCode::Dead`] at once: nobody is there to hear it.
+    /// Closes the session after the peer has received everything that was shut down, or after 1 s.
+    /// Open streams are cut. With [`CloseCode::Dead`] the session closes at once, because the peer
+    /// does not answer.
     ///
-    /// Not cancel-safe: dropped early, the session may stay open until its last handle goes.
+    /// Not cancel-safe: if the future is dropped, the session may stay open until its last handle
+    /// is dropped.
     async fn close(&self, code: CloseCode, reason: &str);
 
-    /// Waits for the end of the session. Cancel-safe.
+    /// Waits until the session has ended. Cancel-safe.
     async fn closed(&self) -> CloseReason;
 
-    /// Who the peer proved to be.
+    /// Returns the peer's verified identity.
     fn peer(&self) -> &PeerIdentity;
 
-    /// The certificates that the peer proved it with, leaf first; none where there is no TLS.
+    /// Returns the peer's verified certificate chain, leaf first. The chain is empty for a
+    /// transport without TLS.
     fn peer_chain(&self) -> Vec<CertificateDer<'static>> {
         Vec::new()
     }
 
-    /// Which transport carries the session.
+    /// Returns the transport that carries the session.
     fn transport(&self) -> TransportKind;
 }
 
-/// A transport by name, as in logs and metric labels.
+/// The kind of a transport, as named in logs and metric labels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TransportKind {
     /// QUIC over UDP (RFC 9000).
     Quic,
-    /// HTTP/2 over TLS over TCP (RFC 9113), for where UDP does not pass.
+    /// HTTP/2 over TLS over TCP (RFC 9113), for networks that block UDP.
     H2,
-    /// In-process, for tests.
+    /// In-process transport for tests.
     Memory,
 }
 
 impl TransportKind {
-    /// The word for logs and labels.
+    /// Returns the name for logs and metric labels.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -126,18 +136,20 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
-/// A reading of a session. The two counters only ever grow: compare two readings.
+/// A sample of a session's state. `received` and `acknowledged` only increase; compare two samples.
 #[derive(Debug, Clone, Copy)]
 pub struct Health {
     /// Authenticated units received (QUIC: frames; h2: bytes inside TLS).
     pub received: u64,
-    /// Acknowledgements of ours received (QUIC: ACK frames; h2: answers to PING).
+    /// Acknowledgements received for data or probes that this end sent (QUIC: ACK frames; h2:
+    /// answers to PING).
     pub acknowledged: u64,
-    /// Smoothed round trip time.
+    /// Smoothed round-trip time of the connection.
     pub rtt: Duration,
-    /// Where the peer is now; it may move on QUIC.
+    /// Current address of the peer. It can change on QUIC.
     pub remote: SocketAddr,
-    /// Streams open at this moment, both openers', without the control stream: the requests that wait.
+    /// Number of open streams in both directions, without the control stream. These are the pending
+    /// requests.
     pub streams: usize,
     /// Stream bytes received, without headers.
     pub bytes_in: u64,
@@ -145,26 +157,26 @@ pub struct Health {
     pub bytes_out: u64,
 }
 
-/// Why a session ended.
+/// The reason why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{by} closed the session ({code}): {reason}")]
 pub struct CloseReason {
-    /// Whose doing it was.
+    /// The end that closed the session.
     pub by: ClosedBy,
-    /// The code; [`CloseCode::Dead`] when nothing was heard for too long.
+    /// The close code; [`CloseCode::Dead`] when the peer was silent for too long.
     pub code: CloseCode,
-    /// One line for people.
+    /// A one-line reason for people.
     pub reason: String,
 }
 
-/// Who ended a session.
+/// The end that closed a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClosedBy {
-    /// This end.
+    /// This end closed the session.
     Local,
-    /// The peer, on purpose.
+    /// The peer closed the session with a close message.
     Peer,
-    /// The network, or the peer without a word.
+    /// The network failed, or the peer ended without a close message.
     Network,
 }
 
@@ -178,48 +190,49 @@ impl std::fmt::Display for ClosedBy {
     }
 }
 
-/// Why a session cannot do what was asked.
+/// The reason why a session cannot open or accept a stream.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum SessionError {
-    /// It has ended.
+    /// The session has ended.
     #[error(transparent)]
     Closed(#[from] CloseReason),
     /// [`Session::stop_opening`] was called.
     #[error("session no longer opens streams")]
     NotOpening,
-    /// The header does not fit.
+    /// The stream header cannot be encoded.
     #[error("stream header cannot be sent")]
     Header(#[source] Arc<crate::wire::frame::FrameError>),
 }
 
-/// Why a connection did not become a session.
+/// The reason why a connection did not become a session.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// It took longer than allowed.
+    /// The handshake exceeded its timeout.
     #[error("handshake did not finish in time")]
     Timeout,
-    /// No connection to the server, or to the proxy in front of it.
+    /// The connection to the server, or to the proxy in front of it, failed.
     #[error("cannot connect")]
     Connect(#[source] std::io::Error),
-    /// The server, or somebody on the way, takes no new connection now.
+    /// The server, or a device on the path, accepts no new connections at the moment.
     #[error("server accepts no new connections; retry later")]
     Refused,
-    /// TLS or the transport failed; the peer's alert is in the text.
+    /// TLS or the transport failed. The text contains the peer's alert.
     #[error("handshake failed: {0}")]
     Transport(String),
-    /// The server judged this agent's certificate: revoked, or not valid at the server's time.
+    /// The server rejected this agent's certificate as revoked, or as not valid at the server's
+    /// time.
     #[error("{1}")]
     CertificateRejected(CloseCode, String),
-    /// The peer's certificate gives it no role here.
+    /// The peer's certificate has no role for this connection.
     #[error("peer certificate has no role here")]
     Identity(#[from] crate::identity::IdentityError),
-    /// The local socket or configuration does not allow the attempt.
+    /// The local socket or configuration prevents the attempt.
     #[error("cannot start the connection: {0}")]
     Local(String),
 }
 
 impl HandshakeError {
-    /// What the peer gave as the reason.
+    /// Returns the close code that the peer's refusal stands for, if there is one.
     #[must_use]
     pub fn code(&self) -> Option<CloseCode> {
         match self {
@@ -234,30 +247,33 @@ impl HandshakeError {
     }
 }
 
-/// A connection whose handshake runs when awaited; to be awaited in a task of its own, never in the accept loop.
+/// A connection whose handshake runs when the future is awaited. Await it in its own task, never in
+/// the accept loop.
 pub type Handshake = Pin<Box<dyn Future<Output = Result<Arc<dyn Session>, HandshakeError>> + Send>>;
 
 /// The server's side of a transport.
 #[async_trait]
 pub trait Acceptor: Send + Sync + 'static {
-    /// The next connection and where it comes from, or `None` when the endpoint is closed. Cancel-safe.
+    /// Waits for the next connection. Returns the remote address and the handshake, or `None` when
+    /// the endpoint is closed. Cancel-safe.
     async fn accept(&self) -> Option<(SocketAddr, Handshake)>;
-    /// The address really bound.
+    /// Returns the address that the endpoint is bound to.
     fn local_addr(&self) -> std::io::Result<SocketAddr>;
-    /// Waits until all closed connections have said so to their peers, at most 1 s.
+    /// Waits until every closed connection has delivered its close message to the peer, at most 1
+    /// s.
     async fn wait_idle(&self);
 }
 
 /// The agent's side of a transport.
 #[async_trait]
 pub trait Dialer: Send + Sync + 'static {
-    /// Connects to a server. Cancel-safe: dropped early, the attempt is abandoned.
+    /// Connects to a server. Cancel-safe: if the future is dropped, the attempt is abandoned.
     ///
     /// # Errors
     /// [`HandshakeError`].
     async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError>;
-    /// Which transport this is.
+    /// Returns the kind of this transport.
     fn transport(&self) -> TransportKind;
-    /// As [`Acceptor::wait_idle`].
+    /// Waits like [`Acceptor::wait_idle`].
     async fn wait_idle(&self);
 }

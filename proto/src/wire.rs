@@ -8,7 +8,7 @@ pub mod frame;
 pub mod header;
 pub mod name;
 
-/// The messages as protobuf, generated from `tunnel.proto`; the typed forms are in the sibling modules.
+/// The protobuf messages, generated from `tunnel.proto`. The sibling modules have the typed forms.
 #[allow(
     missing_docs,
     unreachable_pub,
@@ -21,28 +21,31 @@ pub(crate) mod pb {
     include!(concat!(env!("OUT_DIR"), "/culvert.v1.rs"));
 }
 
-/// Lowest protocol version that this build speaks.
+/// The lowest protocol version that this build supports.
 pub const VERSION_MIN: u32 = 1;
-/// Highest protocol version that this build speaks.
+/// The highest protocol version that this build supports.
 pub const VERSION_MAX: u32 = 1;
 
-/// ALPN id of a session over QUIC (RFC 7301); carries the major version, so that incompatible builds fail in the handshake.
+/// The ALPN id of a session over QUIC (RFC 7301). The id contains the major version, so that
+/// incompatible builds fail in the handshake.
 pub const ALPN_SESSION: &[u8] = b"culvert/1";
-/// ALPN id of a session over TCP (RFC 9113); middleboxes know it, and the control stream carries the version.
+/// The ALPN id of a session over TCP (RFC 9113). Middleboxes recognize this id. The control stream
+/// negotiates the version.
 pub const ALPN_SESSION_TCP: &[u8] = b"h2";
-/// ALPN id of enrollment, over TCP only and without a client certificate.
+/// The ALPN id of enrollment, over TCP only and without a client certificate.
 pub const ALPN_ENROLL: &[u8] = b"culvert-enroll/1";
 
-/// Port of agents, UDP and TCP.
+/// The port for agents, UDP and TCP.
 pub const PORT_AGENTS: u16 = 10262;
-/// Port of the terminated TLS door.
+/// The port of the HTTPS listener, which terminates TLS.
 pub const PORT_HTTPS: u16 = 10263;
-/// Port of the plain HTTP door.
+/// The port of the HTTP listener.
 pub const PORT_HTTP: u16 = 10264;
-/// Port of the server's meta endpoints.
+/// The port of the server's meta endpoints.
 pub const PORT_SERVER_META: u16 = 10265;
 
-/// Picks the highest version that both ranges hold.
+/// Returns the highest version in both `min..=max` and the range of this build. Returns `None` if
+/// the ranges have no version in common.
 #[must_use]
 pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
     let highest = max.min(VERSION_MAX);

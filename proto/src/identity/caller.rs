@@ -1,32 +1,36 @@
-//! Certificates of callers: one name, and never a kubelet's.
+//! Certificates of callers. A caller's certificate has one name and is never a kubelet's
+//! certificate.
 
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{AttributeTypeAndValue, FromDer, X509Certificate};
 
 use super::kubelet::{NODE_USER_PREFIX, NODES_GROUP, single_value};
 
-/// Why a verified certificate is none of a caller's.
+/// The reason why a verified certificate does not identify a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CallerError {
-    /// It does not parse.
+    /// The certificate does not parse.
     #[error("the client certificate is malformed")]
     Malformed,
-    /// No common name, several, an empty one, or one that is no text.
+    /// The subject has no common name, several, an empty one, or one that is not text.
     #[error(
         "the client certificate does not have exactly one common name; use a certificate whose subject names the caller"
     )]
     NoSingleName,
-    /// Organization `system:nodes`, or a common name of a node's.
+    /// The subject has the organization `system:nodes`, or a node's common name.
     #[error(
         "the client certificate belongs to a kubelet, and kubelets cannot be callers; use another certificate"
     )]
     Kubelet,
 }
 
-/// The name of a caller with this certificate, which was verified elsewhere. The CA of a cluster signs for its kubelets too,
-/// and no edge node is to reach the others: what has an organization or common name of a node's is refused, in whatever
-/// case and encoding, and whatever else the subject says. kube-apiserver compares exactly; a subject that only resembles a
-/// kubelet's is nothing to let in either.
+/// Returns the name of the caller with this certificate. The certificate must have been verified
+/// before.
+///
+/// A cluster's CA also signs kubelet certificates, and one edge node must not reach the others. The
+/// function rejects every subject that has a node's organization or common name, in any case and
+/// encoding, and whatever else the subject contains. kube-apiserver compares exactly, but a subject
+/// that only resembles a kubelet's is rejected, too.
 ///
 /// # Errors
 /// [`CallerError`].
@@ -46,8 +50,8 @@ pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
     name.map(str::to_owned).ok_or(CallerError::NoSingleName)
 }
 
-/// A value's ASCII text in lower case, without blanks around it: without NUL, so that BMPString and UniversalString read
-/// like UTF8String.
+/// Returns a value's ASCII text in lower case, without surrounding blanks. NUL bytes are removed,
+/// so that BMPString and UniversalString read like UTF8String.
 fn normalized(value: &AttributeTypeAndValue<'_>) -> Vec<u8> {
     let bytes = value.as_slice().iter().filter(|byte| **byte != 0);
     let lower: Vec<u8> = bytes.map(u8::to_ascii_lowercase).collect();
@@ -75,7 +79,7 @@ mod tests {
         value.into()
     }
 
-    /// rcgen takes each type once; this is another way to write the common name's.
+    /// Returns a second type for a common name, because rcgen accepts each type only once.
     fn second_name() -> DnType {
         DnType::CustomDnType(vec![2, 5, 4, 3])
     }

@@ -1,5 +1,6 @@
-//! Kubelets' client certificates (Kubernetes, signer `kubernetes.io/kube-apiserver-client-kubelet`): subject
-//! `CN=system:node:NAME, O=system:nodes`, and client usage.
+//! Client certificates of kubelets (Kubernetes, signer
+//! `kubernetes.io/kube-apiserver-client-kubelet`): subject `CN=system:node:NAME, O=system:nodes`,
+//! and client usage.
 
 use x509_parser::prelude::{AttributeTypeAndValue, X509Certificate};
 
@@ -8,8 +9,9 @@ use crate::wire::name::NodeName;
 pub(super) const NODE_USER_PREFIX: &str = "system:node:";
 pub(super) const NODES_GROUP: &str = "system:nodes";
 
-/// The node of a kubelet's client certificate. `None` when the subject has another name or group, more than one of
-/// either, or when it is not for clients: TLS alone would also take a certificate without any extended usage.
+/// Returns the node of a kubelet's client certificate. Returns `None` if the subject has another
+/// name or group, or more than one of either, or if the certificate lacks client usage. TLS alone
+/// would also accept a certificate without any extended usage.
 pub(super) fn node(certificate: &X509Certificate<'_>) -> Option<NodeName> {
     let subject = certificate.subject();
     let user = single_value(subject.iter_common_name())?;
@@ -17,7 +19,7 @@ pub(super) fn node(certificate: &X509Certificate<'_>) -> Option<NodeName> {
     let name = user.strip_prefix(NODE_USER_PREFIX)?;
     let node: NodeName = name.parse().ok()?;
     let usage = certificate.extended_key_usage().ok()??;
-    // Only the canonical form counts, so that one certificate has one reading.
+    // Accept only the canonical form, so that a certificate has exactly one interpretation.
     (node.as_str() == name && group == NODES_GROUP && usage.value.client_auth).then_some(node)
 }
 
@@ -74,7 +76,7 @@ mod tests {
         let peer = PeerIdentity::from_agent_certificate(&der).unwrap();
         assert_eq!(peer.node().unwrap().as_str(), "worker-1.site.example");
         assert_eq!(peer.domain, TrustDomain::Cluster);
-        // It is no certificate of ours, whoever signed it.
+        // The certificate has no `culvert` role, whichever CA signed it.
         assert_eq!(
             PeerIdentity::from_certificate(&der),
             Err(IdentityError::NoRole)

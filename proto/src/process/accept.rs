@@ -1,4 +1,5 @@
-//! Taking connections from a listener, also when the process has run out of what a connection needs.
+//! Accepting connections from a listener. Accepting continues after the process has run out of
+//! resources.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,23 +13,22 @@ use super::telemetry::LogRateLimit;
 /// Pause after an accept error such as "too many open files", so that the loop does not spin.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// A listener that gives connections and no errors.
+/// A listener that retries after accept errors.
 #[derive(Debug)]
 pub struct RetryingListener<L> {
     listener: L,
-    /// For logs.
     name: &'static str,
-    /// Errors since the last connection.
+    /// Number of errors since the last connection.
     failures: u64,
-    /// The first of them has a line.
+    /// Whether the first of these errors was logged.
     is_logged: bool,
 }
 
-/// Callers can take what connections need and give it back as often as they like.
+/// Callers can exhaust and release resources as often as they like.
 static ACCEPT_ERRORS: LogRateLimit = LogRateLimit::new("listeners that cannot accept connections");
 
 impl<L> RetryingListener<L> {
-    /// Takes connections from a listener of this name.
+    /// Wraps `listener`. Log lines name it `name`.
     #[must_use]
     pub fn new(listener: L, name: &'static str) -> Self {
         Self {
@@ -39,7 +39,8 @@ impl<L> RetryingListener<L> {
         }
     }
 
-    /// Judges one attempt; a failure is told once, and its end.
+    /// Handles the result of one accept call. Logs the first failure of a series, and the end of
+    /// the series.
     async fn handle_result<T>(&mut self, accepted: io::Result<T>) -> Option<T> {
         match accepted {
             Ok(connection) => {
@@ -73,7 +74,7 @@ impl<L> RetryingListener<L> {
 }
 
 impl RetryingListener<TcpListener> {
-    /// The next connection and where it comes from. Cancel-safe.
+    /// Waits for the next connection and returns it with its remote address. Cancel-safe.
     pub async fn accept(&mut self) -> (TcpStream, SocketAddr) {
         loop {
             let accepted = self.listener.accept().await;
@@ -85,7 +86,7 @@ impl RetryingListener<TcpListener> {
 }
 
 impl RetryingListener<UnixListener> {
-    /// The next connection. Cancel-safe.
+    /// Waits for the next connection. Cancel-safe.
     pub async fn accept(&mut self) -> UnixStream {
         loop {
             let accepted = self.listener.accept().await;

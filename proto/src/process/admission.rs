@@ -1,11 +1,15 @@
-//! Bounds the connections of a listener, in all and for each source. At a limit the connection that has been idle for the longest
-//! time is evicted, never one that is in use.
+//! Limits the connections of a listener, in total and for each source. At a limit, the connection
+//! that has been idle for the longest time is evicted. A connection in use is never evicted.
 //!
-//! A connection is idle from its start, and again after each use. A source that has all of its own places, or most of all
-//! places when none is left, gives up its longest idle one for a newer one; so a flood from one address evicts its own
-//! connections, and others are unharmed. A connection that has been idle for less than a second is not evicted by its own
-//! source, or a burst of honest ones would evict each other before any is done: then the newcomer is refused. Where no
-//! connection is idle the newcomer is refused, too.
+//! A connection is idle from its start, and again after each use. If a source has reached its own
+//! limit, or has the most connections when the total limit is reached, its longest idle connection
+//! is evicted for a newer one. So a flood from one address evicts its own connections and leaves
+//! others unharmed.
+//!
+//! A connection that has been idle for less than one second is not evicted by its own source.
+//! Otherwise, connections of a legitimate burst would evict each other before any of them
+//! completes. In that case the new connection is refused. A new connection is also refused if no
+//! connection is idle.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -16,16 +20,16 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How many connections may have a place at once.
+/// The limits on the number of open connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnLimits {
-    /// From one source: an IPv4 address or an IPv6 /64.
+    /// Connections from one source: an IPv4 address or an IPv6 /64.
     pub per_source: usize,
-    /// From all sources.
+    /// Connections from all sources.
     pub total: usize,
 }
 
-/// Limits the connections of one listener, in all and for each source.
+/// The limiter of one listener's connections, in total and for each source.
 #[derive(Debug)]
 pub struct ConnLimiter {
     limits: ConnLimits,
@@ -34,7 +38,7 @@ pub struct ConnLimiter {
 }
 
 impl ConnLimiter {
-    /// Free places.
+    /// Returns a limiter without any permits in use.
     #[must_use]
     pub fn new(limits: ConnLimits) -> Arc<Self> {
         Arc::new(Self {
@@ -44,11 +48,11 @@ impl ConnLimiter {
         })
     }
 
-    /// A place for a connection from `peer`, at the cost of an idle one where a limit is reached; that one's
-    /// [`ConnPermit::evicted`] ends.
+    /// Returns a permit for a connection from `peer`. At a limit, an idle connection is evicted:
+    /// its [`ConnPermit::evicted`] completes.
     ///
     /// # Errors
-    /// The limit that was reached, when no connection can be evicted for this one.
+    /// The limit that was reached, if no connection can be evicted.
     pub fn acquire(self: &Arc<Self>, peer: IpAddr) -> Result<ConnPermit, LimitReached> {
         let (source, now) = (source(peer), self.now());
         let mut admitted = self.lock();
@@ -85,7 +89,7 @@ impl ConnLimiter {
         })
     }
 
-    /// How many places are taken.
+    /// Returns the number of permits in use.
     #[must_use]
     pub fn admitted(&self) -> usize {
         self.lock().all
@@ -101,7 +105,7 @@ impl ConnLimiter {
     }
 }
 
-/// The permit of one connection, released when dropped.
+/// The permit of one connection. Dropping it releases it.
 #[derive(Debug)]
 pub struct ConnPermit {
     limiter: Arc<ConnLimiter>,
@@ -112,7 +116,7 @@ pub struct ConnPermit {
     reached: Option<LimitReached>,
 }
 
-/// Which limit a newcomer met.
+/// The limit that a new connection reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitReached {
     /// [`ConnLimits::per_source`].
@@ -122,19 +126,21 @@ pub enum LimitReached {
 }
 
 impl ConnPermit {
-    /// The limit that was reached when the place was taken, so that another one was lost.
+    /// Returns the limit that was reached when the permit was acquired. In that case another
+    /// connection was evicted.
     #[must_use]
     pub fn reached(&self) -> Option<LimitReached> {
         self.reached
     }
 
-    /// Waits until the place is lost to a newer connection, which may be never. A connection that has come into use since
-    /// then has lost its place, too, and should end with that use. Cancel-safe.
+    /// Waits until the connection is evicted for a newer one, which may never happen. A connection
+    /// that has come into use since the eviction has lost its permit, too, and should close after
+    /// that use. Cancel-safe.
     pub async fn evicted(&self) {
         self.evicted.cancelled().await;
     }
 
-    /// Marks the connection as in use until the value is dropped; it may be in use several times at once.
+    /// Marks the connection as in use until the guard is dropped. Several guards may exist at once.
     #[must_use]
     pub fn in_use(self: &Arc<Self>) -> InUseGuard {
         self.activity.uses.fetch_add(1, Ordering::Relaxed);
@@ -148,7 +154,8 @@ impl Drop for ConnPermit {
     }
 }
 
-/// See [`ConnPermit::in_use`]. Holds the place.
+/// A guard that marks a connection as in use, see [`ConnPermit::in_use`]. The guard also holds the
+/// permit.
 #[derive(Debug)]
 pub struct InUseGuard(Arc<ConnPermit>);
 
@@ -164,7 +171,8 @@ impl Drop for InUseGuard {
     }
 }
 
-/// Whether a connection is in use, and since when it is not. Written without the lock of [`ConnLimiter`], at each request.
+/// Whether a connection is in use, and the time of its last use. Requests update the fields without
+/// the lock of [`ConnLimiter`].
 #[derive(Debug)]
 struct Activity {
     uses: AtomicUsize,
@@ -194,29 +202,30 @@ struct SourceTable {
     next_id: u64,
     all: usize,
     sources: HashMap<IpAddr, SourceConns>,
-    /// Sources by how many places they have.
+    /// Sources by the number of their connections.
     by_size: BTreeSet<(usize, IpAddr)>,
 }
 
-/// The connections of one source.
 #[derive(Debug, Default)]
 struct SourceConns {
     connections: HashMap<u64, ConnEntry>,
-    /// Each connection by a lower bound of the time since when it is idle, see [`ConnEntry::queued`].
+    /// Connections in the order of [`ConnEntry::queued`].
     queue: BTreeSet<(Moment, u64)>,
 }
 
 #[derive(Debug)]
 struct ConnEntry {
-    /// The key in [`SourceConns::queue`]: the connection was in use until then, or is not looked at again before.
+    /// The key in [`SourceConns::queue`]: a lower bound of the time since which the connection is
+    /// idle, or the time before which it is not checked again.
     queued: Moment,
     activity: Arc<Activity>,
     evicted: CancellationToken,
 }
 
 impl SourceConns {
-    /// Removes the connection that has been idle for the longest time, if that is at least `min_idle`. Each look at a connection that
-    /// was used since it was queued moves it back in the queue, so that evictions stay cheap however many are in use.
+    /// Removes the connection that has been idle for the longest time, if that time is at least
+    /// `min_idle`. If a connection was used since it was queued, the check moves it back in the
+    /// queue. So evictions stay cheap however many connections are in use.
     fn pop_idle(&mut self, now: Moment, min_idle: Duration) -> Option<ConnEntry> {
         while let Some(&(queued, id)) = self.queue.first() {
             if queued.after(min_idle) > now {
@@ -236,12 +245,13 @@ impl SourceConns {
     }
 }
 
-/// How long a connection is safe from its neighbours.
+/// Idle time during which a connection is not evicted in favor of its own source, or of a source of
+/// similar size.
 const MIN_IDLE: Duration = Duration::from_secs(1);
-/// A connection that was in use is looked at again after this time at the earliest: newcomers that are refused must not cost a
-/// look at every connection each.
+/// Time until a connection that was in use is checked again. A refused connection must not cost a
+/// check of every connection.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Sources that are searched for an idle connection, the largest first.
+/// Number of sources that are searched for an idle connection, the largest first.
 const SOURCES_SEARCHED: usize = 64;
 
 impl SourceTable {
@@ -251,8 +261,8 @@ impl SourceTable {
             .map_or(0, |source| source.connections.len())
     }
 
-    /// Evicts the longest idle connection of the largest source that has one. `newcomer` is the source of the connection that
-    /// needs the place.
+    /// Evicts the longest idle connection of the largest source that has one. `newcomer` is the
+    /// source of the connection that needs the permit.
     fn evict_from_largest(&mut self, newcomer: IpAddr, now: Moment) -> bool {
         let own = self.of(newcomer);
         let largest: Vec<(usize, IpAddr)> = self
@@ -264,7 +274,8 @@ impl SourceTable {
             .collect();
         for (size, source) in largest {
             let is_own = source == newcomer;
-            // Where all sources are small, none is a flood: a connection that has only come is not evicted for another one.
+            // If all sources are small, none is a flood. A connection that has just arrived is not
+            // evicted for another one.
             let is_peer = size <= own + 1;
             let min_idle = if is_own || is_peer {
                 MIN_IDLE
@@ -274,7 +285,7 @@ impl SourceTable {
             if self.evict(source, now, min_idle) {
                 return true;
             }
-            // A newcomer of the largest source does not evict those of smaller ones.
+            // A new connection of the largest source does not evict those of smaller sources.
             if is_own {
                 return false;
             }
@@ -338,7 +349,8 @@ impl SourceTable {
     }
 }
 
-/// Whom a connection is counted for: one customer has at least a whole /64 of IPv6 (RFC 6177).
+/// Returns the source that a connection counts for. One customer has at least a whole /64 of IPv6
+/// (RFC 6177).
 #[must_use]
 pub fn source(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
@@ -369,7 +381,7 @@ mod tests {
             .collect()
     }
 
-    /// As many as fit.
+    /// Acquires `count` permits for one source.
     fn permits(limiter: &Arc<ConnLimiter>, count: usize) -> Vec<ConnPermit> {
         (0..count)
             .map(|_| limiter.acquire(ip("10.0.0.1")).unwrap())

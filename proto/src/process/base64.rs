@@ -2,7 +2,7 @@
 
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-/// Base64 with padding (RFC 4648, section 4).
+/// Encodes bytes as Base64 with padding (RFC 4648, section 4).
 #[must_use]
 pub fn encode(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -23,7 +23,8 @@ pub fn encode(bytes: &[u8]) -> String {
     text
 }
 
-/// The bytes of a text that [`encode`] may have made; `None` for any other.
+/// Decodes a text in the canonical form that [`encode`] produces. Returns `None` for any other
+/// text.
 #[must_use]
 pub fn decode(text: &str) -> Option<Vec<u8>> {
     let digits = text.trim_end_matches('=');
@@ -49,7 +50,7 @@ pub fn decode(text: &str) -> Option<Vec<u8>> {
             bits &= (1 << count) - 1;
         }
     }
-    // What is left over says nothing, or the text has another padding.
+    // Accept only zero leftover bits and the exact padding.
     (bits == 0 && count == 2 * u32::try_from(text.len() - digits.len()).ok()?).then_some(bytes)
 }
 

@@ -1,5 +1,6 @@
-//! Files that are followed while the process runs: read again every few seconds and on SIGHUP, handed on when their
-//! content is another. What cannot be used changes nothing: the last good content stays, with an alarm.
+//! Files that are watched while the process runs. They are read every few seconds and on SIGHUP,
+//! and applied when their content has changed. If the new content is not usable, the last good
+//! content stays in use and an error is logged.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -8,45 +9,46 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing::{debug, error, info};
 
-/// A file that is being replaced together with another one may not fit it for a moment.
+/// Delay before a second attempt. A file that is replaced together with another one may not match
+/// it for a moment.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// What was read, and what tells it from other content.
+/// Loaded content with its digest.
 #[derive(Debug)]
 pub struct Loaded<T> {
-    /// Equal for equal content.
+    /// Digest of the content, to detect changes.
     pub digest: [u8; 32],
-    /// What it means.
+    /// The content in parsed form.
     pub value: T,
 }
 
-/// How files are followed.
+/// A task that reads files again at an interval and on request.
 #[derive(Debug)]
 pub struct FileWatcher {
-    /// What they are, for the log.
+    /// Name of the files, for the log.
     pub what: &'static str,
-    /// How often they are read.
+    /// Time between two reads.
     pub interval: Duration,
-    /// Changes when they are to be read at once.
+    /// Changes when the files should be read at once.
     pub reload_signal: watch::Receiver<u64>,
-    /// The content that is in use already.
+    /// Digest of the content that is in use.
     pub digest: [u8; 32],
 }
 
-/// What came of reading again.
+/// The result of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReloadOutcome {
-    /// Other content is in use.
+    /// New content is in use.
     Changed,
-    /// It cannot be used; the last good content stays.
+    /// The new content is not usable. The last good content stays in use.
     Failed,
-    /// After a failure, it is again what is in use.
+    /// After a failure, the files again have the content that is in use.
     Recovered,
 }
 
 impl FileWatcher {
-    /// Reads again for as long as it is polled; `load` blocks its thread, `apply` takes what is new, `on_reload` hears of each
-    /// change. Cancel-safe.
+    /// Reads the files again for as long as the future is polled. `load` blocks its thread, `apply`
+    /// receives new content, and `on_reload` receives the outcome of each change. Cancel-safe.
     pub async fn run<T, E>(
         mut self,
         load: impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static,

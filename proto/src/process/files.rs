@@ -1,4 +1,5 @@
-//! Files of a data directory: private, replaced atomically, never through a link.
+//! Files in a data directory: private, replaced atomically, and never accessed through a symbolic
+//! link.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -8,59 +9,63 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zeroize::Zeroizing;
 
-/// Largest file of ours that is read; a known-nodes file of 10,000 nodes is a few MiB.
+/// Largest file of the data directory that is read, in bytes. A known-nodes file of 10,000 nodes is
+/// a few MiB.
 const DATA_FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
 const PRIVATE_MODE: u32 = 0o600;
-/// Bits that let others write.
+/// Mode bits that let the group and others write.
 const OTHERS_WRITE: u32 = 0o022;
-/// The bit that lets the owner's group write.
+/// The mode bit that lets the owner's group write.
 const GROUP_WRITES: u32 = 0o020;
-/// Bits that let others do anything.
+/// Mode bits that give the group and others any access.
 const OTHERS: u32 = 0o077;
-/// Largest file that an operator brings; a bundle of a hundred CAs is about 200 KiB.
+/// Largest file of the operator that is read, in bytes. A bundle of a hundred CAs is about 200 KiB.
 const OPERATOR_FILE_MAX_BYTES: u64 = 4 * 1024 * 1024;
 const NOT_A_FILE: &str = "is not a regular file";
 
-/// Makes a directory for private files unless it is there.
+/// Creates a directory for private files, unless it exists.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the directory cannot be created.
 pub fn make_private_dir(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// Reads a file, or `None` when there is none. Refuses links, other file types and files that others can write.
+/// Reads a file. Returns `None` if it does not exist. Refuses symbolic links, other file types, and
+/// files that others can write.
 ///
 /// # Errors
-/// As the system says, with the path; `InvalidData` for a refused file.
+/// The system's error with the path; `InvalidData` for a refused file.
 pub fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     let content = read_no_follow(path, OTHERS_WRITE)?;
     Ok(content.map(|mut content| std::mem::take(&mut *content)))
 }
 
-/// As [`read`], for keys: refuses files that others can so much as read, and what is read is wiped when it is dropped.
+/// Reads a key file like [`read`] does. Also refuses files that others can read. The content is
+/// wiped when it is dropped.
 ///
 /// # Errors
-/// As [`read`].
+/// As in [`read`].
 pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
     read_no_follow(path, OTHERS)
 }
 
-/// Reads a file that an operator brings: links are followed, since mounted Secrets and the kubelet's certificates are
-/// links; group and others may read it (a Secret is 0644 or 0640), but not write it. It may hold a secret, so it is wiped when
-/// it is dropped.
+/// Reads a file that the operator provides. Follows symbolic links, because mounted Secrets and the
+/// kubelet's certificates are links. Group and others may read the file (a Secret is 0644 or 0640),
+/// but not write it. The file may hold a secret, so the content is wiped when it is dropped.
 ///
 /// # Errors
-/// As the system says, with the path; `InvalidData` for a refused file.
+/// The system's error with the path; `InvalidData` for a refused file.
 pub fn read_operator_file(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
     read_following_links(path, OTHERS_WRITE).map(|(content, _)| content)
 }
 
-/// Reads a configuration file as [`read_operator_file`] does, but the owner's group may write it, since a umask of 002 makes files so.
-/// Returns a warning next to the content when that group is not the owner's own, by number.
+/// Reads a configuration file like [`read_operator_file`] does. In addition, the owner's group may
+/// write the file, because a umask of 002 creates such files. Returns a warning next to the content
+/// if that group, by number, is not the owner's private group.
 ///
 /// # Errors
-/// As [`read_operator_file`].
+/// As in [`read_operator_file`].
 pub fn read_config(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, Option<String>)> {
     let (content, opened) = read_following_links(path, OTHERS_WRITE & !GROUP_WRITES)?;
     let (mode, group) = (opened.mode(), opened.gid());
@@ -71,8 +76,8 @@ pub fn read_config(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, Option<String
     Ok((content, warning))
 }
 
-/// Whether the members of a group may write that is not the one that a user has alone. Systems with such groups give both the
-/// same number.
+/// Returns whether members of a shared group may write the file. Systems that give each user a
+/// private group use the same number for both.
 fn is_written_by_others(mode: u32, user: u32, group: u32) -> bool {
     mode & GROUP_WRITES != 0 && user != group
 }
@@ -99,7 +104,8 @@ fn read_following_links(
     Ok((content, opened))
 }
 
-/// Room for a whole file and the look beyond its end: a buffer that grows leaves copies of itself behind.
+/// Returns a buffer with room for a whole file and for the check beyond its end. A buffer that
+/// grows would leave copies of the content in memory.
 fn buffer_for(file: &fs::Metadata, max_bytes: u64) -> Zeroizing<Vec<u8>> {
     let bytes = usize::try_from(file.len().min(max_bytes)).unwrap_or_default();
     Zeroizing::new(Vec::with_capacity(bytes + 64))
@@ -135,11 +141,11 @@ fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Ve
     Ok(Some(content))
 }
 
-/// Replaces a file as a whole: readers see the old content or the new one, also after a crash and when several replace it
-/// at once. Mode 0600.
+/// Replaces the whole content of a file, with mode 0600. Readers see the old content or the new
+/// one, also after a crash and when several processes replace the file at once.
 ///
 /// # Errors
-/// As the system says, with the path; the old content is then still there.
+/// The system's error with the path. The old content is unchanged.
 pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -151,14 +157,16 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
         let _nothing_to_remove = fs::remove_file(temporary);
         return Err(with_path(path, &error));
     }
-    // The rename itself must survive a crash; where a directory cannot be synced the content is still whole.
+    // The rename itself must survive a crash. If a directory cannot be synced, the content is still
+    // complete.
     if let Some(directory) = path.parent().and_then(|parent| File::open(parent).ok()) {
         let _best_effort = directory.sync_all();
     }
     Ok(())
 }
 
-/// Takes the lock of a data directory, or `None` when another process holds it. The lock ends with the file.
+/// Acquires the lock of a data directory. Returns `None` if another process holds it. Dropping the
+/// file releases the lock.
 ///
 /// # Errors
 /// When the lock file cannot be opened.
@@ -180,7 +188,8 @@ pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
 }
 
 fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
-    // A leftover of a killed process with the same id; `create_new` below refuses anything that appears meanwhile.
+    // Remove a leftover of a killed process with the same id. `create_new` below refuses a file
+    // that appears in between.
     let _nothing_left_over = fs::remove_file(path);
     let mut file = OpenOptions::new()
         .write(true)
@@ -202,7 +211,7 @@ fn invalid_file(path: &Path, reason: &str) -> io::Error {
     )
 }
 
-/// Says the command that mends it.
+/// Returns the error for a forbidden mode, with the command that fixes it.
 fn invalid_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Error {
     let mode = metadata.mode() & 0o7777;
     let (what, change) = if forbidden & mode & OTHERS_WRITE == 0 {
@@ -288,8 +297,8 @@ mod tests {
         fs::remove_dir_all(dir).unwrap();
     }
 
-    /// S09: which modes and kinds of file are refused, for files of ours, for keys of ours, and for files that an
-    /// operator brings.
+    /// S09: checks which modes and file types are refused, for data files, for key files, and for
+    /// files that the operator provides.
     #[test]
     fn s09_table_of_modes_and_links() {
         let dir = scratch("table");
@@ -340,7 +349,7 @@ mod tests {
         fs::remove_dir_all(dir).unwrap();
     }
 
-    /// A checkout of somebody whose umask is 002.
+    /// Covers a checkout by a user with umask 002.
     #[test]
     fn only_a_group_of_several_users_is_warned_about() {
         for (mode, user, group, expected) in [

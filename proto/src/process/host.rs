@@ -1,4 +1,5 @@
-//! What a process knows of its host: its name, the addresses it uses towards others, and how much it may use.
+//! Information about the host of the process: its name, its source addresses, and the resources of
+//! the process.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -7,22 +8,22 @@ use std::path::Path;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const HOST_NAME_FILE: &str = "/proc/sys/kernel/hostname";
-/// Addresses of documentation (RFC 5737, RFC 3849): only the default route leads there.
+/// Documentation addresses (RFC 5737, RFC 3849). Only the default route leads to them.
 const BEHIND_DEFAULT_ROUTE: [IpAddr; 2] = [
     IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
     IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)),
 ];
 
-/// The host's name, without white space around it.
+/// Returns the host's name without surrounding white space.
 ///
 /// # Errors
-/// When the system does not tell.
+/// When the system does not provide the name.
 pub fn host_name() -> io::Result<String> {
     Ok(std::fs::read_to_string(HOST_NAME_FILE)?.trim().to_owned())
 }
 
-/// The address from which this host reaches `remote`. Connecting a UDP socket sends nothing; it only asks the routing
-/// table.
+/// Returns the address from which this host reaches `remote`. Connecting a UDP socket sends
+/// nothing; the call only queries the routing table.
 #[must_use]
 pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
     let any: IpAddr = if remote.is_ipv4() {
@@ -36,15 +37,15 @@ pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
     (!address.is_unspecified()).then_some(address)
 }
 
-/// Whether this host has an address: it reaches its own addresses from themselves.
+/// Returns whether this host has the address. A host reaches its own addresses from themselves.
 #[must_use]
 pub fn is_own_address(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
-    // The port is never reached: nothing is sent.
+    // The port does not matter because nothing is sent.
     source_address((ip, 9).into()) == Some(ip)
 }
 
-/// The address of the default route, IPv4 first.
+/// Returns the source address of the default route, IPv4 first.
 #[must_use]
 pub fn primary_address() -> Option<IpAddr> {
     let sources = BEHIND_DEFAULT_ROUTE
@@ -53,12 +54,13 @@ pub fn primary_address() -> Option<IpAddr> {
     sources.into_iter().find(|address| !address.is_loopback())
 }
 
-/// What the process may use; `None` where there is no limit, or it cannot be read.
+/// The resource limits of the process. `None` means that there is no limit, or that it cannot be
+/// read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resources {
-    /// Open files.
+    /// Number of open files.
     pub descriptors: Option<u64>,
-    /// Bytes of memory: of the process's cgroup, or else of the host.
+    /// Memory in bytes: the limit of the process's cgroup, or else the memory of the host.
     pub memory: Option<u64>,
 }
 
@@ -73,7 +75,7 @@ impl Resources {
     }
 }
 
-/// Raises the limit of open files to what the process may give itself, as Go's runtime does.
+/// Raises the soft limit of open files to the hard limit, as Go's runtime does.
 ///
 /// # Errors
 /// When the system refuses.
@@ -86,12 +88,14 @@ pub fn raise_descriptor_limit() -> io::Result<()> {
     Ok(setrlimit(Resource::Nofile, raised)?)
 }
 
-/// The least of the limits of the process's cgroup, of those above it, and of the host's memory.
+/// Returns the least of the limits of the process's cgroup, of its parent cgroups, and of the
+/// host's memory.
 fn memory_limit(root: &Path) -> Option<u64> {
     let read = |path: &Path| std::fs::read_to_string(root.join(path)).ok();
     let cgroups = read(Path::new("proc/self/cgroup")).unwrap_or_default();
     let of_cgroups = cgroups.lines().flat_map(|line| {
-        // hierarchy:controllers:path; version 2 has the hierarchy 0 and no controllers (cgroups(7)).
+        // The line has the form hierarchy:controllers:path. Version 2 has the hierarchy 0 and no
+        // controllers (cgroups(7)).
         let mut fields = line.splitn(3, ':').skip(1);
         let (base, file) = match fields.next() {
             Some("") => ("sys/fs/cgroup", "memory.max"),
@@ -101,7 +105,7 @@ fn memory_limit(root: &Path) -> Option<u64> {
             Some(_) | None => return Vec::new(),
         };
         let path = Path::new(fields.next().unwrap_or("/").trim_start_matches('/'));
-        // In a container the path may be the host's, and the limit is at the mount's root.
+        // In a container the path may be the host's. In that case the limit is at the mount's root.
         let limits = path
             .ancestors()
             .filter_map(|above| read(&Path::new(base).join(above).join(file)));

@@ -1,4 +1,5 @@
-//! The meta port: `/livez`, `/readyz[?verbose]`, `/metrics`, and what a binary adds. Plain HTTP/1.1, read-only.
+//! The meta port: `/livez`, `/readyz[?verbose]`, `/metrics`, and the endpoints that a binary adds.
+//! Plain HTTP/1.1, read-only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -22,23 +23,24 @@ use super::accept::RetryingListener;
 use super::admission::{ConnLimiter, ConnLimits};
 use super::shutdown::Shutdown;
 
-/// Connections at once; newer ones push out the oldest. Probes and one or two scrapers need a handful.
+/// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
+/// or two scrapers need only a few.
 const CONN_LIMITS: ConnLimits = ConnLimits {
     per_source: 32,
     total: 64,
 };
-/// A caller must send its request head within this time.
+/// Time limit for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest answer that [`get`] takes.
+/// Longest response body that [`get`] accepts.
 const RESPONSE_MAX_BYTES: usize = 1024 * 1024;
 
-/// An answer of the meta port.
+/// A response of the meta port.
 pub type FullResponse = Response<Full<Bytes>>;
 
-/// An extra endpoint: called with the caller's address.
+/// The handler of an additional endpoint. The argument is the caller's address.
 pub type EndpointHandler = Box<dyn Fn(SocketAddr) -> FullResponse + Send + Sync>;
 
-/// What the meta port serves.
+/// The content of the meta port.
 pub struct Meta {
     readiness: Readiness,
     metrics: Registry,
@@ -55,7 +57,7 @@ impl std::fmt::Debug for Meta {
 }
 
 impl Meta {
-    /// Serves the readiness and metrics of a process.
+    /// Creates a meta port for the readiness and metrics of a process.
     #[must_use]
     pub fn new(readiness: Readiness, metrics: Registry) -> Self {
         Self {
@@ -72,7 +74,7 @@ impl Meta {
         self
     }
 
-    /// Serves until `stop`.
+    /// Serves on `listener` until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
         let meta = Arc::new(self);
         let limiter = ConnLimiter::new(CONN_LIMITS);
@@ -173,7 +175,7 @@ impl Meta {
     }
 }
 
-/// A plain text answer.
+/// Returns a plain text response.
 #[must_use]
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
     let mut response = Response::new(Full::new(body.into()));
@@ -185,7 +187,7 @@ pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
     response
 }
 
-/// A JSON answer.
+/// Returns a JSON response.
 #[must_use]
 pub fn json(status: StatusCode, value: &serde_json::Value) -> FullResponse {
     let mut response = text(status, format!("{value}\n"));
@@ -196,10 +198,10 @@ pub fn json(status: StatusCode, value: &serde_json::Value) -> FullResponse {
     response
 }
 
-/// Asks the meta port at `address` for `path`, within 5 s. Cancel-safe.
+/// Requests `path` from the meta port at `address`, within 5 s. Cancel-safe.
 ///
 /// # Errors
-/// When there is no answer, or none that is plain text of at most 1 MiB.
+/// When there is no response, or it is not plain text of at most 1 MiB.
 pub async fn get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
     tokio::time::timeout(HEAD_TIMEOUT, send_get(address, path))
         .await
@@ -230,12 +232,13 @@ async fn send_get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, St
             String::from_utf8_lossy(&body.to_bytes()).into_owned(),
         ))
     };
-    // The connection ends with its sender; what it says is in the exchange's result.
+    // The connection ends with its sender. The result of the exchange contains any error of the
+    // connection.
     let (result, _connection_over) = tokio::join!(exchange, connection);
     result
 }
 
-/// Readiness by named blocks: the process is ready when no block is held.
+/// Readiness by named blocks. The process is ready when no block exists.
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<ReadinessState>>);
 
@@ -247,7 +250,7 @@ struct ReadinessState {
 }
 
 impl Readiness {
-    /// Holds readiness back until the block is dropped.
+    /// Blocks readiness until the returned value is dropped.
     #[must_use]
     pub fn block(&self, component: &'static str) -> ReadinessBlock {
         self.change(|state| {
@@ -260,7 +263,7 @@ impl Readiness {
         }
     }
 
-    /// The parts that are waited for, and those that are ready.
+    /// Returns the components that still block readiness, and those that are ready.
     #[must_use]
     pub fn read(&self) -> (Vec<&'static str>, Vec<&'static str>) {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -270,8 +273,8 @@ impl Readiness {
         )
     }
 
-    /// What an operator should know of a part, one line each, without holding readiness back. Replaces what was said of
-    /// the part before.
+    /// Sets the conditions of a component, one line each. Conditions inform an operator and do not
+    /// block readiness. The call replaces the component's previous conditions.
     pub fn set_conditions(&self, component: &'static str, lines: Vec<String>) {
         self.change(|state| {
             if lines.is_empty() {
@@ -282,7 +285,7 @@ impl Readiness {
         });
     }
 
-    /// What was said of the parts, line by line.
+    /// Returns all conditions with their components, one entry for each line.
     #[must_use]
     pub fn conditions(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -297,7 +300,7 @@ impl Readiness {
     }
 }
 
-/// See [`Readiness::block`].
+/// A guard that blocks readiness, see [`Readiness::block`].
 #[derive(Debug)]
 pub struct ReadinessBlock {
     readiness: Readiness,

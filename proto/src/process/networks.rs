@@ -1,51 +1,54 @@
-//! Networks as operators write them, and addresses that nobody dials for a caller whatever is written; pure.
+//! Networks as operators write them, and addresses that no setting allows to dial for a caller. All
+//! functions are pure.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
-/// A network: an address and how many of its first bits count, as in `10.0.0.0/8`. A bare address is a network of one.
+/// A network: an address and the length of its prefix, as in `10.0.0.0/8`. A bare address is a
+/// network with one address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cidr {
     start: IpAddr,
     prefix: u32,
 }
 
-/// Why a text is no network.
+/// The reason why a text is not a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CidrError {
-    /// Not an address with or without a prefix length.
+    /// The text is not an address with or without a prefix length.
     #[error("is not a network; write a CIDR such as 10.0.0.0/8 or fd00::/8")]
     Syntax,
-    /// The prefix is no number, or longer than the address.
+    /// The prefix is not a number, or is longer than the address.
     #[error("the prefix length must be 0 to {0}")]
     Prefix(u32),
-    /// Bits behind the prefix are set; most likely one of the two is a slip.
+    /// Bits after the prefix are set. Most likely the address or the prefix is a typing error.
     #[error("the network begins at {start}; write {0}", start = .0.start)]
     HostBits(Cidr),
 }
 
 impl Cidr {
-    /// Whether an address is in it. An IPv4 address inside IPv6 counts as the IPv4 address.
+    /// Returns whether the network contains an address. An IPv4 address inside IPv6 counts as the
+    /// IPv4 address.
     #[must_use]
     pub fn contains(&self, ip: IpAddr) -> bool {
         let ip = ip.to_canonical();
         ip.is_ipv4() == self.start.is_ipv4() && masked(ip, self.prefix) == self.start
     }
 
-    /// Its first address.
+    /// Returns the network's first address.
     #[must_use]
     pub fn start(&self) -> IpAddr {
         self.start
     }
 
-    /// How many of its first bits count.
+    /// Returns the length of the network's prefix in bits.
     #[must_use]
     pub fn prefix(&self) -> u32 {
         self.prefix
     }
 
-    /// Whether an address is in both.
+    /// Returns whether the two networks have an address in common.
     #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
         let common = self.prefix.min(other.prefix);
@@ -53,10 +56,11 @@ impl Cidr {
             && masked(self.start, common) == masked(other.start, common)
     }
 
-    /// Judges a network that an object of a cluster names: a hostile node may have written it.
+    /// Checks a network that a cluster object claims. A hostile node may have written the object.
     ///
     /// # Errors
-    /// [`ClaimedNetworkError`] when it is wider than the network of any cluster, or has an address that is never a Pod's or Service's.
+    /// [`ClaimedNetworkError`] when the network is wider than that of any cluster, or has an
+    /// address that is never a Pod's or Service's.
     pub fn check_claimed(&self) -> Result<(), ClaimedNetworkError> {
         let min_prefix = if self.start.is_ipv4() {
             CLAIMED_MIN_V4
@@ -77,13 +81,13 @@ impl Cidr {
     }
 }
 
-/// Why a network that an object of a cluster names is not used.
+/// The reason why a network that a cluster object claims is not used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimedNetworkError {
-    /// Its prefix is shorter than this.
+    /// The prefix is shorter than this minimum.
     #[error("the network is wider than /{0}")]
     TooWide(u32),
-    /// It has addresses of this kind.
+    /// The network contains addresses of this kind.
     #[error("the network contains {0} addresses")]
     Special(&'static str),
 }
@@ -142,7 +146,7 @@ fn bits(ip: IpAddr) -> u32 {
     if ip.is_ipv4() { 32 } else { 128 }
 }
 
-/// `ip` with all bits after the first `prefix` cleared.
+/// Returns `ip` with all bits after the first `prefix` cleared.
 fn masked(ip: IpAddr, prefix: u32) -> IpAddr {
     match ip {
         IpAddr::V4(v4) => {
@@ -156,7 +160,8 @@ fn masked(ip: IpAddr, prefix: u32) -> IpAddr {
     }
 }
 
-/// The address by which another spelling of it is judged: an IPv4 address inside IPv6 counts as the IPv4 address.
+/// Returns the address that policies apply to: an IPv4 address inside IPv6 becomes the IPv4
+/// address.
 #[must_use]
 pub fn effective_ip(ip: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = ip else { return ip };
@@ -174,14 +179,16 @@ pub fn effective_ip(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Returns the kind of `ip`, as mapped by [`effective_ip`], if no setting allows to dial it for a caller.
+/// Returns the kind of `ip`, as mapped by [`effective_ip`], if no setting allows dialing it for a
+/// caller.
 #[must_use]
 pub fn forbidden_kind(ip: IpAddr) -> Option<&'static str> {
     if METADATA.contains(&ip) {
         return Some("cloud metadata");
     }
     match ip {
-        // 0.0.0.0/8 is "this host on this network" (RFC 1122, 3.2.1.3); Linux takes 0.0.0.0 for loopback.
+        // 0.0.0.0/8 is "this host on this network" (RFC 1122, 3.2.1.3). Linux treats 0.0.0.0 as
+        // loopback.
         IpAddr::V4(v4) if v4.octets()[0] == 0 => Some("unspecified"),
         IpAddr::V4(v4) if v4.is_link_local() => Some("link-local"),
         IpAddr::V4(v4) if v4.is_multicast() => Some("multicast"),
@@ -196,7 +203,8 @@ pub fn forbidden_kind(ip: IpAddr) -> Option<&'static str> {
 /// Bits before the IPv4 address in an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2).
 const MAPPED_BITS: u32 = 96;
 
-/// Networks with addresses that are never a Pod's or a Service's. The translated ones are those of [`effective_ip`].
+/// Networks with addresses that are never a Pod's or a Service's. Networks of the kind
+/// "translated" are those that [`effective_ip`] maps.
 const SPECIAL: [(Cidr, &str); 14] = [
     (v4([127, 0, 0, 0], 8), "loopback"),
     (v4([0, 0, 0, 0], 8), "unspecified"),
@@ -228,7 +236,7 @@ const fn v6([a, b, c, d, e, f, g, h]: [u16; 8], prefix: u32) -> Cidr {
     }
 }
 
-/// Addresses at which clouds hand credentials to whoever asks from the machine.
+/// Addresses at which clouds provide credentials to any process on the machine.
 const METADATA: [IpAddr; 7] = [
     IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
     IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)), // Alibaba

@@ -1,4 +1,4 @@
-//! The panic hook: logs each panic as one ERROR line and counts it. A panic ends its task and nothing else.
+//! The panic hook: logs each panic as one ERROR line and counts it. A panic ends only its own task.
 
 use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -12,15 +12,16 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::ConstCounter;
 use tracing::error;
 
-/// The `target` of the lines of panics.
+/// The `target` of panic log lines.
 pub(super) const TARGET: &str = module_path!();
 
-/// A process has one hook for panics, so it has one counter.
+/// A process has one panic hook, so it has one counter.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 static INSTALLED: Once = Once::new();
 
-/// Counts and logs every panic of this process from here on. The line has the span of the task that panicked: which
-/// connection, session or stream. Before logging is started, panics are told as Rust does.
+/// Installs a hook that counts and logs every later panic of this process. The log line has the
+/// span of the task that panicked: its connection, session or stream. Before logging is started,
+/// Rust's default hook reports panics.
 pub fn install_hook() {
     INSTALLED.call_once(|| {
         let before = take_hook();
@@ -34,7 +35,7 @@ pub fn install_hook() {
                 (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
             error!(
                 location = panic.location().map(tracing::field::display),
-                // With its quotes and escapes: it may hold a peer's text.
+                // The debug form quotes and escapes the text, which may come from a peer.
                 error = ?text(panic.payload()),
                 backtrace,
                 "a task panicked; other tasks continue"
@@ -43,13 +44,14 @@ pub fn install_hook() {
     });
 }
 
-/// How many panics there were since [`install_hook`].
+/// Returns the number of panics since [`install_hook`].
 #[must_use]
 pub fn count() -> u64 {
     COUNT.load(Ordering::Relaxed)
 }
 
-/// Runs work on a stranger's bytes in a task that must outlive it; `None` when it panicked.
+/// Runs `work` on bytes from an unauthenticated peer, in a task that must survive a panic. Returns
+/// `None` if `work` panicked.
 pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(work)).ok()
 }
@@ -60,7 +62,7 @@ fn text(payload: &(dyn Any + Send)) -> &str {
         .unwrap_or("no text")
 }
 
-/// Shows [`count`] as `panics_total`.
+/// The collector that exports [`count`] as `panics_total`.
 #[derive(Debug)]
 pub struct PanicCollector;
 

@@ -1,9 +1,10 @@
-//! What keeps secrets in a process's memory from leaving it with its end.
+//! Protection of secrets in the memory of a process.
 
 use std::io;
 
-/// Forbids core dumps of this process, which would hold its keys, and reading its memory by others of its user (prctl,
-/// `PR_SET_DUMPABLE`). Not only for what limits of the shell allow: collectors that the kernel pipes dumps to ignore those.
+/// Forbids core dumps of this process, which would contain its keys, and prevents other processes
+/// of its user from reading its memory (prctl, `PR_SET_DUMPABLE`). The shell's limit on core dumps
+/// is not enough, because collectors that the kernel pipes dumps to ignore that limit.
 ///
 /// # Errors
 /// When the system refuses.
@@ -14,7 +15,7 @@ pub fn forbid_core_dumps() -> io::Result<()> {
     Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
 }
 
-/// Other systems have no such switch.
+/// Does nothing on other systems, which have no such setting.
 ///
 /// # Errors
 /// Never.
@@ -35,10 +36,10 @@ mod tests {
     use crate::process::files;
     use crate::wire::enroll::{EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
 
-    /// A process that is not dumped cannot read its own memory by that file either.
+    /// A process that forbids dumps cannot read its own memory through `/proc/self/mem` either.
     static DUMPABLE_LOCK: Mutex<()> = Mutex::new(());
 
-    /// What memory of this process holds, where `bytes` are or were.
+    /// Reads the memory of this process at a location that [`location`] returned.
     fn memory((at, length): (u64, usize)) -> io::Result<Vec<u8>> {
         let mut content = vec![0; length];
         File::open("/proc/self/mem")?.read_exact_at(&mut content, at)?;
@@ -49,8 +50,8 @@ mod tests {
         (bytes.as_ptr().addr() as u64, bytes.len())
     }
 
-    /// Drops `value` and asserts that its secret, which was at `location`, is not there any more. The allocator writes into the
-    /// beginning of what is free, so the end is what tells.
+    /// Drops `value` and asserts that its secret is no longer at `location`. The allocator
+    /// overwrites the start of freed memory, so the test compares the end.
     fn assert_wiped<T>(value: T, location: (u64, usize), secret: &[u8]) -> io::Result<()> {
         assert_eq!(memory(location)?, secret);
         drop(value);

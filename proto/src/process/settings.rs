@@ -1,12 +1,14 @@
-//! Settings by layers: defaults < file < environment < flags; durations, sizes and port lists as people write them.
+//! Settings in layers: defaults < file < environment < flags; durations, sizes and port lists in
+//! human-readable form.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::wire::name::Port;
 
-/// Declares a structure of optional settings that clap fills from flags and environment and serde from a YAML file,
-/// and how one layer overrides another. Every field is an `Option`, or a `Vec` that replaces as a whole.
+/// Declares a structure of optional settings. clap fills it from flags and environment variables,
+/// and serde from a YAML file. The macro also defines how one layer overrides another. Every field
+/// is an `Option`, or a `Vec` that is replaced as a whole.
 #[macro_export]
 macro_rules! layered {
     ($(#[$meta:meta])* pub struct $name:ident { $($(#[$fmeta:meta])* pub $field:ident: $type:ty,)+ }) => {
@@ -14,7 +16,7 @@ macro_rules! layered {
         pub struct $name { $($(#[$fmeta])* pub $field: $type,)+ }
 
         impl $name {
-            /// This layer where it says something, else `lower`.
+            /// Returns this layer's settings, and those of `lower` where this layer has none.
             #[must_use]
             pub fn or(self, lower: Self) -> Self {
                 Self { $($field: $crate::process::settings::Layer::or(self.$field, lower.$field),)+ }
@@ -25,7 +27,7 @@ macro_rules! layered {
 
 /// A setting that may be absent from a layer.
 pub trait Layer {
-    /// Itself when present, else `lower`.
+    /// Returns `self` if the setting is present, else `lower`.
     #[must_use]
     fn or(self, lower: Self) -> Self;
 }
@@ -42,17 +44,18 @@ impl<T> Layer for Vec<T> {
     }
 }
 
-/// Collects all mistakes of a configuration, so that a person sees them at once.
+/// A list of all errors of a configuration, so that a user sees them at once.
 #[derive(Debug, Default)]
 pub struct ConfigErrors(Vec<String>);
 
 impl ConfigErrors {
-    /// Notes a mistake of a setting, named as the flag.
+    /// Records an error of a setting. `setting` is the name of the flag.
     pub fn add(&mut self, setting: &str, error: impl std::fmt::Display) {
         self.0.push(format!("{setting}: {error}"));
     }
 
-    /// The value, or a note and the stand-in that lets checking go on.
+    /// Returns the parsed value. On an error, records it and returns `fallback`, so that checking
+    /// can continue.
     pub fn unwrap_or_record<T, E: std::fmt::Display>(
         &mut self,
         setting: &str,
@@ -65,10 +68,10 @@ impl ConfigErrors {
         })
     }
 
-    /// The configuration if there was no mistake.
+    /// Returns `value` if there was no error.
     ///
     /// # Errors
-    /// [`ConfigError`] with every mistake.
+    /// [`ConfigError`] with every recorded error.
     pub fn finish<T>(self, value: T) -> Result<T, ConfigError> {
         if self.0.is_empty() {
             Ok(value)
@@ -78,12 +81,13 @@ impl ConfigErrors {
     }
 }
 
-/// All mistakes of a configuration; one a line.
+/// All errors of a configuration, one per line.
 #[derive(Debug, thiserror::Error)]
 #[error("invalid configuration, {} error(s):\n  {}", .0.len(), .0.join("\n  "))]
 pub struct ConfigError(pub Vec<String>);
 
-/// Names of environment variables with our prefix that mean nothing to us. Kubernetes injects some for every Service.
+/// Returns the environment variables that begin with `prefix` and are not in `known`. Kubernetes
+/// injects such variables for every Service.
 #[must_use]
 pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> {
     std::env::vars_os()
@@ -95,7 +99,7 @@ pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> 
 /// Parses a size such as `64KiB`, `2MiB`, `1GiB` or plain bytes.
 ///
 /// # Errors
-/// A line for people.
+/// A one-line message for users.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.trim_end_matches(|character: char| !character.is_ascii_digit());
@@ -114,7 +118,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{text:?} is too large"))
 }
 
-/// Shows a size in the form that [`parse_size`] takes.
+/// Formats a size in the form that [`parse_size`] accepts.
 #[must_use]
 pub fn format_size(bytes: u64) -> String {
     for (unit, name) in [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")] {
@@ -130,14 +134,14 @@ pub fn format_size(bytes: u64) -> String {
 pub struct PortSet(Vec<(u16, u16)>);
 
 impl PortSet {
-    /// Single ports.
+    /// Returns a set of single ports.
     #[must_use]
     pub fn of(ports: impl IntoIterator<Item = Port>) -> Self {
         let ports = ports.into_iter().map(Port::get);
         Self(ports.map(|port| (port, port)).collect())
     }
 
-    /// Whether the port is in the set.
+    /// Returns whether the set contains the port.
     #[must_use]
     pub fn contains(&self, port: Port) -> bool {
         self.0
@@ -145,12 +149,12 @@ impl PortSet {
             .any(|(low, high)| (*low..=*high).contains(&port.get()))
     }
 
-    /// The ranges, lowest and highest port of each.
+    /// Returns the ranges as pairs of lowest and highest port.
     pub fn ranges(&self) -> impl Iterator<Item = (u16, u16)> + '_ {
         self.0.iter().copied()
     }
 
-    /// Every port. Meant for short lists.
+    /// Returns every port. Intended for small sets.
     pub fn ports(&self) -> impl Iterator<Item = Port> + '_ {
         self.0
             .iter()
@@ -202,10 +206,10 @@ impl std::fmt::Display for PortSet {
     }
 }
 
-/// Checks a duration that must not be zero.
+/// Checks that a duration is not zero.
 ///
 /// # Errors
-/// A line for people.
+/// A one-line message for users.
 pub fn positive(duration: Duration) -> Result<Duration, &'static str> {
     if duration.is_zero() {
         Err("must be more than 0")

@@ -1,4 +1,4 @@
-//! Stopping in two steps: *drain* (no new work) and *stop* (now), with one deadline between them.
+//! Shutdown in two steps: *drain* (no new work) and *stop* (now), with one deadline between them.
 
 use std::future::Future;
 use std::io;
@@ -12,64 +12,64 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
-/// What every part of a process needs to end well. Clones share one state.
+/// The shutdown state of a process. Clones share one state.
 #[derive(Debug, Clone, Default)]
 pub struct Shutdown {
     drain: CancellationToken,
     stop: CancellationToken,
-    /// Work that a drain waits for: streams, requests.
+    /// Work that a drain waits for: streams and requests.
     work: TaskTracker,
-    /// Everything else; ends by itself soon after `stop`.
+    /// Other tasks. They are dropped at `stop`, and no drain waits for them.
     services: TaskTracker,
-    /// Set when a listener panicked; see the log to a panic.
+    /// Set when a listener panicked. The log contains the panic.
     listener_panicked: Arc<AtomicBool>,
-    /// Counts how often files are to be read again at once.
+    /// Counts the requests to read files again at once.
     reloads: watch::Sender<u64>,
 }
 
 impl Shutdown {
-    /// A fresh state.
+    /// Creates a state in which neither drain nor stop has begun.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Cancelled when no new work may begin.
+    /// Returns the token that is canceled when no new work may begin.
     #[must_use]
     pub fn drain(&self) -> &CancellationToken {
         &self.drain
     }
 
-    /// Cancelled when everything must end now.
+    /// Returns the token that is canceled when everything must end at once.
     #[must_use]
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
     }
 
-    /// Asks all that read files to read them again.
+    /// Requests that all files are read again.
     pub fn reload(&self) {
         self.reloads.send_modify(|count| *count += 1);
     }
 
-    /// Changes whenever files are to be read again.
+    /// Returns a receiver that changes whenever files should be read again.
     #[must_use]
     pub fn reloads(&self) -> watch::Receiver<u64> {
         self.reloads.subscribe()
     }
 
-    /// Runs work that a drain waits for and `stop` drops.
+    /// Runs a task that a drain waits for and that `stop` drops.
     pub fn spawn_work(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.work.spawn(run_until_stopped(self.stop.clone(), work));
     }
 
-    /// Runs a service that is dropped at `stop` and that no drain waits for.
+    /// Runs a service that `stop` drops and that no drain waits for.
     pub fn spawn_service(&self, service: impl Future<Output = ()> + Send + 'static) {
         self.services
             .spawn(run_until_stopped(self.stop.clone(), service));
     }
 
-    /// Runs what accepts connections, as a service. Without it the process would be deaf at one ear: when it panics, the
-    /// process drains and ends as broken, so that whoever supervises it starts it anew.
+    /// Runs an accept loop as a service. If the listener panics, the process drains and exits with
+    /// a failure, so that its supervisor restarts it.
     pub fn spawn_listener(&self, listener: impl Future<Output = ()> + Send + 'static) {
         let guard = ListenerPanicGuard(self.clone());
         self.spawn_service(async move {
@@ -78,19 +78,20 @@ impl Shutdown {
         });
     }
 
-    /// Whether a listener panicked; see the log to a panic.
+    /// Returns whether a listener panicked. The log contains the panic.
     #[must_use]
     pub fn has_listener_panicked(&self) -> bool {
         self.listener_panicked.load(Ordering::Relaxed)
     }
 
-    /// How much work is left.
+    /// Returns the number of unfinished work tasks.
     #[must_use]
     pub fn work_left(&self) -> usize {
         self.work.len()
     }
 
-    /// Begins the drain and waits until all work has ended, `deadline` is over or `stop` was asked for. Says which.
+    /// Begins the drain and waits until all work has ended, `deadline` has elapsed or `stop` was
+    /// requested. Returns which of these happened.
     pub async fn drain_within(&self, deadline: Duration) -> DrainOutcome {
         self.drain.cancel();
         self.work.close();
@@ -102,7 +103,7 @@ impl Shutdown {
         }
     }
 
-    /// Stops everything and waits for it.
+    /// Stops all tasks and waits for them.
     pub async fn finish(&self) {
         self.stop.cancel();
         self.work.close();
@@ -112,8 +113,9 @@ impl Shutdown {
     }
 }
 
-/// `task`, which is dropped at `stop`. In a box: a future that is moved into an `async` block has its room there twice, and
-/// the tasks of sessions and streams live long.
+/// Returns a future that runs `task` and drops it at `stop`. The task is boxed, because a future
+/// that is moved into an `async` block takes its space there twice, and the tasks of sessions and
+/// streams are long-lived.
 fn run_until_stopped(
     stop: CancellationToken,
     task: impl Future<Output = ()> + Send + 'static,
@@ -128,7 +130,7 @@ fn run_until_stopped(
     }
 }
 
-/// Notices that a listener panics.
+/// A guard that begins the drain if a listener panics.
 struct ListenerPanicGuard(Shutdown);
 
 impl Drop for ListenerPanicGuard {
@@ -143,18 +145,19 @@ impl Drop for ListenerPanicGuard {
     }
 }
 
-/// How a drain ended.
+/// The way in which a drain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
-    /// All work ended by itself.
+    /// All work completed before the deadline.
     Complete,
-    /// The deadline cut what was left.
+    /// The deadline elapsed and cut the remaining work.
     Deadline,
-    /// Somebody asked to stop at once.
+    /// An immediate stop was requested.
     Stopped,
 }
 
-/// Listens for SIGTERM and SIGINT: the first begins the drain, the second stops at once. SIGHUP reads files again.
+/// Installs signal handlers. The first SIGTERM or SIGINT begins the drain, and the second stops at
+/// once. SIGHUP requests a reload of files.
 ///
 /// # Errors
 /// When the handlers cannot be installed.

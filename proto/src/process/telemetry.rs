@@ -1,4 +1,5 @@
-//! Logging: text on a terminal, JSON elsewhere, one level for our crates and a quieter one for libraries.
+//! Logging: text on a terminal, JSON elsewhere. Our crates log at the configured level, and
+//! libraries at a lower one.
 
 use std::io::{self, IsTerminal, Stderr, Write as _};
 use std::str::FromStr;
@@ -21,20 +22,20 @@ use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 pub use rate_limit::LogRateLimit;
 use sanitize::{MakeLineWriter, Sanitizer};
 
-/// The `target` of access records.
+/// The `target` of access log events.
 pub const ACCESS: &str = "access";
 
-/// How log lines look.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable text, one line per event.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
 impl LogFormat {
-    /// Text when standard error is a terminal, else JSON.
+    /// Returns [`LogFormat::Text`] if standard error is a terminal, else [`LogFormat::Json`].
     #[must_use]
     pub fn detect() -> Self {
         if io::stderr().is_terminal() {
@@ -59,22 +60,25 @@ impl FromStr for LogFormat {
     }
 }
 
-/// Logging that was started. To be kept until the process ends: dropped, it waits until the last lines are written, for at
-/// most 1 s.
+/// A guard for the started logging. Keep it until the process ends. Dropping it waits at most 1 s
+/// until the last lines are written.
 #[derive(Debug)]
 #[must_use = "dropping the guard writes the last lines"]
 pub struct LogGuard {
     _flusher: Flusher<Stderr>,
 }
 
-/// Starts logging to standard error. Libraries log errors only, whatever `level` is. Panics are lines like others from here on.
+/// Starts logging to standard error. Libraries log only errors, whatever `level` is. Later panics
+/// are logged as lines, too.
 ///
-/// A thread of its own writes, so that no task waits for the output: lines that it does not take in time are dropped, access
-/// lines ([`ACCESS`]) first, and counted ([`DroppedLines`]); one line says how many when it takes lines again. Access lines
-/// are written some 20 ms later, many at once, and before any other line; a process that is killed takes those with it.
+/// A dedicated thread writes the lines, so that no task waits for the output. If the output is too
+/// slow, lines are dropped and counted ([`DroppedLines`]), access log lines ([`ACCESS`]) first.
+/// When the output accepts lines again, one line reports how many were dropped. Access log lines
+/// are written in batches about 20 ms later, and before any other line. A process that is killed
+/// loses the pending batch.
 ///
 /// # Errors
-/// Logging was started before, or there can be no further thread.
+/// When logging was started before, or the thread cannot be started.
 pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
     super::panics::install_hook();
     let filter = filter(level);
@@ -102,7 +106,7 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
                 .json()
                 .log_internal_errors(false)
                 .flatten_event(true)
-                // Events have a field of that name: what a request was for.
+                // Events have a field named `target`: the target of a request.
                 .with_target(false)
                 .with_current_span(true)
                 .with_span_list(false);
@@ -119,8 +123,8 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
     })
 }
 
-/// Writes a line to standard error when the process cannot go on. Waits at most 1 s: an output that is not read does not keep
-/// the process.
+/// Writes a line to standard error when the process cannot continue. Waits at most 1 s, so that an
+/// output that nobody reads does not block the process.
 pub fn print_error(line: &str) {
     let (done, written) = mpsc::channel();
     let text = format!("{line}\n");
@@ -128,13 +132,14 @@ pub fn print_error(line: &str) {
         let _closed_output = io::stderr().write_all(text.as_bytes());
         let _waited_enough = done.send(());
     };
-    // Without a thread there is nothing left to report it with.
+    // Without a thread, the error cannot be reported.
     if std::thread::Builder::new().spawn(write).is_ok() {
         let _too_late = written.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 
-/// What is logged at a level. What a library warns about a peer can be caused a thousand times a second.
+/// Returns the filter for a level. A peer can cause some library warnings a thousand times a
+/// second.
 fn filter(level: LevelFilter) -> Targets {
     let ours = [
         "tunnel_proto",
@@ -145,12 +150,13 @@ fn filter(level: LevelFilter) -> Targets {
     ];
     Targets::new()
         .with_default(level.min(LevelFilter::ERROR))
-        // An ERROR line for each failed call, without saying what failed; the callers log their failures.
+        // kube logs an ERROR line for each failed call without naming what failed. The callers log
+        // their failures.
         .with_target("kube_client::client::builder", LevelFilter::OFF)
         .with_targets(ours.map(|target| (target, level)))
 }
 
-/// LogGuard what the logging itself has to report.
+/// The reporter of events of the logging itself.
 struct SelfReporter;
 
 impl LogReporter for SelfReporter {

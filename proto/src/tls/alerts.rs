@@ -1,4 +1,5 @@
-//! What TLS alerts about certificates mean (RFC 8446, section 6.2): revoked, or not valid at the time of whoever judged.
+//! TLS alerts about certificates (RFC 8446, section 6.2): the peer found a certificate to be
+//! revoked, or not valid at the peer's time.
 
 use std::io;
 
@@ -6,14 +7,14 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::wire::code::CloseCode;
 
-/// certificate_revoked.
 const CERTIFICATE_REVOKED: u8 = 44;
-/// certificate_expired: it has ended, or has not begun.
+/// certificate_expired: the certificate has expired, or is not valid yet.
 pub(crate) const CERTIFICATE_EXPIRED: u8 = 45;
-/// Added where this end found the server's certificate to be outside its time.
+/// A hint for errors where this end found the server's certificate to be outside its validity.
 pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: date -u";
 
-/// What the server says of this end's certificate by an alert, and in words.
+/// Returns the close code and the text for an alert by which the server rejects this end's
+/// certificate.
 #[must_use]
 pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
     match alert {
@@ -38,7 +39,7 @@ pub fn is_certificate_rejection(code: CloseCode) -> bool {
     )
 }
 
-/// The alert by which the peer ended TLS, if an error is that.
+/// Returns the alert by which the peer ended TLS, if `error` contains one.
 pub(crate) fn received_alert(error: &io::Error) -> Option<u8> {
     match tls_error(error)? {
         Error::AlertReceived(alert) => Some(AlertDescription::into(*alert)),
@@ -46,12 +47,14 @@ pub(crate) fn received_alert(error: &io::Error) -> Option<u8> {
     }
 }
 
-/// Whether TLS itself failed, at this end or by an alert, and not the connection below it.
+/// Returns whether TLS itself failed, at this end or by an alert, rather than the connection below
+/// it.
 pub(crate) fn is_tls_error(error: &io::Error) -> bool {
     tls_error(error).is_some()
 }
 
-/// Words to add when a certificate was found outside its time by this host's clock; else none.
+/// Returns a hint to append if a certificate is outside its validity by this host's clock. Returns
+/// an empty text otherwise.
 #[must_use]
 pub fn clock_hint(error: &io::Error) -> &'static str {
     let by_time = matches!(

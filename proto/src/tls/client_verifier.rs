@@ -1,5 +1,5 @@
-//! What a server makes of agents' certificates: roots of each trust domain that may be replaced while it runs, and a judge
-//! that knows who is no longer accepted.
+//! Verification of agent certificates by a server. The roots of each trust domain can be replaced
+//! while the server runs, and a revocation check rejects certificates that are no longer accepted.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,29 +20,31 @@ use x509_parser::parse_x509_certificate;
 use super::provider;
 use crate::identity::{IdentityError, PeerIdentity, Role, TrustDomain, validity};
 
-/// Says whether a certificate whose chain and role are right is still accepted. Asked in handshakes, so it must be quick.
+/// A function that checks whether a certificate with a valid chain and role is still accepted.
+/// Handshakes call the function, so it must be fast.
 pub type RevocationCheck = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Send + Sync>;
 
-/// An operator revoked the certificate.
+/// The error for a certificate that an operator revoked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the certificate was revoked")]
 pub struct Revoked;
 
-/// Whom a server takes for an agent.
+/// The verifier of agent certificates, with replaceable roots.
 pub struct AgentTrust {
     tunnel: ArcSwap<ChainVerifier>,
-    /// Absent where no kubelet is an agent.
+    /// `None` where kubelets are not agents.
     cluster: ArcSwapOption<ChainVerifier>,
     revocation_check: RevocationCheck,
     /// Counts replacements of the roots.
     replaced: watch::Sender<u64>,
 }
 
-/// A sized home for the verifier.
+/// A sized wrapper for the verifier.
 struct ChainVerifier(Arc<dyn ClientCertVerifier>);
 
 impl AgentTrust {
-    /// Certificates that chain to `roots`, have the agent role, and that `revocation_check` accepts.
+    /// Accepts certificates that chain to `roots`, have the agent role, and pass
+    /// `revocation_check`.
     ///
     /// # Errors
     /// When the roots cannot be used.
@@ -58,21 +60,21 @@ impl AgentTrust {
         }))
     }
 
-    /// Takes other roots of the tunnel's domain from the next handshake on.
+    /// Replaces the roots of the tunnel's domain from the next handshake on.
     ///
     /// # Errors
-    /// When they cannot be used; the old ones stay.
+    /// When the roots cannot be used. The previous ones stay in use.
     pub fn replace(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
         self.tunnel.store(Arc::new(ChainVerifier::new(roots)?));
         self.replaced.send_modify(|count| *count += 1);
         Ok(())
     }
 
-    /// Takes other roots of the cluster's domain from the next handshake on: kubelets whose client certificates chain to
-    /// them are the agents of their nodes.
+    /// Replaces the roots of the cluster's domain from the next handshake on. Kubelets whose client
+    /// certificates chain to these roots are the agents of their nodes.
     ///
     /// # Errors
-    /// When they cannot be used; the old ones stay.
+    /// When the roots cannot be used. The previous ones stay in use.
     pub fn replace_cluster(&self, roots: Arc<RootCertStore>) -> Result<(), Error> {
         self.cluster
             .store(Some(Arc::new(ChainVerifier::new(roots)?)));
@@ -80,14 +82,14 @@ impl AgentTrust {
         Ok(())
     }
 
-    /// Changes after each replacement.
+    /// Returns a receiver that changes after each replacement.
     #[must_use]
     pub fn replaced(&self) -> watch::Receiver<u64> {
         self.replaced.subscribe()
     }
 
-    /// Whether a chain that was accepted in its handshake would be accepted by the roots of this moment. Its own end plays
-    /// no part, nor does revocation.
+    /// Returns whether the current roots would accept a chain that was accepted in its handshake.
+    /// The check ignores the expiration of the chain, and revocation.
     #[must_use]
     pub fn still_accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
         if *self.replaced.borrow() == 0 {
@@ -108,10 +110,11 @@ impl AgentTrust {
         verifier.is_some_and(|chain| chain.0.verify_client_cert(leaf, intermediates, at).is_ok())
     }
 
-    /// Judges a chain (leaf first) outside of a handshake, as of the time `at`; revocation is judged as of now.
+    /// Verifies a chain (leaf first) outside of a handshake, at the time `at`. Revocation is
+    /// checked at the current time.
     ///
     /// # Errors
-    /// As a handshake would fail.
+    /// The error with which a handshake would fail.
     pub fn verify(
         &self,
         chain: &[CertificateDer<'_>],
@@ -122,7 +125,8 @@ impl AgentTrust {
             .map(|(identity, _)| identity)
     }
 
-    /// The form of a certificate decides whose roots it is held to, so no CA vouches in another one's name.
+    /// Selects the roots by the form of the certificate, so that no CA can certify identities of
+    /// the other domain.
     fn chain_for(
         &self,
         claimed: Result<&PeerIdentity, &IdentityError>,
@@ -168,7 +172,8 @@ impl fmt::Debug for AgentTrust {
 }
 
 impl ClientCertVerifier for AgentTrust {
-    /// None: an agent has one certificate, and roots that change cannot be lent out.
+    /// Returns no hints: an agent has one certificate, and replaceable roots cannot be returned by
+    /// reference.
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }
@@ -208,12 +213,12 @@ impl ClientCertVerifier for AgentTrust {
     }
 }
 
-/// Certificates of a chain that an agent may send: a leaf, and up to three CAs below the root.
+/// Maximum number of certificates in an agent's chain: a leaf, and up to three CAs below the root.
 const CHAIN_CERTIFICATES_MAX: usize = 4;
-/// Bytes of all certificates of such a chain. rustls keeps what was sent for as long as the connection lives.
+/// Maximum number of bytes of all certificates in such a chain. rustls stores the received chain
+/// for as long as the connection lives.
 const CHAIN_BYTES_MAX: usize = 8 << 10;
 
-/// An agent's certificate chain exceeds the limits.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error(
     "certificate chain has {certificates} certificates of {bytes} bytes, at most {CHAIN_CERTIFICATES_MAX} of \
@@ -242,8 +247,9 @@ fn check_size(
     )))
 }
 
-/// Returns the leaf of `chain` and the certificates that may lead from it towards a root, by the names of subject and issuer. A
-/// session stores these only; a peer may send others along.
+/// Returns the leaf of `chain` and the certificates that may lead from it towards a root, by the
+/// names of subject and issuer. A session stores only these, because a peer may send additional
+/// ones.
 pub(crate) fn issuer_path(chain: &[CertificateDer<'_>]) -> Vec<CertificateDer<'static>> {
     let parsed: Vec<_> = chain
         .iter()

@@ -1,7 +1,7 @@
-//! Certificates and keys in PEM files (RFC 7468) that an operator brings.
+//! PEM files (RFC 7468) with certificates and keys that an operator provides.
 //!
-//! Links are followed, since mounted Secrets are links; what others may write is refused. One file may hold both the
-//! chain and the key, as the kubelet's does.
+//! Symbolic links are followed, because mounted Secrets are links. Files that others can write are
+//! refused. One file may contain both the chain and the key, as the kubelet's does.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,27 +14,27 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use super::certified_key;
 use crate::process::files;
 
-/// Certificates of one file that are looked at.
+/// Maximum number of certificates that are read from one file.
 const CERTIFICATES_MAX: usize = 256;
 
-/// Why a file cannot be used.
+/// The reason why a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// It cannot be read, or others may write it; the text names it.
+    /// The file cannot be read, or others can write it. The text names the file.
     #[error("{0}")]
     Read(#[from] io::Error),
-    /// It is not PEM, or holds nothing of the kind needed.
+    /// The file is not PEM, or does not contain the required kind of object.
     #[error("{path} holds no {what} in PEM form")]
     Pem {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What it should hold.
+        /// The kind of object that the file should contain.
         what: &'static str,
-        /// The parser's view.
+        /// The error of the parser.
         #[source]
         source: pem::Error,
     },
-    /// The key cannot be used or is not the certificate's.
+    /// The key cannot be used or does not belong to the certificate.
     #[error("certificate {0} and key {1} cannot be used together")]
     Pair(PathBuf, PathBuf, #[source] rustls::Error),
     /// A CA certificate cannot be used.
@@ -43,27 +43,27 @@ pub enum FileError {
 }
 
 impl FileError {
-    /// Whether there is no such file; anything else is a mistake in one that is there.
+    /// Returns whether the file does not exist. Any other error is about a file that exists.
     #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Read(error) if error.kind() == io::ErrorKind::NotFound)
     }
 }
 
-/// The files of a chain and its key; they may be the same one.
+/// The files of a chain and its key. Both may be the same file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyPairFiles {
-    /// The chain, leaf first.
+    /// The file with the chain, leaf first.
     pub certificate: PathBuf,
-    /// The key.
+    /// The file with the key.
     pub key: PathBuf,
 }
 
 impl KeyPairFiles {
-    /// Reads both. Blocks the thread.
+    /// Reads the chain and the key. Blocks the thread.
     ///
     /// # Errors
-    /// [`FileError`], naming the file.
+    /// [`FileError`], which names the file.
     pub fn load(&self) -> Result<Arc<CertifiedKey>, FileError> {
         let certificate = files::read_operator_file(&self.certificate)?;
         let chain = chain(&certificate).map_err(|source| FileError::Pem {
@@ -89,7 +89,7 @@ impl KeyPairFiles {
 /// Reads CA certificates, at least one. Blocks the thread.
 ///
 /// # Errors
-/// [`FileError`], naming the file.
+/// [`FileError`], which names the file.
 pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
     let content = files::read_operator_file(path)?;
     let roots = chain(&content).map_err(|source| FileError::Pem {
@@ -101,7 +101,7 @@ pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError
     Ok(roots)
 }
 
-/// The certificates of a text, at least one; other parts of it are passed over.
+/// Returns the certificates in a PEM text, at least one. Other objects are ignored.
 ///
 /// # Errors
 /// [`pem::Error`].
@@ -115,7 +115,7 @@ pub fn chain(content: &[u8]) -> Result<Vec<CertificateDer<'static>>, pem::Error>
     Ok(certificates)
 }
 
-/// The first private key of a text.
+/// Returns the first private key in a PEM text.
 ///
 /// # Errors
 /// [`pem::Error`].

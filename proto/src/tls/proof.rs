@@ -1,5 +1,6 @@
-//! The proof by which a certificate that has ended is renewed: its key signs a value that only the two ends of this TLS
-//! connection can compute (RFC 8446, section 7.5), so that it is good for nothing elsewhere.
+//! The proof that renews an expired certificate. The certificate's key signs a value that only the
+//! two ends of this TLS connection can compute (RFC 8446, section 7.5), so the proof is not valid
+//! on any other connection.
 
 use rustls::SignatureScheme;
 use rustls::sign::SigningKey;
@@ -8,7 +9,7 @@ use rustls_pki_types::CertificateDer;
 use super::provider;
 use crate::identity::{IdentityError, public_key};
 
-/// Schemes of TLS 1.3 that leave no choice of a curve or hash.
+/// Signature schemes of TLS 1.3 that determine the curve and the hash.
 const SCHEMES: [SignatureScheme; 6] = [
     SignatureScheme::ECDSA_NISTP256_SHA256,
     SignatureScheme::ECDSA_NISTP384_SHA384,
@@ -18,24 +19,25 @@ const SCHEMES: [SignatureScheme; 6] = [
     SignatureScheme::RSA_PSS_SHA512,
 ];
 
-/// Why there is no proof, or why it does not count.
+/// The reason why a proof cannot be created or is not valid.
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError {
-    /// The key has no scheme of TLS 1.3.
+    /// The key supports no signature scheme of TLS 1.3.
     #[error("the key supports no TLS 1.3 signature scheme")]
     Key,
-    /// Signing failed.
+    /// The key could not sign.
     #[error("cannot sign")]
     Sign(#[source] rustls::Error),
     /// The certificate does not parse.
     #[error(transparent)]
     Certificate(#[from] IdentityError),
-    /// Another key, another connection, or a scheme that is not taken.
+    /// The signature is from another key or connection, or its scheme is not supported.
     #[error("the signature was not made with the certificate's key for this connection")]
     Signature,
 }
 
-/// Signs what the exporter gave; says the scheme by its number.
+/// Signs the exported keying material. Returns the number of the signature scheme and the
+/// signature.
 ///
 /// # Errors
 /// [`ProofError`].
@@ -48,7 +50,7 @@ pub fn sign_proof(
     Ok((signature, signer.scheme().into()))
 }
 
-/// Checks a signature by the key of `leaf` over what the exporter gave.
+/// Verifies a signature by the key of `leaf` over the exported keying material.
 ///
 /// # Errors
 /// [`ProofError::Certificate`] or [`ProofError::Signature`].
@@ -63,7 +65,7 @@ pub fn verify_proof(
     let algorithms = known
         .iter()
         .find(|(known, _)| SCHEMES.contains(&scheme) && *known == scheme);
-    // The first of a list is the one that TLS 1.3 means.
+    // TLS 1.3 uses the first algorithm of the list.
     let algorithm = algorithms.and_then(|(_, algorithms)| algorithms.first());
     algorithm
         .ok_or(ProofError::Signature)?

@@ -1,4 +1,4 @@
-//! Credentials that are replaced while they are in use: each handshake takes the latest.
+//! Credentials that are replaced while they are in use. Each handshake uses the latest ones.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use rustls::sign::CertifiedKey;
 
 use super::Trust;
 
-/// What an agent proves itself with, and what it trusts.
+/// The certificate of an agent, and its trust in servers.
 pub struct ReloadableIdentity {
     own: ArcSwap<CertifiedKey>,
     trust: ArcSwap<Trust>,
 }
 
 impl ReloadableIdentity {
-    /// Holds a first identity.
+    /// Creates a holder with the first identity.
     #[must_use]
     pub fn new(own: Arc<CertifiedKey>, trust: Trust) -> Arc<Self> {
         Arc::new(Self {
@@ -27,19 +27,19 @@ impl ReloadableIdentity {
         })
     }
 
-    /// Holds another one from the next handshake on.
+    /// Replaces the identity from the next handshake on.
     pub fn replace(&self, own: Arc<CertifiedKey>, trust: Trust) {
         self.trust.store(Arc::new(trust));
         self.own.store(own);
     }
 
-    /// What is trusted at this moment.
+    /// Returns the current trust.
     #[must_use]
     pub fn trust(&self) -> Arc<Trust> {
         self.trust.load_full()
     }
 
-    /// The chain and key of this moment.
+    /// Returns the current chain and key.
     #[must_use]
     pub fn own(&self) -> Arc<CertifiedKey> {
         self.own.load_full()
@@ -66,17 +66,17 @@ impl ResolvesClientCert for ReloadableIdentity {
     }
 }
 
-/// A server's chain and key.
+/// The chain and key of a server.
 pub struct ReloadableKey(ArcSwap<CertifiedKey>);
 
 impl ReloadableKey {
-    /// Holds a first credential.
+    /// Creates a holder with the first chain and key.
     #[must_use]
     pub fn new(own: Arc<CertifiedKey>) -> Arc<Self> {
         Arc::new(Self(ArcSwap::new(own)))
     }
 
-    /// Holds another one from the next handshake on.
+    /// Replaces the chain and key from the next handshake on.
     pub fn replace(&self, own: Arc<CertifiedKey>) {
         self.0.store(own);
     }

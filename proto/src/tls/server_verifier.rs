@@ -1,4 +1,4 @@
-//! What a client makes of a server's certificate.
+//! Verification of server certificates by a client.
 
 use std::sync::Arc;
 
@@ -13,22 +13,22 @@ use super::client_verifier::require_role;
 use super::{ReloadableIdentity, Trust, provider};
 use crate::identity::{Role, spki_sha256};
 
-/// Judges a server's certificate; the dialled name plays no part, so any address works. Always checks that the server
-/// holds the certificate's key.
+/// The verifier of a server's certificate. The dialed name is ignored, so any address works. The
+/// verifier always checks that the server holds the certificate's key.
 #[derive(Debug)]
 pub(super) struct ServerVerifier {
     expected: ExpectedServer,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-/// What a server has to be.
+/// The server that a client expects.
 #[derive(Debug)]
 pub(super) enum ExpectedServer {
-    /// What is trusted, for good.
+    /// The server that this fixed trust accepts.
     Fixed(Trust),
-    /// What is trusted at the moment of the handshake.
+    /// The server that the trust at the time of the handshake accepts.
     Reloadable(Arc<ReloadableIdentity>),
-    /// Whatever it shows: the path to it is authenticated otherwise.
+    /// A server with any certificate, because other means authenticate the path to the server.
     AcceptAny,
 }
 

@@ -39,7 +39,7 @@ impl TestCa {
         super::roots([self.root()]).unwrap()
     }
 
-    /// A leaf with the role's URI; its chain includes the root, as the server's does.
+    /// Issues a leaf with the role's URI. The chain includes the root, as the server's does.
     pub(crate) fn key(&self, role: &Role) -> Arc<CertifiedKey> {
         let usage = match role {
             Role::Agent(_) => ExtendedKeyUsagePurpose::ClientAuth,
@@ -52,7 +52,7 @@ impl TestCa {
         self.leaf_for(uri, &[usage])
     }
 
-    /// A leaf with these usages, which are any when there are none.
+    /// Issues a leaf with these extended usages. An empty list allows any usage.
     pub(crate) fn leaf_for(
         &self,
         uri: &str,
@@ -64,7 +64,6 @@ impl TestCa {
         self.sign(&params)
     }
 
-    /// A kubelet's client certificate.
     pub(crate) fn kubelet(&self, node: &str) -> Arc<CertifiedKey> {
         let mut params = CertificateParams::default();
         let subject = &mut params.distinguished_name;

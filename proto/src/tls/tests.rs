@@ -11,7 +11,8 @@ use super::*;
 use crate::identity::{Role, TrustDomain, spki_sha256};
 use crate::wire::ALPN_SESSION;
 
-/// Runs a handshake in memory; the error of the first side that fails, and whether the client sent early data bytes.
+/// Runs a handshake in memory. Returns the error of the first side that fails, and whether the
+/// client sent early data.
 fn handshake(
     client: &Arc<ClientConfig>,
     server: &Arc<ServerConfig>,
@@ -162,7 +163,8 @@ fn only_agents_of_our_ca_get_a_session() {
     );
 }
 
-/// A CA of the operator's may list no usage, which is any (RFC 5280, section 4.2.1.12). A list has to have the client's.
+/// An operator's CA may list no usage, which means any (RFC 5280, section 4.2.1.12). A list must
+/// contain client usage.
 #[test]
 fn listed_usages_of_an_agents_certificate_have_the_clients() {
     use ExtendedKeyUsagePurpose::{Any, ClientAuth, CodeSigning, Other, ServerAuth};
@@ -222,7 +224,7 @@ fn other_protocol_ids_fail_in_the_handshake() {
 fn sessions_are_never_resumed() {
     let ca = TestCa::new();
     let server = session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
-    // A client that would resume if it were offered a ticket.
+    // A client that would resume if the server sent a ticket.
     let mut eager = ClientConfig::clone(
         &session_client(ca.key(&agent()), Trust::Roots(ca.roots()), ALPN_SESSION).unwrap(),
     );
@@ -246,7 +248,8 @@ fn key_exchange_is_hybrid_post_quantum() {
     assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);
 }
 
-/// By default AWS-LC first gathers noise for some 30 ms of processor time (see `.cargo/config.toml`).
+/// By default AWS-LC first gathers noise for some 30 ms of processor time (see
+/// `.cargo/config.toml`).
 #[cfg(target_os = "linux")]
 #[test]
 fn first_random_number_of_a_process_is_there_at_once() {

@@ -1,7 +1,8 @@
-//! The suite that every transport must pass: one meaning of open, refuse, half-close, reset, drop and close.
+//! The suite that every transport must pass. It defines the semantics of open, refuse, half-close,
+//! reset, drop and close.
 //!
-//! `contract!` runs every rule on a transport; a transport gives a function that makes two joined sessions, the opener
-//! (the server's side) and the acceptor (the agent's side).
+//! `contract!` runs every rule on a transport. The transport provides a function that creates two
+//! connected sessions: the opener (the server's side) and the acceptor (the agent's side).
 
 use std::io;
 use std::sync::Arc;
@@ -25,14 +26,14 @@ use stalls::{
     sixty_four_stalled_readers_stop_nobody,
 };
 
-/// Two joined sessions, and whatever must live as long as they do.
+/// Two connected sessions, and the values that must live as long as they do.
 struct Pair {
     opener: Arc<dyn Session>,
     acceptor: Arc<dyn Session>,
     _keep: Box<dyn Send>,
 }
 
-/// Windows and streams of a pair.
+/// The windows and stream limit of a pair.
 #[derive(Clone, Copy)]
 struct Windows {
     stream_window: u32,
@@ -44,7 +45,7 @@ const DEFAULT: Windows = Windows {
     stream_window: 2 << 20,
     streams: 2000,
 };
-/// For many streams that may all stall.
+/// Narrow windows, for many streams that may all stall.
 const NARROW: Windows = Windows {
     stream_window: 256 << 10,
     streams: 1024,
@@ -78,7 +79,7 @@ impl Pair {
         stream
     }
 
-    /// A stream from opener to acceptor, accepted.
+    /// Opens a stream from opener to acceptor and accepts it.
     async fn stream(&self) -> (Stream, Stream) {
         let mut opened = self.open().await;
         let mut accepted = self.accept().await;
@@ -145,7 +146,7 @@ async fn refusal_arrives_with_its_detail_after_optimistic_data(pair: Pair) {
             (refusal.code, refusal.detail.as_str()),
             (RefusalCode::TargetRefused, "no such port")
         );
-        // A writer that learns of it first must hear the same reason.
+        // A writer that receives the refusal first must get the same reason.
         let mut opened = pair.open().await;
         pair.accept()
             .await
@@ -265,7 +266,7 @@ async fn many_streams_run_at_once(pair: Pair) {
         while callers.join_next().await.transpose().unwrap().is_some() {}
     });
     while echoes.join_next().await.transpose().unwrap().is_some() {}
-    // The last streams leave the count when their tasks are gone.
+    // The last streams are no longer counted after their tasks have ended.
     assert_eq!(pair.opener.health().streams, 0);
 }
 
@@ -286,7 +287,7 @@ async fn answer_if_whole(incoming: IncomingStream) -> bool {
 async fn burst_of_resets_leaves_the_session_usable(pair: Pair) {
     pair.acceptor.set_max_concurrent_streams(2000);
     let acceptor = pair.acceptor.clone();
-    // What was reset is either never seen or found cut; only the last stream is whole.
+    // A stream that was reset is either never accepted or is cut. Only the last stream is complete.
     let served = async move {
         let mut streams = JoinSet::new();
         loop {

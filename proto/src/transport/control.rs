@@ -1,4 +1,5 @@
-//! Control messages over a stream: both ends of a session use it once the control stream's header and reply are done.
+//! Control messages over a stream. Both ends of a session use this module after the control
+//! stream's header and reply.
 
 use std::io;
 use std::time::Duration;
@@ -11,7 +12,8 @@ use super::Stream;
 use crate::wire::control::ControlMessage;
 use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 
-/// Splits a control stream into its halves; it no longer counts as open. The stream is dropped, and reset unless it was finished, when both are gone.
+/// Splits a control stream into its halves. The stream no longer counts as open. It is dropped
+/// together with the second half, and reset unless it was finished.
 #[must_use]
 pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
     stream.exclude_from_count();
@@ -24,25 +26,25 @@ pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
     (reader, ControlWriter { output })
 }
 
-/// Receives control messages.
+/// The receiving half of a control stream.
 #[derive(Debug)]
 pub struct ControlReader {
     input: ReadHalf<Stream>,
-    /// Bytes of messages that are not complete yet: what makes `receive` cancel-safe.
+    /// Bytes of incomplete messages. The buffer makes `receive` cancel-safe.
     buffer: BytesMut,
     rate: MessageRate,
 }
 
-/// Messages that a peer may send in a second. A session has a handful of them in its life, apart from doubts about a path that
-/// flaps; more of them mean nothing and are there to cost something.
+/// Messages that a peer may send in one second. A session needs only a few messages, apart from
+/// Suspect messages on a path that flaps. More messages have no purpose and only cost resources.
 const MESSAGES_PER_SECOND: u32 = 50;
 
-/// The peer sent more than 50 messages in a second.
+/// The error for a peer that sent more than 50 messages in one second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("more than {MESSAGES_PER_SECOND} control messages in a second")]
 pub struct TooManyMessages;
 
-/// How many messages came in the current second.
+/// The number of messages in the current second.
 #[derive(Debug, Default)]
 struct MessageRate {
     window_start: Option<Instant>,
@@ -65,12 +67,16 @@ impl MessageRate {
 }
 
 impl ControlReader {
-    /// The next message, or `None` when the peer ended its half after a whole message. Cancel-safe.
+    /// Receives the next message. Returns `None` when the peer has ended its half after a complete
+    /// message. Cancel-safe.
     ///
     /// # Errors
-    /// When the stream was cut or refused, or `InvalidData` around [`FrameError`] when a message is too large or
-    /// malformed, or around [`TooManyMessages`] when they come faster than any peer has use for; `UnexpectedEof` when the
-    /// half ends inside a message. The session is of no use then, and is to be closed with
+    /// - When the stream was cut or refused.
+    /// - `InvalidData` around [`FrameError`] when a message is too large or malformed.
+    /// - `InvalidData` around [`TooManyMessages`] when the peer sends messages too fast.
+    /// - `UnexpectedEof` when the half ends inside a message.
+    ///
+    /// After an error the session is not usable. Close it with
     /// [`Protocol`](crate::wire::code::CloseCode::Protocol).
     pub async fn receive(&mut self) -> io::Result<Option<ControlMessage>> {
         loop {
@@ -92,14 +98,15 @@ impl ControlReader {
     }
 }
 
-/// Sends control messages.
+/// The sending half of a control stream.
 #[derive(Debug)]
 pub struct ControlWriter {
     output: WriteHalf<Stream>,
 }
 
 impl ControlWriter {
-    /// Sends one message. Not cancel-safe: dropped early, a part of the message may be on its way.
+    /// Sends one message. Not cancel-safe: if the future is dropped, a part of the message may have
+    /// been sent.
     ///
     /// # Errors
     /// When the stream was cut or refused, or the message is too large.
@@ -110,7 +117,8 @@ impl ControlWriter {
         self.output.flush().await
     }
 
-    /// Ends the sent half after the last message; ready when the peer has all of it. Cancel-safe.
+    /// Ends the sent half after the last message. Completes when the peer has received everything.
+    /// Cancel-safe.
     ///
     /// # Errors
     /// When the stream was cut or refused.
@@ -136,7 +144,8 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// The halves at the opener and at the acceptor, and what keeps the sessions alive.
+    /// Returns the halves at the opener and at the acceptor, and the values that keep the sessions
+    /// open.
     async fn control_stream() -> (
         (ControlReader, ControlWriter),
         (ControlReader, ControlWriter),

@@ -1,9 +1,12 @@
-//! Flow control: a reader that stalls costs memory, never another stream's progress.
+//! Flow control: a reader that stalls uses memory, but never blocks another stream.
 //!
-//! Each stream has its own window. The connection's window is what stalled streams hold plus eight stream windows for
-//! the others, and follows within some 100 ms, so stalled readers cannot use it up. What they hold is charged to the
-//! session and to the process's pool; the pool limits which new streams are admitted and cuts nothing. A stream whose
-//! target is dialled, or whose reply waits to be sent, does not count as stalled: what its peer has sent ahead is in the eight.
+//! Each stream has its own window. The connection's window is the amount that stalled streams hold,
+//! plus eight stream windows for the others. The window is updated within some 100 ms, so stalled
+//! readers cannot exhaust it. The held bytes are charged to the session and to the process's pool.
+//! The pool limits the admission of new streams and cuts no stream.
+//!
+//! A stream whose target is being dialed, or whose reply is not sent yet, does not count as
+//! stalled. The data that its peer has already sent fits into the eight windows.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -14,18 +17,19 @@ use futures_util::task::AtomicWaker;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-/// Stream windows that a connection has beyond what stalled streams hold.
+/// Stream windows of a connection in addition to the bytes that stalled streams hold.
 const SPARE_WINDOWS: u64 = 8;
-/// Time between two looks at the readers.
+/// Time between two samples of the readers.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
-/// A reader that takes nothing for this many looks (100 ms) is stalled.
+/// A reader that reads nothing for this many samples (100 ms) is stalled.
 const SAMPLES_TO_STALL: u32 = 2;
-/// A stalled reader stays charged until it has read for this many looks: a slow one would have the window breathe.
+/// A stalled reader stays charged until it has read for this many samples. Otherwise a slow reader
+/// would make the window oscillate.
 const SAMPLES_TO_RECOVER: u32 = 20;
-/// The share of the pool that one peer may hold before it gets no new streams.
+/// One peer that holds more than the pool's size divided by this number gets no new streams.
 const PEER_SHARE_DIVISOR: u64 = 4;
 
-/// What stalled streams of all sessions hold, against a limit.
+/// The bytes that stalled streams of all sessions hold, with a limit.
 #[derive(Debug)]
 pub struct BufferPool {
     limit: u64,
@@ -35,7 +39,7 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// A pool of `limit` bytes.
+    /// Creates a pool of `limit` bytes.
     #[must_use]
     pub fn new(limit: u64) -> Arc<Self> {
         Arc::new(Self {
@@ -46,20 +50,20 @@ impl BufferPool {
         })
     }
 
-    /// Bytes that stalled streams hold now.
+    /// Returns the bytes that stalled streams currently hold.
     #[must_use]
     pub fn charged(&self) -> u64 {
         self.charged.load(Ordering::Relaxed)
     }
 
-    /// The size of the pool.
+    /// Returns the size of the pool in bytes.
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Accounts for a session; `set_window` is told its connection window when it changes. Must be called inside a tokio
-    /// runtime.
+    /// Registers a session. The pool calls `set_window` when the session's connection window
+    /// changes. Must be called inside a tokio runtime.
     pub(super) fn session(
         self: &Arc<Self>,
         stream_window: u32,
@@ -100,12 +104,12 @@ async fn sample_all(pool: Weak<BufferPool>) {
     }
 }
 
-/// The connection window for `charged` bytes held by stalled streams.
+/// Returns the connection window for `charged` bytes held by stalled streams.
 pub(super) fn connection_window(stream_window: u32, charged: u64) -> u64 {
     charged + SPARE_WINDOWS * u64::from(stream_window)
 }
 
-/// What the stalled streams of one session hold.
+/// The bytes that the stalled streams of one session hold.
 pub(super) struct SessionFlow {
     pool: Arc<BufferPool>,
     stream_window: u64,
@@ -123,7 +127,7 @@ struct StreamUsage {
 }
 
 impl SessionFlow {
-    /// The gauge of a new stream.
+    /// Returns the monitor of a new stream.
     pub(super) fn read_monitor(&self) -> Arc<ReadMonitor> {
         let read_monitor = Arc::<ReadMonitor>::default();
         lock(&self.monitors).push(StreamUsage {
@@ -135,7 +139,7 @@ impl SessionFlow {
         read_monitor
     }
 
-    /// Whether the session may get new streams.
+    /// Returns whether the session may get new streams.
     pub(super) fn has_room(&self) -> bool {
         self.pool.charged() < self.pool.limit
             && self.charged.load(Ordering::Relaxed) <= self.pool.limit / PEER_SHARE_DIVISOR
@@ -143,7 +147,7 @@ impl SessionFlow {
 
     fn sample(&self) {
         let mut monitors = lock(&self.monitors);
-        // The other owner is the stream.
+        // The stream holds the other reference.
         monitors.retain(|usage| {
             Arc::strong_count(&usage.read_monitor) > 1
                 && !usage.read_monitor.is_finished.load(Ordering::Relaxed)
@@ -205,28 +209,30 @@ impl StreamUsage {
     }
 }
 
-/// What a stream shows of its reader.
+/// The activity of a stream's reader.
 #[derive(Debug)]
 pub struct ReadMonitor {
-    /// Reads that gave something; it only has to differ between two looks.
+    /// Counts reads that returned data. The value only has to differ between two samples.
     reads: AtomicU32,
-    /// The reader waits for bytes and none have come since, so it is not the one that stalls. A reader that was woken and
-    /// does not come back (its own writer is blocked) waits no more.
+    /// Set while the reader waits for bytes and none have arrived, so the reader is not stalled.
+    /// Cleared when a reader is woken, even if it does not read (because its own writer is
+    /// blocked).
     is_waiting: AtomicBool,
     reader: AtomicWaker,
-    /// Bytes received and not read, where the transport tells.
+    /// Number of bytes received and not read, if the transport reports it.
     unread: AtomicU64,
     is_finished: AtomicBool,
 }
 
-/// The transport does not tell how much is unread.
+/// The transport does not report the number of unread bytes.
 const UNREAD_UNKNOWN: u64 = u64::MAX;
 
 impl Default for ReadMonitor {
     fn default() -> Self {
         Self {
             reads: AtomicU32::new(0),
-            // Nobody has to read before the first read: the target is being dialled, or the reply is awaited.
+            // No reader is expected before the first read: the target is being dialed, or the reply
+            // is pending.
             is_waiting: AtomicBool::new(true),
             reader: AtomicWaker::new(),
             unread: AtomicU64::new(UNREAD_UNKNOWN),
@@ -236,14 +242,15 @@ impl Default for ReadMonitor {
 }
 
 impl ReadMonitor {
-    /// Before a read: what the transport has to wake instead of the reader itself.
+    /// Registers the reader before a read. Returns the waker that the transport must wake instead
+    /// of the reader's.
     pub(super) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
         self.reader.register(cx.waker());
         self.is_waiting.store(true, Ordering::Release);
         Waker::from(self.clone())
     }
 
-    /// A read gave something, or it is the reader's turn.
+    /// Records that a read returned data, or that the reader is expected to read.
     pub(super) fn end_read(&self) {
         self.is_waiting.store(false, Ordering::Release);
         self.reads.fetch_add(1, Ordering::Relaxed);
@@ -253,7 +260,7 @@ impl ReadMonitor {
         self.unread.store(bytes as u64, Ordering::Relaxed);
     }
 
-    /// For streams that are not requests.
+    /// Stops the monitoring, for streams that are not requests and for ended ones.
     pub(super) fn finish(&self) {
         self.is_finished.store(true, Ordering::Relaxed);
     }
@@ -307,7 +314,7 @@ mod tests {
         sample(&flow, 2);
         assert_eq!(pool.charged(), 1300);
         assert_eq!(window.load(Ordering::Relaxed), 8 * 1000 + 1300);
-        // Bytes came for the one that waits, and it does not fetch them.
+        // Bytes arrived for the waiting reader, which does not read them.
         waker.wake();
         sample(&flow, 3);
         assert_eq!(pool.charged(), 2300);

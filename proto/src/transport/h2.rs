@@ -1,9 +1,10 @@
-//! HTTP/2 over TLS over TCP (RFC 9113), with the roles reversed: the agent dials and is h2's server, the server's end
-//! opens the streams. For networks that let no UDP through.
+//! HTTP/2 over TLS over TCP (RFC 9113) with reversed roles: the agent dials and is h2's server, and
+//! the server's end opens the streams. This transport is for networks that block UDP.
 //!
-//! h2 is used without hyper: a driver takes DATA out of it at once (an unread small frame costs the whole connection
-//! its budget) and gives window back as bytes are read. Reset codes are ours + 0x1000. What ends a session, which
-//! GOAWAY cannot carry, goes over a stream of the transport's own.
+//! h2 is used without hyper. A driver takes DATA out of h2 at once, because an unread small frame
+//! uses up a budget of the whole connection. The driver releases window as bytes are read. Reset
+//! codes on the wire are our codes + 0x1000. GOAWAY cannot carry a close message, so a separate
+//! stream carries it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -41,28 +42,32 @@ use io::ConnIo;
 use session::{CLOSE_STREAM_URI, H2Session, SessionShared};
 use stream::StreamShared;
 
-/// Small frames (below 256 bytes) inside h2 cost it up to 256 bytes of this budget each until the driver takes them out,
-/// which it does at least every 256 KiB.
+/// Budget for small frames, in bytes. Each frame below 256 bytes inside h2 uses up to 256 bytes of
+/// the budget until the driver takes it out, which happens at least every 256 KiB.
 const DATA_FRAME_BUDGET: usize = 16 << 20;
-/// Bytes of one stream that wait inside h2 for the connection.
+/// Bytes of one stream that may wait inside h2 for the connection.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
-/// Header block; ours are a few dozen bytes (RFC 9113, section 10.5.1).
+/// Maximum size of a header block. Ours are a few dozen bytes (RFC 9113, section 10.5.1).
 const HEADER_LIST_BYTES: u32 = 64 << 10;
-/// Streams that were reset here and about which the peer may not know yet.
+/// Maximum number of remembered streams that this end has reset and of which the peer may not know
+/// yet.
 const RESET_STREAMS_MAX: usize = 4096;
-/// For how long they are remembered: as long as a partition may last that a session survives.
+/// Time for which reset streams are remembered: the longest partition that a session survives.
 const RESET_STREAM_DURATION: Duration = Duration::from_secs(90);
-/// Frames on forgotten streams before the peer is taken for an attacker (CVE-2025-8671); over a session's life.
+/// Maximum number of frames on forgotten streams, over a session's life. Above it the peer is
+/// treated as an attacker (CVE-2025-8671).
 const LOCAL_ERROR_RESETS_MAX: usize = 1 << 16;
-/// Streams that the peer may reset in one burst before anyone has accepted them, even if it may have few at a time.
+/// Streams that the peer may reset in one burst before they are accepted, even if the stream limit
+/// is small.
 const PENDING_RESETS_MIN: usize = 10_240;
-/// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
+/// The server name that agents send. Verification uses the chain and the role (see `tls`), not this
+/// name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
-/// The server's side: makes a session of a TCP connection whose TLS handshake is done.
+/// Creates the server's session on a TCP connection with a completed TLS handshake.
 ///
 /// # Errors
-/// When the peer shows no identity or breaks the protocol.
+/// When the peer has no valid identity or violates the protocol.
 pub async fn accept(
     stream: server::TlsStream<TcpStream>,
     settings: &SessionSettings,
@@ -109,7 +114,7 @@ pub async fn accept(
     ))
 }
 
-/// Dials h2 sessions.
+/// A dialer of h2 sessions over TCP connections.
 #[derive(Debug)]
 pub struct H2Dialer {
     tls: Arc<rustls::ClientConfig>,
@@ -118,7 +123,7 @@ pub struct H2Dialer {
 }
 
 impl H2Dialer {
-    /// A dialer of sessions with the credential in `tls`, over the TCP connections of `connect`.
+    /// Creates a dialer with the credential in `tls`. `connect` opens its TCP connections.
     #[must_use]
     pub fn new(
         tls: Arc<rustls::ClientConfig>,
@@ -137,7 +142,8 @@ impl H2Dialer {
 impl Dialer for H2Dialer {
     async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
         let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
-        // The server's verdict may come at any time after the client's own part of the handshake.
+        // The server may reject the certificate at any time after the client's part of the
+        // handshake.
         let failed = |alert: Option<u8>, text: String| match alert.and_then(tls::alert_meaning) {
             Some((code, reason)) => HandshakeError::CertificateRejected(code, reason.to_owned()),
             None => HandshakeError::Transport(text),
@@ -155,7 +161,8 @@ impl Dialer for H2Dialer {
             .await
             .map_err(|error| {
                 if !tls::is_tls_error(&error) {
-                    // Reset or closed in the middle, as by a server that stops.
+                    // The connection was reset or closed during the handshake, as by a server that
+                    // stops.
                     return HandshakeError::Connect(error);
                 }
                 let text = format!("{error}{}", tls::clock_hint(&error));
@@ -205,19 +212,19 @@ impl Dialer for H2Dialer {
         TransportKind::H2
     }
 
-    /// The close of a session waits for its connection, so nothing is left to wait for.
+    /// Returns at once, because the close of a session already waits for its connection.
     async fn wait_idle(&self) {}
 }
 
-/// The other end.
+/// The identity and address of the peer.
 struct PeerInfo {
     peer: PeerIdentity,
-    /// Kept at the accepting end, which may come to trust other roots.
+    /// Set at the accepting end, whose trusted roots may change.
     chain: Vec<CertificateDer<'static>>,
     remote: SocketAddr,
 }
 
-/// `close_stream` is the stream that carries what ends the session, at the end that opens it.
+/// Starts a session and its driver. `close_stream` is set at the end that opens the close stream.
 fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     connection: Connection<S>,
     close_stream: Option<Arc<StreamShared>>,
@@ -269,7 +276,8 @@ fn initial_window(settings: &SessionSettings) -> u32 {
         .min(WINDOW_SIZE_MAX)
 }
 
-/// A burst of streams opened and reset at once must not look like an attack (CVE-2023-44487).
+/// Returns the number of streams that the peer may open and reset at once. A burst of that size
+/// must not look like an attack (CVE-2023-44487).
 fn max_pending_resets(streams: u32) -> usize {
     usize::try_from(streams)
         .unwrap_or(usize::MAX)
@@ -277,7 +285,7 @@ fn max_pending_resets(streams: u32) -> usize {
         .clamp(PENDING_RESETS_MIN, 1 << 18)
 }
 
-/// The session went without a word.
+/// Returns the reason for a session that was lost without a close message.
 fn connection_lost() -> CloseReason {
     network(CloseCode::Dead, "connection was lost")
 }

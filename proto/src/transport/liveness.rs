@@ -1,11 +1,12 @@
-//! Whether the peer of a session is still there: two clocks, three states; pure.
+//! Detection of a dead peer: two timers, three states. All functions are pure.
 //!
 //! ```text
-//! live --silent for suspectAfter, or the peer says so--> suspect --silent for deadAfter--> dead
-//!   ^------------- heard and acknowledged again ------------+
+//! live --silent for suspectAfter, or suspected by peer--> suspect --silent for deadAfter--> dead
+//!   ^----------- data and acknowledgements received again ---+
 //! ```
-//! Clock (a) runs while nothing authenticated is received, clock (b) since the oldest probe that nothing acknowledged; the
-//! worse decides. A one-way partition shows on one clock only, at one end only, hence the word on the control stream.
+//! Timer (a) runs while nothing authenticated is received. Timer (b) runs since the oldest probe
+//! without an acknowledgement. The longer one decides. A one-way partition affects only one timer
+//! at only one end, so each end reports its state on the control stream.
 
 use std::time::Duration;
 
@@ -13,18 +14,19 @@ use tokio::time::Instant;
 
 use super::TransportKind;
 
-/// How long each step takes; the contract's figures by [`LivenessLimits::default`].
+/// The time limits. [`LivenessLimits::default`] returns the values of the contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LivenessLimits {
-    /// An idle session is asked for a sign of life this often, by the end that `probes_idle`.
+    /// Interval of probes on an idle session, by the end that has `probes_idle`. Default 5 s.
     pub keep_alive: Duration,
-    /// Suspect after this long without a sign of life while requests wait.
+    /// A busy session is suspect after this silence. Default 5 s.
     pub suspect_after_busy: Duration,
-    /// Suspect after this long without a sign of life otherwise.
+    /// An idle session is suspect after this silence. Default 15 s.
     pub suspect_after_idle: Duration,
-    /// Dead after this long.
+    /// A session is dead after this silence. Default 60 s.
     pub dead_after: Duration,
-    /// Whether this end probes when nothing waits (the server does; the agent's keep-alive does it for the agent).
+    /// Whether this end probes an idle session. The server does; the agent's keep-alive does it for
+    /// the agent. Default `false`.
     pub probes_idle: bool,
 }
 
@@ -40,14 +42,14 @@ impl Default for LivenessLimits {
     }
 }
 
-/// A reading of the session at one moment.
+/// A sample of the session at one moment.
 #[derive(Debug, Clone, Copy)]
 pub struct LivenessSample {
-    /// As [`Health::received`](super::Health::received).
+    /// The value of [`Health::received`](super::Health::received).
     pub received: u64,
-    /// As [`Health::acknowledged`](super::Health::acknowledged).
+    /// The value of [`Health::acknowledged`](super::Health::acknowledged).
     pub acknowledged: u64,
-    /// Whether requests wait: at least one stream is open.
+    /// Whether requests are pending: at least one stream is open.
     pub is_busy: bool,
 }
 
@@ -61,51 +63,52 @@ impl From<super::Health> for LivenessSample {
     }
 }
 
-/// What is thought of the peer.
+/// The state of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LivenessState {
-    /// It answers.
+    /// The peer answers in time.
     Live,
-    /// It has been silent: no new streams, the open ones stay.
+    /// The peer is silent. The session takes no new streams, and the open ones continue.
     Suspect,
-    /// It has been silent for too long: the session is to be closed.
+    /// The peer was silent for too long. The session must be closed.
     Dead,
 }
 
-/// What follows from a reading.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LivenessCheck {
-    /// The state now.
+    /// The state of the peer after the check.
     pub state: LivenessState,
-    /// Whether this end's own clocks, without the peer's word, make it suspect: what the peer should be told.
+    /// Whether this end's own timers, without the peer's report, make the session suspect. This end
+    /// reports the value to the peer.
     pub is_suspect_locally: bool,
-    /// Whether a probe is to be sent now.
+    /// Whether the caller must send a probe.
     pub probe: bool,
     /// The longer of the two silences.
     pub silence: Duration,
-    /// When to look again, at the latest; a stream that opens calls for a look at once.
+    /// Maximum time until the next check. Check at once when a stream opens.
     pub next_check: Duration,
 }
 
-/// The two clocks of one session.
+/// The two timers of one session.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limits: LivenessLimits,
     probe_timeout_busy: Duration,
     received: (u64, Instant),
     acknowledged: u64,
-    /// The oldest probe that nothing has acknowledged.
+    /// Time of the oldest probe without an acknowledgement.
     oldest_probe: Option<Instant>,
     last_probe: Instant,
     busy_since: Option<Instant>,
     last_check: Instant,
     peer_suspects: bool,
-    /// The last verdict's `is_suspect_locally`.
+    /// The value of `is_suspect_locally` from the last check.
     is_suspect: bool,
 }
 
 impl Liveness {
-    /// A session of which `sample` was just taken.
+    /// Starts the timers of a session. `sample` was taken at `now`.
     #[must_use]
     pub fn new(
         limits: LivenessLimits,
@@ -114,7 +117,7 @@ impl Liveness {
         now: Instant,
     ) -> Self {
         let probe_timeout_busy = match transport {
-            // A PING queues behind bulk.
+            // A PING queues behind bulk data.
             TransportKind::H2 => limits.suspect_after_idle,
             TransportKind::Quic | TransportKind::Memory => limits.suspect_after_busy,
         };
@@ -132,22 +135,23 @@ impl Liveness {
         }
     }
 
-    /// Whether a silence is too long also for a session on which nothing waits.
+    /// Returns whether a silence is too long even for an idle session.
     #[must_use]
     pub fn is_suspect_idle(&self, silence: Duration) -> bool {
         is_reached(silence, self.limits.suspect_after_idle)
     }
 
-    /// What the peer last said of this end.
+    /// Records whether the peer suspects this end.
     pub fn peer_suspects(&mut self, is_suspect: bool) {
         self.peer_suspects = is_suspect;
     }
 
-    /// Takes a reading. When it says `probe`, the caller sends one.
+    /// Evaluates a sample. If the result has `probe` set, the caller must send a probe.
     pub fn check(&mut self, sample: LivenessSample, now: Instant) -> LivenessCheck {
         let before = self.exclude_pause(now);
         if sample.received != self.received.0 {
-            // Some time since the last look: the earliest counts, so that no bound is passed.
+            // Data arrived at some time since the last check. Use the earliest possible time, so
+            // that no limit is exceeded.
             self.received = (sample.received, before);
         }
         if sample.acknowledged != self.acknowledged {
@@ -171,7 +175,7 @@ impl Liveness {
                 is_reached(receive_silence.min(waited), limits.suspect_after_busy)
                     || is_reached(probe_silence.min(waited), self.probe_timeout_busy)
             });
-        // Only a sign of life ends a doubt: requests that give up are none.
+        // Only received data ends the suspicion. Requests that end without an answer do not.
         let is_suspect_locally =
             too_long || (self.is_suspect && is_reached(silence, limits.suspect_after_busy));
         self.is_suspect = is_suspect_locally;
@@ -208,7 +212,7 @@ impl Liveness {
             || (silence > self.limits.keep_alive * 2 && since >= interval)
     }
 
-    /// 2 s by default.
+    /// Returns the interval between probes, 2 s by default.
     fn probe_interval(&self) -> Duration {
         PROBE_INTERVAL.min(self.limits.suspect_after_busy * 2 / 5)
     }
@@ -221,7 +225,7 @@ impl Liveness {
         }
     }
 
-    /// Until the next of the bounds that this silence would pass.
+    /// Returns the time until this silence reaches the next limit.
     fn next_bound(&self, silence: Duration) -> Duration {
         let limits = &self.limits;
         [
@@ -235,7 +239,7 @@ impl Liveness {
         .unwrap_or(limits.dead_after)
     }
 
-    /// Until an idle session is asked again.
+    /// Returns the time until the next probe of an idle session.
     fn next_probe(&self, now: Instant) -> Duration {
         let since = now.saturating_duration_since(self.last_probe);
         match self.limits.keep_alive.checked_sub(since) {
@@ -244,7 +248,8 @@ impl Liveness {
         }
     }
 
-    /// When it was looked last. A process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile: that time does not count.
+    /// Returns the time of the last check. A stopped process (SIGSTOP, a suspended machine)
+    /// receives nothing during the pause, so the pause is excluded from all timers.
     fn exclude_pause(&mut self, now: Instant) -> Instant {
         let gap = now.saturating_duration_since(self.last_check);
         let expected = self.next_check(false).max(self.next_check(true));
@@ -262,18 +267,20 @@ impl Liveness {
     }
 }
 
-/// Whether `bound` is reached, seen a little early so that what follows is done in time.
+/// Returns whether `bound` is reached. The result is true slightly early, so that the reaction is
+/// in time.
 fn is_reached(silence: Duration, bound: Duration) -> bool {
     silence >= bound - margin(bound)
 }
 
-/// A fiftieth, at most 250 ms.
+/// Returns a fiftieth of `bound`, at most 250 ms.
 fn margin(bound: Duration) -> Duration {
     (bound / 50).min(MARGIN_MAX)
 }
 
-/// Which changes between live and suspect are logged: the first at once, then at most one in 30 s, and always the
-/// one that lasts. A bad link may flap for hours, and a peer may say that it does.
+/// A limit on the log lines about changes between live and suspect. The first change is logged at
+/// once, then at most one in 30 s, and a state that lasts is always logged. A bad link may flap for
+/// hours, and so may the reports of a peer.
 #[derive(Debug, Default)]
 pub struct SuspectLogThrottle {
     suspect: bool,
@@ -281,7 +288,7 @@ pub struct SuspectLogThrottle {
 }
 
 impl SuspectLogThrottle {
-    /// Whether this state, which may not have changed, is to be logged.
+    /// Returns whether the state should be logged. The state may be unchanged.
     #[must_use]
     pub fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
         let too_soon = self
@@ -298,15 +305,15 @@ impl SuspectLogThrottle {
     }
 }
 
-/// Time between two lines about one session's state.
+/// Minimum time between two log lines about one session's state.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
-/// See [`margin`].
+/// Upper bound of [`margin`].
 const MARGIN_MAX: Duration = Duration::from_millis(250);
-/// Between probes while a request waits and one clock is above this.
+/// Interval of probes while a request is pending and one timer exceeds this value.
 const PROBE_INTERVAL: Duration = Duration::from_secs(2);
-/// However near a bound is.
+/// Minimum time between two checks, however near a limit is.
 const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(10);
-/// Looks that come this many times later than planned tell of a stopped process.
+/// A check that is this many times later than planned indicates a stopped process.
 const PAUSE_FACTOR: u32 = 4;
 
 #[cfg(test)]
@@ -348,8 +355,9 @@ mod tests {
             }
         }
 
-        /// Looks as often as told until `seconds` have passed; the peer acknowledges probes and sends a sign of life
-        /// every `period` seconds as long as it does.
+        /// Checks as often as requested until `seconds` have passed. The simulated peer
+        /// acknowledges probes while it answers, and sends data every `period` seconds while it
+        /// sends.
         fn run(&mut self, seconds: u64) -> LivenessCheck {
             let end = self.now + Duration::from_secs(seconds);
             loop {

@@ -1,4 +1,4 @@
-//! In-process sessions for tests: the rules of a transport without a network.
+//! In-process sessions for tests: the semantics of a transport without a network.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,12 +20,12 @@ use crate::identity::PeerIdentity;
 use crate::wire::code::{CloseCode, ResetCode};
 use crate::wire::header::StreamHeader;
 
-/// Bytes that one direction holds unread before its writer waits.
+/// Bytes that one direction buffers unread before its writer waits.
 const WINDOW_BYTES: usize = 256 * 1024;
-/// Streams that wait for the peer to accept them.
+/// Number of streams that wait for the peer to accept them.
 const ACCEPT_BACKLOG: usize = 4096;
 
-/// Two sessions joined to each other; the first one's peer is `second_identity`.
+/// Returns two connected sessions. The peer of the first one has `second_identity`.
 #[must_use]
 pub fn pair(
     first_identity: PeerIdentity,

@@ -1,4 +1,5 @@
-//! QUIC (quinn): endpoints with sized UDP buffers, finite windows and keys that outlive the process.
+//! QUIC (quinn): endpoints with sized UDP buffers, finite windows, and keys that persist across
+//! restarts.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -38,32 +39,40 @@ use rtt_cache::RttCache;
 use runtime::EndpointRuntime;
 use session::QuicSession;
 
-/// UDP buffers asked for, bytes. 10,000 handshakes at once dropped 2 % as many packets with these as with the default.
+/// Requested size of the UDP buffers, in bytes. With these, 10,000 concurrent handshakes dropped 2
+/// % as many packets as with the default.
 const UDP_BUFFER_BYTES: usize = 4 * 1024 * 1024;
-/// Streams a peer may open before it is known how many are needed. quinn keeps some 80 bytes for each allowed stream.
+/// Streams that a peer may open at first. quinn uses some 80 bytes for each allowed stream.
 const INITIAL_STREAM_LIMIT: u32 = 32;
-/// Datagrams only carry 1-byte probes, so their buffers are small.
+/// Size of the datagram buffers, in bytes. Datagrams carry only 1-byte probes.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
-/// What may wait for one handshake that has not begun, bytes: a ClientHello, some times. quinn would take 10 MiB.
+/// Bytes that may wait for one handshake that has not begun: several times a ClientHello. quinn's
+/// default is 10 MiB.
 const INCOMING_BUFFER_BYTES: u64 = 64 * 1024;
-/// What may wait for all of them. quinn would take 100 MiB.
+/// Bytes that may wait for all such handshakes. quinn's default is 100 MiB.
 const INCOMING_BUFFERS_BYTES: u64 = 16 * 1024 * 1024;
-/// How long `close` waits for the peer to have what was sent, and `wait_idle` for it to have the close frame.
+/// Time that `close` waits until the peer has received the sent data, and `wait_idle` until it has
+/// received the close frame.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
-/// Packets of unknown connections are answered by a stateless reset at most this often. quinn's default of 20 ms would
-/// let 200 agents of a restarted server wait for seconds.
+/// Minimum time between stateless resets, which answer packets of unknown connections. With quinn's
+/// default of 20 ms, 200 agents of a restarted server would wait for seconds.
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
-/// With this many handshakes under way, a new peer has to prove its address first: an attacker may have invented it.
+/// Number of concurrent handshakes from which a new peer must prove its address first, because an
+/// attacker may spoof it.
 const RETRY_THRESHOLD: usize = 256;
-/// Handshakes that are computed beside each other. Ten thousand agents that come back at once would share the processor
-/// until each has given up; those that wait here cost nothing yet.
+/// Number of handshakes that are computed concurrently. If ten thousand agents reconnected at once
+/// without this limit, they would share the processor until each of them timed out. A waiting
+/// handshake costs nothing yet.
 const HANDSHAKES_MAX: usize = 128;
-/// How long a handshake keeps its turn. What still is not done waits for its peer, not for the processor.
+/// Time that a handshake holds its permit. A handshake that takes longer waits for its peer, not
+/// for the processor.
 const HANDSHAKE_PERMIT_TIMEOUT: Duration = Duration::from_millis(100);
-/// The server name that agents send; the chain and the role are what is verified (see `tls`), not this name.
+/// The server name that agents send. Verification uses the chain and the role (see `tls`), not this
+/// name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
-/// The secrets that make stateless resets and connection ids survive a restart; one process at a time may use them.
+/// The secrets that make stateless resets and connection ids survive a restart. Only one process at
+/// a time may use them.
 #[derive(Clone)]
 pub struct QuicKeys {
     reset: [u8; 64],
@@ -71,10 +80,10 @@ pub struct QuicKeys {
 }
 
 impl QuicKeys {
-    /// Length of the stored form.
+    /// The length of the stored form, in bytes.
     pub const LEN: usize = 72;
 
-    /// From the stored form: 72 random bytes.
+    /// Creates the keys from their stored form: 72 random bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let mut reset = [0; 64];
@@ -94,14 +103,15 @@ impl std::fmt::Debug for QuicKeys {
     }
 }
 
-/// Accepts QUIC sessions on one UDP socket.
+/// An acceptor of QUIC sessions on one UDP socket.
 #[derive(Debug)]
 pub struct QuicAcceptor {
     endpoint: Endpoint,
     settings: SessionSettings,
-    /// Handshakes under way.
+    /// A reference for each unfinished handshake.
     half_open: Arc<()>,
-    /// Handshakes that may begin, so that a crowd's are done one after the other and not all too late.
+    /// Permits to begin a handshake. They serialize the handshakes of many agents, so that the
+    /// first ones complete in time.
     handshake_permits: Arc<Semaphore>,
 }
 
@@ -109,7 +119,7 @@ impl QuicAcceptor {
     /// Binds the socket. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// When the address cannot be bound or the TLS configuration does not suit QUIC.
+    /// When the address cannot be bound, or the TLS configuration is not suitable for QUIC.
     pub fn bind(
         address: SocketAddr,
         tls: Arc<rustls::ServerConfig>,
@@ -142,15 +152,16 @@ impl QuicAcceptor {
         })
     }
 
-    /// The next connection whose address is known to be its own, as far as that matters now: with many handshakes under
-    /// way, others are sent back for a token first (RFC 9000, section 8.1.2), which costs a round trip and no memory.
+    /// Waits for the next connection. If many handshakes are unfinished, a peer without a validated
+    /// address must return a token first (RFC 9000, section 8.1.2), which costs a round trip and no
+    /// memory.
     async fn incoming(&self) -> Option<quinn::Incoming> {
         loop {
             let incoming = self.endpoint.accept().await?;
             if incoming.remote_address_validated() || self.half_open() < RETRY_THRESHOLD {
                 return Some(incoming);
             }
-            // An address that is valid already is handled above, the only error that there is.
+            // `retry` fails only for a validated address, and the condition above excludes that.
             let _sent = incoming.retry();
         }
     }
@@ -198,12 +209,12 @@ impl Acceptor for QuicAcceptor {
     }
 }
 
-/// Dials QUIC sessions, each from a socket of its own: a path that a firewall has come to drop stays dropped, and a new
-/// port is a new path.
+/// A dialer of QUIC sessions. Each session has its own socket: if a firewall has started to drop
+/// one path, a new port is a new path.
 pub struct QuicDialer {
     crypto: Arc<QuicClientConfig>,
     settings: SessionSettings,
-    /// Endpoints whose sessions may still have something to say.
+    /// Endpoints whose sessions may still have data to send.
     endpoints: Mutex<Vec<Endpoint>>,
     rtt_cache: RttCache,
 }
@@ -218,10 +229,10 @@ impl std::fmt::Debug for QuicDialer {
 }
 
 impl QuicDialer {
-    /// A dialer of sessions with this credential.
+    /// Creates a dialer with the credential in `tls`.
     ///
     /// # Errors
-    /// When the TLS configuration does not suit QUIC.
+    /// When the TLS configuration is not suitable for QUIC.
     pub fn new(tls: Arc<rustls::ClientConfig>, settings: SessionSettings) -> io::Result<Self> {
         let crypto = Arc::new(QuicClientConfig::try_from(tls).map_err(io::Error::other)?);
         Ok(Self {
@@ -264,7 +275,7 @@ impl Dialer for QuicDialer {
         let address = remote.address().map_err(|error| local(&error))?;
         let mut config = quinn::ClientConfig::new(self.crypto.clone());
         let mut settings = self.settings.clone();
-        // +- 20 %, so that agents of one start do not beat in step.
+        // +- 20 %, so that agents that start together do not send in step.
         settings.keep_alive = settings
             .keep_alive
             .map(|interval| interval.mul_f64(rand::random_range(0.8..1.2)));
@@ -301,8 +312,9 @@ impl Dialer for QuicDialer {
     }
 }
 
-/// What the end of a dial means. Only a verdict about a certificate is the server's own; anything else on the path can
-/// answer a QUIC packet, and must not keep the agent from TCP.
+/// Maps the error of a dial. Only a rejected certificate is certain to come from the server. Any
+/// device on the path can answer a QUIC packet otherwise, and such an answer must not prevent the
+/// fallback to TCP.
 fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     let code = match &error {
         quinn::ConnectionError::TransportError(ours) => Some(u64::from(ours.code)),
@@ -330,19 +342,21 @@ fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     }
 }
 
-/// What the server says of this agent's certificate, when that is what a QUIC error code means.
+/// Returns the close code and the text if a QUIC error code means that the server rejected this
+/// agent's certificate.
 fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
     let alert = code.checked_sub(CRYPTO_ERROR)?;
     tls::alert_meaning(u8::try_from(alert).ok()?)
 }
 
-/// The transport error of a server that takes no new connection now (RFC 9000, section 20.1).
+/// The transport error of a server that accepts no new connections at the moment (RFC 9000, section
+/// 20.1).
 const CONNECTION_REFUSED: u64 = 0x2;
-/// TLS alerts as QUIC error codes (RFC 9001, section 4.8).
+/// Offset of TLS alerts in QUIC error codes (RFC 9001, section 4.8).
 const CRYPTO_ERROR: u64 = 0x100;
-/// From handshake_failure to decrypt_error: what is said of certificates and their keys (RFC 8446, section 6.2).
+/// Alerts from handshake_failure to decrypt_error, about certificates and their keys (RFC 8446,
+/// section 6.2).
 const CERTIFICATE_ALERTS: std::ops::RangeInclusive<u64> = 40..=51;
-/// The alert certificate_required.
 const CERTIFICATE_REQUIRED: u64 = 116;
 
 fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
@@ -378,7 +392,7 @@ fn window(bytes: u64) -> VarInt {
     VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
 }
 
-/// Binds a UDP socket with large buffers and says once per process when the system grants less.
+/// Binds a UDP socket with large buffers. Logs once per process if the system grants smaller ones.
 fn udp_socket(address: SocketAddr) -> io::Result<UdpSocket> {
     let socket = Socket::new(
         Domain::for_address(address),
@@ -388,7 +402,8 @@ fn udp_socket(address: SocketAddr) -> io::Result<UdpSocket> {
     if address.is_ipv6() && address.ip().is_unspecified() {
         socket.set_only_v6(false)?;
     }
-    // The kernel silently grants at most net.core.rmem_max and wmem_max; what it granted is read back (Linux doubles it).
+    // The kernel silently grants at most net.core.rmem_max and wmem_max. The granted size is read
+    // back (Linux doubles it).
     let _capped = socket.set_recv_buffer_size(UDP_BUFFER_BYTES);
     let _capped = socket.set_send_buffer_size(UDP_BUFFER_BYTES);
     let (receive, send) = (
@@ -430,7 +445,7 @@ mod tests {
         }
     }
 
-    /// A new peer is asked for a token exactly when many handshakes are under way (S26).
+    /// S26: a new peer is asked for a token exactly when many handshakes are unfinished.
     #[tokio::test]
     async fn s26_crowd_has_new_peers_prove_their_address() {
         let ca = TestCa::new();
@@ -475,7 +490,7 @@ mod tests {
             let error = reported(TransportErrorCode::crypto(alert));
             assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
         }
-        // no_application_protocol: some other service has the port.
+        // no_application_protocol: another service uses the port.
         let others = [
             TransportErrorCode::crypto(120),
             TransportErrorCode::CONNECTION_REFUSED,

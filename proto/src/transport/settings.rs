@@ -1,4 +1,4 @@
-//! What both ends configure about their sessions, whatever the transport.
+//! Session settings that are independent of the transport.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -9,26 +9,31 @@ use super::flow::BufferPool;
 /// Windows and timers of sessions.
 #[derive(Debug, Clone)]
 pub struct SessionSettings {
-    /// Receive window of one stream, bytes; 2 MiB keep quinn's assembler below its limit on gaps.
+    /// Receive window of one stream, in bytes. 2 MiB keep quinn's assembler below its limit on
+    /// gaps.
     pub stream_window: u32,
-    /// Streams that the peer may have open at once; a transport may allow fewer at first and more as they are used.
+    /// Maximum number of streams that the peer may have open at once. A transport may allow fewer
+    /// at first and more as they are used.
     pub streams: u32,
-    /// Gives a sign of life this often (+- 20 %) when nothing else is sent; `None` leaves it to the peer.
+    /// Interval (+- 20 %) of keep-alive messages when nothing else is sent. `None` leaves
+    /// keep-alive to the peer.
     pub keep_alive: Option<Duration>,
-    /// Ends a session after this long without a sign of the peer: a backstop behind the session's own clock.
+    /// Ends a session after this time without data from the peer. This limit is a fallback in
+    /// addition to the session's own liveness check.
     pub idle_timeout: Duration,
-    /// Congestion control of QUIC; TCP's is the system's.
+    /// Congestion control of QUIC. For TCP, the operating system decides.
     pub congestion: CongestionControl,
-    /// What unread bytes of all sessions together are counted against.
+    /// The pool to which unread bytes of all sessions are charged.
     pub pool: Arc<BufferPool>,
 }
 
-/// How QUIC finds the speed of the path.
+/// The congestion control algorithm of QUIC.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CongestionControl {
-    /// CUBIC (RFC 9438): takes every loss for congestion.
+    /// CUBIC (RFC 9438). Treats every loss as congestion.
     Cubic,
-    /// BBR as in quinn: measures the path's rate, so random loss costs little.
+    /// BBR as implemented in quinn. Measures the path's rate, so random loss costs little
+    /// throughput.
     #[default]
     Bbr,
 }

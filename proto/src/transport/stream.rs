@@ -1,4 +1,5 @@
-//! `Stream`: the bytes of one stream with the reply, refusal, reset and accounting rules that all transports share.
+//! `Stream`: the bytes of one stream, with the rules for replies, refusals, resets and accounting
+//! that all transports share.
 
 use std::error::Error;
 use std::io;
@@ -21,33 +22,35 @@ mod incoming;
 
 pub use incoming::{IncomingStream, read_frame};
 
-/// What a transport offers for each stream; [`Stream`] adds the rules that all share.
+/// The operations that a transport provides for each stream. [`Stream`] adds the rules that all
+/// transports share.
 ///
-/// `poll_shutdown` ends the sent half and is ready when the peer has everything. A read or write that fails because
-/// the peer reset or stopped the half says so with a [`StreamCut`] inside the `io::Error`.
+/// `poll_shutdown` ends the sent half and is ready when the peer has received everything. If a read
+/// or write fails because the peer reset or stopped the half, the `io::Error` contains a
+/// [`StreamCut`].
 pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     /// Cuts both directions at once.
     fn reset(&mut self, code: ResetCode);
-    /// Tells the peer that nothing more of its half is read.
+    /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
 }
 
-/// The peer, or the loss of the session, cut a stream.
+/// The reason why a stream was cut, by the peer or by the loss of the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum StreamCut {
     /// The peer reset its half.
     #[error("stream was reset by the peer ({0})")]
     Reset(ResetCode),
-    /// The peer reads no more of ours.
+    /// The peer stopped reading the half that this end sends.
     #[error("peer stopped reading the stream ({0})")]
     Stopped(ResetCode),
-    /// The session ended underneath.
+    /// The session ended before the stream did.
     #[error("session was lost")]
     SessionLost,
     /// The half ended before its reply.
     #[error("stream ended without a reply")]
     NoReply,
-    /// The reply did not come in time.
+    /// The reply did not arrive in time.
     #[error("peer sent no stream reply in time")]
     ReplyTimeout,
 }
@@ -65,8 +68,8 @@ impl From<StreamCut> for io::Error {
     }
 }
 
-/// Finds a [`Refusal`] (or, with another type, any cause) inside an error from reading or writing a stream, however
-/// deep libraries wrapped it.
+/// Finds a cause of the type `T`, such as [`Refusal`], in an error from reading or writing a
+/// stream, at any depth of wrapping.
 #[must_use]
 pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
     let mut next = Some(error);
@@ -74,7 +77,8 @@ pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> O
         if let Some(found) = current.downcast_ref::<T>() {
             return Some(found);
         }
-        // An io::Error hides its payload from `source` (it gives the payload's source instead).
+        // An `io::Error` hides its payload from `source`, which returns the payload's source
+        // instead.
         next = match current
             .downcast_ref::<io::Error>()
             .and_then(io::Error::get_ref)
@@ -86,7 +90,7 @@ pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> O
     None
 }
 
-/// Totals of one session's streams.
+/// The totals of one session's streams.
 #[derive(Debug, Default)]
 pub struct Traffic {
     bytes_in: AtomicU64,
@@ -95,7 +99,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Stream bytes received and sent, and streams open now.
+    /// Returns the stream bytes received and sent, and the number of open streams.
     #[must_use]
     pub fn read(&self) -> (u64, u64, usize) {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -107,7 +111,7 @@ impl Traffic {
     }
 }
 
-/// Payload bytes of one stream, without its header and reply.
+/// The payload bytes of one stream, without its header and reply.
 #[derive(Debug, Default)]
 pub struct ByteCount {
     received: AtomicU64,
@@ -115,7 +119,7 @@ pub struct ByteCount {
 }
 
 impl ByteCount {
-    /// Bytes received from the peer and sent to it so far.
+    /// Returns the bytes received from the peer and sent to it so far.
     #[must_use]
     pub fn read(&self) -> (u64, u64) {
         (
@@ -124,24 +128,26 @@ impl ByteCount {
         )
     }
 
-    /// Counts bytes that came from the peer, for connections that are no stream of a session.
+    /// Adds bytes received from the peer, for connections that are not streams of a session.
     pub fn add_received(&self, bytes: usize) {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Counts bytes that went to the peer.
+    /// Adds bytes sent to the peer.
     pub fn add_sent(&self, bytes: usize) {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
-/// A stream of a session, both halves. Dropping it before `shutdown` resets it.
+/// A stream of a session, with both halves. Dropping it before `shutdown` resets it.
 pub struct Stream {
     raw: Box<dyn RawStream>,
     reply: ReplyState,
-    /// The writer met an error while the reply was outstanding; reported once the reply is known.
+    /// An error that the writer met while the reply was pending. It is reported after the reply is
+    /// known.
     deferred_write_error: Option<io::Error>,
-    /// Whoever waits in one half for what the other half will learn: the reply, or the end of the input.
+    /// Wakers of the two halves. Each half may wait for an event that the other half observes: the
+    /// reply, or the end of the input.
     waiters: [Option<Waker>; 2],
     read_ended: bool,
     shut_down: bool,
@@ -153,9 +159,9 @@ pub struct Stream {
 }
 
 enum ReplyState {
-    /// This end accepted the stream; it sends the reply.
+    /// This end accepted the stream and sends the reply.
     Local,
-    /// Opened here, and nothing complete has come back.
+    /// This end opened the stream, and the reply is not complete yet.
     Pending {
         buffer: BytesMut,
         deadline: Pin<Box<Sleep>>,
@@ -174,7 +180,7 @@ enum Half {
 }
 
 impl Stream {
-    /// A stream opened here, its header already written.
+    /// Creates a stream that this end opened. The header must have been written.
     #[must_use]
     pub fn opened(
         raw: Box<dyn RawStream>,
@@ -216,7 +222,8 @@ impl Stream {
         }
     }
 
-    /// Takes the stream out of what counts as open: the control stream is no request that waits.
+    /// Excludes the stream from the number of open streams, because the control stream is not a
+    /// pending request.
     pub(super) fn exclude_from_count(&mut self) {
         if std::mem::take(&mut self.is_counted) {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
@@ -224,26 +231,26 @@ impl Stream {
         }
     }
 
-    /// Keeps a value (a permit, a guard) until the stream is gone.
+    /// Keeps a value (a permit, a guard) until the stream is dropped.
     pub fn attach(&mut self, value: impl Send + 'static) {
         self.attachment = Some(Box::new((self.attachment.take(), value)));
     }
 
-    /// Cuts both directions.
+    /// Cuts both directions with `code`.
     pub fn reset(&mut self, code: ResetCode) {
         self.raw.reset(code);
         self.read_ended = true;
         self.shut_down = true;
     }
 
-    /// The stream's running count, which may be kept beyond the stream (for its access record).
+    /// Returns the stream's byte counters. They may outlive the stream, for its access log.
     #[must_use]
     pub fn bytes(&self) -> Arc<ByteCount> {
         self.bytes.clone()
     }
 
-    /// Waits for the peer's reply and says which address it dialled (empty when it did not say). For openers;
-    /// cancel-safe.
+    /// Waits for the peer's reply and returns the address that the peer dialed. The address is
+    /// empty if the peer did not report it. For openers; cancel-safe.
     ///
     /// # Errors
     /// An `io::Error` around [`Refusal`] or [`StreamCut`].
@@ -258,12 +265,13 @@ impl Stream {
         }
     }
 
-    /// Writes the header, which is not payload. Not cancel-safe, but a stream dropped here is reset.
+    /// Writes the header, which is not payload. Not cancel-safe, but dropping the stream resets it.
     pub(super) async fn write_header(&mut self, header: &[u8]) -> io::Result<()> {
         self.raw.write_all(header).await
     }
 
-    /// For acceptors: says that the target is connected. Must come before any payload. Not cancel-safe.
+    /// Accepts the stream: reports to the opener that the target is connected. For acceptors. Call
+    /// this function before any payload is written. Not cancel-safe.
     ///
     /// # Errors
     /// When the stream or its session was cut.
@@ -274,16 +282,16 @@ impl Stream {
         };
         reply.encode(&mut buffer).map_err(invalid)?;
         self.raw.write_all(&buffer).await?;
-        // From here on it is the reader's turn.
+        // The reader is expected to read from now on.
         self.read_monitor.end_read();
         Ok(())
     }
 
-    /// For acceptors: refuses the stream with a reply and a clean end, and reads no more of it. Returns when the peer
-    /// has the reply, or the session is gone. Not cancel-safe.
+    /// Refuses the stream with a reply and a clean end, and stops reading it. For acceptors.
+    /// Returns when the peer has received the reply, or the session has ended. Not cancel-safe.
     pub async fn refuse(mut self, code: RefusalCode, detail: &str) {
         let mut buffer = BytesMut::new();
-        // Encoding cannot fail: a refusal's detail is bounded below the cap.
+        // Encoding cannot fail, because the detail of a refusal is bounded below the cap.
         let encoded = StreamReply::refused(code, detail).encode(&mut buffer);
         self.raw.stop(ResetCode::Refused);
         self.read_ended = true;
@@ -292,7 +300,7 @@ impl Stream {
         }
     }
 
-    /// Ready when the reply is known and positive; an error when it is a refusal or cannot come.
+    /// Waits until the reply is known. Returns an error if the reply is a refusal or cannot arrive.
     fn poll_reply(&mut self, cx: &mut Context<'_>, half: Half) -> Poll<io::Result<()>> {
         let ReplyState::Pending { buffer, deadline } = &mut self.reply else {
             return Poll::Ready(match &self.reply {
@@ -323,7 +331,7 @@ impl Stream {
             }
         };
         self.reply = outcome;
-        // From here on it is the reader's turn.
+        // The reader is expected to read from now on.
         self.read_monitor.end_read();
         for waker in self.waiters.iter_mut().filter_map(Option::take) {
             waker.wake();
@@ -331,8 +339,9 @@ impl Stream {
         self.poll_reply(cx, half)
     }
 
-    /// Holds back that the peer reads no more until the read half has ended: the peer may have answered before, and that
-    /// answer goes first. So a writer that does not read may wait for ever; `shutdown` does not.
+    /// Delays the error that the peer has stopped reading until the read half has ended. The peer
+    /// may have answered before, and that answer takes precedence. So a writer that does not read
+    /// may wait forever; `shutdown` does not.
     fn poll_write_error_after_read(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         let error = ready!(self.poll_deferred_write_error(cx));
         let stopped = matches!(find_cause::<StreamCut>(&error), Some(StreamCut::Stopped(_)));
@@ -344,7 +353,7 @@ impl Stream {
         Poll::Ready(error)
     }
 
-    /// Holds a write error back until the reply is known: a refusal explains it.
+    /// Delays a write error until the reply is known, because a refusal explains the error.
     fn poll_deferred_write_error(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         if let Err(refusal) = ready!(self.poll_reply(cx, Half::Write)) {
             return Poll::Ready(refusal);
@@ -366,7 +375,7 @@ fn poll_reply_frame(
         if let Some(frame) = frame::take(buffer, STREAM_MESSAGE_MAX).map_err(invalid)? {
             return Poll::Ready(StreamReply::decode(&frame).map_err(invalid));
         }
-        // Never beyond the frame: what follows belongs to the reader.
+        // Never read beyond the frame, because the following bytes belong to the reader.
         let bytes_needed = frame::bytes_needed(buffer, STREAM_MESSAGE_MAX)
             .map_err(invalid)?
             .min(512);

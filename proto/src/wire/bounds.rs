@@ -1,4 +1,4 @@
-//! S05: every number on the wire at the bounds of every integer type, in every message.
+//! S05: tests every number on the wire at the bounds of every integer type, in every message.
 
 use super::control::ControlMessage;
 use super::enroll::{EnrollReply, EnrollRequest};
@@ -29,7 +29,7 @@ const BOUNDS: [u64; 22] = [
     0xffff_ffff_ffff_ffff,
 ];
 
-/// Fields that are tried: more than any message has.
+/// Number of field numbers to try: more than any message has.
 const FIELDS: u64 = 24;
 
 const VARINT: u64 = 0;
@@ -47,7 +47,7 @@ fn key(field: u64, kind: u64, out: &mut Vec<u8>) {
     varint(field << 3 | kind, out);
 }
 
-/// A message with one number.
+/// Encodes a message with one number.
 fn number(field: u64, value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     key(field, VARINT, &mut out);
@@ -55,7 +55,8 @@ fn number(field: u64, value: u64) -> Vec<u8> {
     out
 }
 
-/// What is taken must also be usable: shown, and encoded again.
+/// Decodes a message as every type. A decoded value must also be usable: formatted, and encoded
+/// again.
 fn decode_all(message: &[u8]) -> usize {
     let outputs = [
         StreamHeader::decode(message)
@@ -108,7 +109,8 @@ fn s05_lengths_at_their_bounds_reserve_nothing_and_are_refused() {
             key(field, BYTES, &mut message);
             varint(value, &mut message);
             message.extend_from_slice(&[0x61; 64]);
-            // Field 0 and what follows are nonsense to every decoder, unless the length takes them in.
+            // Field 0 and the bytes after it are invalid for every decoder, unless the length
+            // includes them.
             decode_all(&message);
         }
     }

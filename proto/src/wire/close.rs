@@ -1,4 +1,5 @@
-//! What ends a session on a transport that has no frame for it (h2; QUIC's CONNECTION_CLOSE carries code and reason).
+//! The message that ends a session on a transport without a frame for it (h2). QUIC's
+//! CONNECTION_CLOSE carries code and reason.
 
 use bytes::BytesMut;
 use prost::Message;
@@ -8,28 +9,28 @@ use super::frame::{self, STREAM_MESSAGE_MAX};
 use super::header::one_line;
 use super::pb;
 
-/// Code and reason of a close.
+/// The code and reason of a close.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionClose {
-    /// The code.
+    /// The reason for programs.
     pub code: CloseCode,
-    /// One line for people.
+    /// A one-line reason for people.
     pub reason: String,
 }
 
 impl SessionClose {
-    /// Appends the framed message; the reason is cut to one line that fits.
+    /// Appends the framed message. The reason is truncated to one line that fits.
     pub fn encode(&self, out: &mut BytesMut) {
         let message = pb::SessionClose {
             code: self.code.number(),
             reason: one_line(&self.reason),
         };
-        // Cannot be too large: `one_line` bounds the reason far below the cap.
+        // The message cannot be too large: `one_line` bounds the reason far below the cap.
         let _fits = frame::encode(&message, STREAM_MESSAGE_MAX, out);
     }
 
-    /// Takes the message out of what has been received; `None` when it is not complete. Bytes that are no such message
-    /// are a close as well: for breaking the protocol.
+    /// Takes the message from the received bytes. Returns `None` if it is not complete. Bytes that
+    /// are not a valid message count as a close with a protocol error.
     pub fn take(buffer: &mut BytesMut) -> Option<Self> {
         let broken = || Self {
             code: CloseCode::Protocol,

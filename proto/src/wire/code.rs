@@ -1,6 +1,8 @@
-//! Numeric codes of refusals, resets, closes and enrollment answers, what they mean and who may retry.
+//! Numeric codes of refusals, resets, closes and enrollment replies, with their meaning and whether
+//! a retry makes sense.
 
-/// Makes an enum of wire codes with a number, a name for logs and metrics, and an unknown case.
+/// Declares an enum of wire codes. Each code has a number and a name for logs and metrics.
+/// `Unknown` is for other numbers.
 macro_rules! codes {
     ($(#[$meta:meta])* $name:ident { $($(#[$vmeta:meta])* $variant:ident = $number:literal $label:literal,)+ }) => {
         $(#[$meta])*
@@ -12,7 +14,7 @@ macro_rules! codes {
         }
 
         impl $name {
-            /// The number on the wire.
+            /// Returns the number on the wire.
             #[must_use]
             pub fn number(self) -> u32 {
                 match self {
@@ -21,7 +23,7 @@ macro_rules! codes {
                 }
             }
 
-            /// The meaning of a number from the wire.
+            /// Returns the code for a number from the wire.
             #[must_use]
             pub fn from_number(number: u32) -> Self {
                 match number {
@@ -30,7 +32,7 @@ macro_rules! codes {
                 }
             }
 
-            /// The word for logs and metric labels.
+            /// Returns the name for logs and metric labels.
             #[must_use]
             pub fn label(self) -> &'static str {
                 match self {
@@ -49,103 +51,105 @@ macro_rules! codes {
 }
 
 codes! {
-    /// Why the acceptor of a stream refuses it (StreamReply). Nothing was started at the target in any of them.
+    /// The reason why the acceptor of a stream refuses it (StreamReply). For every code, nothing
+    /// was started at the target.
     RefusalCode {
-        /// The header does not parse or asks for something this end does not offer.
+        /// The header does not parse, or requests something that this end does not offer.
         BadHeader = 1 "bad_header",
-        /// The acceptor's own policy forbids the target.
+        /// The acceptor's dial policy forbids the target.
         Policy = 2 "refused_by_policy",
         /// The target refused the connection or cannot be reached.
         TargetRefused = 3 "target_refused",
         /// The target did not accept the connection in time.
         TargetTimeout = 4 "target_timeout",
-        /// The acceptor has no room for another stream.
+        /// The acceptor has reached its limit of streams.
         TooManyStreams = 5 "too_many_streams",
-        /// The acceptor is stopping.
+        /// The acceptor is draining.
         Draining = 6 "draining",
-        /// The acceptor broke.
+        /// The acceptor had an internal error.
         Internal = 7 "internal",
     }
 }
 
 codes! {
-    /// Why a stream was reset. A reset says that bytes may be missing: a cut, never a clean end.
+    /// The reason why a stream was reset. A reset is a cut, never a clean end: bytes may be
+    /// missing.
     ResetCode {
         /// The stream was dropped before it was shut down.
         Dropped = 0 "dropped",
-        /// The socket behind the stream was cut.
+        /// The socket that feeds the stream was cut.
         PeerCut = 1 "peer_cut",
-        /// The stream's first bytes break the protocol or did not come in time.
+        /// The stream's first bytes violate the protocol or did not arrive in time.
         Protocol = 2 "protocol",
-        /// The stream is refused, see its reply (used with STOP_SENDING only).
+        /// The stream is refused. The reply contains the reason. Used with STOP_SENDING only.
         Refused = 3 "refused",
     }
 }
 
 codes! {
-    /// Why a session was closed.
+    /// The reason why a session was closed.
     CloseCode {
-        /// All is done.
+        /// The session is complete.
         Normal = 0 "normal",
-        /// The process is stopping.
+        /// The process is draining.
         Draining = 1 "draining",
-        /// The peer broke the protocol.
+        /// The peer violated the protocol.
         Protocol = 2 "protocol",
-        /// No protocol version in common.
+        /// The peers have no protocol version in common.
         Version = 3 "version",
-        /// The name in Hello is not the one in the credential.
+        /// The name in Hello differs from the name in the certificate.
         NameNotInCredential = 4 "name_not_in_credential",
         /// Another live agent serves this name.
         NameInUse = 5 "name_in_use",
-        /// A newer session of the same agent took over.
+        /// A newer session of the same agent replaced this one.
         Superseded = 6 "superseded",
-        /// Hello or Welcome did not come in time.
+        /// Hello or Welcome did not arrive in time.
         HandshakeTimeout = 7 "handshake_timeout",
-        /// Nothing was heard for too long.
+        /// The peer was silent for too long.
         Dead = 8 "dead",
         /// The credential is no longer accepted.
         CredentialRevoked = 9 "credential_revoked",
-        /// Too many sessions or connections.
+        /// The limit of sessions or connections is reached.
         Overloaded = 10 "overloaded",
-        /// The credential's time is over, and it was not renewed.
+        /// The credential has expired and was not renewed.
         CredentialExpired = 11 "credential_expired",
-        /// The node has as many sessions as it may have, or opened them too fast.
+        /// The node has reached its limit of sessions, or opened sessions too fast.
         TooManySessions = 12 "too_many_sessions",
     }
 }
 
 codes! {
-    /// Why an enrollment was refused.
+    /// The reason why an enrollment was refused.
     EnrollCode {
         /// The message does not parse.
         BadRequest = 1 "bad_request",
         /// The token is unknown or its secret is wrong.
         BadToken = 2 "bad_token",
-        /// The token's time is over.
+        /// The token has expired.
         TokenExpired = 3 "token_expired",
-        /// The token was used by another key.
+        /// Another key has already used the token.
         TokenUsed = 4 "token_used",
         /// The token is for another node.
         WrongNode = 5 "wrong_node",
-        /// Too many failures; try later.
+        /// The request exceeded a rate limit after too many failures. Retry later.
         RateLimited = 6 "rate_limited",
-        /// The server cannot issue now; try later.
+        /// The server cannot issue certificates at the moment. Retry later.
         Unavailable = 7 "unavailable",
-        /// An operator took the token back, or revoked the node's certificates.
+        /// An operator revoked the token or the node's certificates.
         Revoked = 8 "revoked",
-        /// The certificate ended too long ago to be renewed.
+        /// The certificate expired too long ago to be renewed.
         CertificateEnded = 9 "certificate_ended",
-        /// Agent's and server's clocks are too far apart.
+        /// The clocks of agent and server differ too much.
         ClockWrong = 10 "clock_wrong",
-        /// This server issues no certificates: its operator brings them.
+        /// This server issues no certificates, because the operator provides them.
         NotOffered = 11 "not_offered",
-        /// Whoever asks did not prove to hold the certificate that is to be renewed.
+        /// The requester did not prove that it holds the key of the certificate to renew.
         BadProof = 12 "bad_proof",
     }
 }
 
 impl CloseCode {
-    /// Whether the agent should try again at all; the others need a person.
+    /// Returns whether the agent should retry. The other codes need an operator.
     #[must_use]
     pub fn is_retryable(self) -> bool {
         match self {
@@ -166,7 +170,7 @@ impl CloseCode {
 }
 
 impl EnrollCode {
-    /// Whether the same request may succeed later without a person's help.
+    /// Returns whether the same request may succeed later without an operator.
     #[must_use]
     pub fn is_retryable(self) -> bool {
         match self {

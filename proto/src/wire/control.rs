@@ -12,74 +12,77 @@ use super::header::one_line;
 use super::name::{InstanceId, NodeName, SessionId};
 use super::pb;
 
-/// Most entries of a repeated field that are looked at.
+/// Maximum number of entries that are decoded from a repeated field.
 const REPEATED_FIELD_MAX: usize = 64;
 
-/// Capability of a server in Welcome: it answers `Renew`.
+/// The capability in Welcome of a server that answers `Renew`.
 pub const CAPABILITY_RENEW: &str = "renew";
 
-/// A message of the control stream, after its header and reply.
+/// A message of the control stream, sent after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlMessage {
-    /// Agent: who I am and what I speak.
+    /// Agent: introduces the agent with its name, versions and capabilities.
     Hello(Hello),
-    /// Server: admitted.
+    /// Server: admits the session.
     Welcome(Welcome),
-    /// Server, instead of Welcome: not admitted.
+    /// Server: rejects the session. Sent instead of Welcome.
     NotAdmitted(CloseCode, String),
-    /// Server: finish what runs within the given time, connect elsewhere.
+    /// Server: asks the agent to complete its open streams within this time and to connect
+    /// elsewhere.
     Drain(Duration),
-    /// Agent: open no more streams.
+    /// Agent: asks the server to open no more streams.
     Withdraw,
-    /// Either: the session ends on purpose.
+    /// Either end: closes the session on purpose.
     Bye(String),
-    /// Either: whether the sender has stopped hearing from its peer, which the peer cannot know when one way only is cut.
+    /// Either end: reports whether the sender has stopped receiving from its peer. The peer cannot
+    /// detect a partition of one direction.
     Suspect(bool),
-    /// Agent: another certificate, please, for the key of this request (PKCS#10, DER). Only to a server that is able to
-    /// [`CAPABILITY_RENEW`].
+    /// Agent: requests another certificate for the key of this PKCS#10 request (DER). Sent only to
+    /// a server with [`CAPABILITY_RENEW`].
     Renew(Vec<u8>),
-    /// Server: the answer to it.
+    /// Server: answers [`ControlMessage::Renew`].
     Renewed(EnrollReply),
-    /// A message of a later version; ignored.
+    /// A message of a later version, which is ignored.
     Unknown,
 }
 
-/// First message of an agent.
+/// The first message of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// Lowest and highest version spoken.
+    /// The lowest and highest supported protocol version.
     pub versions: (u32, u32),
-    /// Optional abilities by name; unknown ones are ignored.
+    /// Optional capabilities by name. Unknown ones are ignored.
     pub capabilities: Vec<String>,
-    /// Must equal the credential's name.
+    /// The node name. Must equal the name in the certificate.
     pub node_name: NodeName,
-    /// This process of the agent.
+    /// The id of the agent's process.
     pub instance: InstanceId,
-    /// Version of the agent's software, for people.
+    /// The version of the agent's software, for people.
     pub software: String,
-    /// What the agent takes for its node address: shown, never used for routing.
+    /// The address that the agent detected for its node. The server displays it and never uses it
+    /// for routing.
     pub node_ip: String,
 }
 
 /// The server's answer to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Welcome {
-    /// The version that holds from here on.
+    /// The negotiated protocol version.
     pub version: u32,
-    /// The session at this server.
+    /// The id of the session at this server.
     pub session: SessionId,
-    /// Abilities of the server.
+    /// The capabilities of the server.
     pub capabilities: Vec<String>,
-    /// How many streams the server may have open at once.
+    /// Maximum number of streams that the server may have open at once.
     pub streams_per_agent: u32,
-    /// Where sessions may go, `HOST:PORT`, this replica first.
+    /// The replicas that accept sessions, as `HOST:PORT`, this replica first.
     pub replicas: Vec<String>,
-    /// How long the agent may take to dial a target.
+    /// Time limit for the agent to dial a target.
     pub target_dial_timeout: Duration,
 }
 
 impl ControlMessage {
-    /// Appends the framed message. [`ControlMessage::Unknown`] becomes an empty one.
+    /// Appends the framed message. [`ControlMessage::Unknown`] is encoded as an empty message.
     ///
     /// # Errors
     /// [`FrameError::TooLarge`] above [`CONTROL_MESSAGE_MAX`].
@@ -122,7 +125,7 @@ impl ControlMessage {
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
     }
 
-    /// Decodes one frame's content.
+    /// Decodes the content of one frame.
     ///
     /// # Errors
     /// [`FrameError::Malformed`] or [`FrameError::Invalid`].

@@ -13,37 +13,40 @@ use super::header::one_line;
 use super::name::NodeName;
 use super::pb;
 
-/// Characters of a token's id.
+/// Number of characters in a token's id.
 pub const TOKEN_ID_LEN: usize = 12;
-/// Bytes of a token's secret (128 bits and more cannot be guessed).
+/// Number of bytes in a token's secret. 128 bits and more cannot be guessed.
 pub const TOKEN_SECRET_BYTES: usize = 24;
-/// Bytes of the CA's hash: SHA-256 of its SubjectPublicKeyInfo.
+/// Number of bytes in the CA's hash: the SHA-256 of its SubjectPublicKeyInfo.
 pub const CA_HASH_BYTES: usize = 32;
 
-/// Label of the TLS exporter (RFC 8446, section 7.5) that the key of a certificate signs when it has ended.
+/// The label of the TLS exporter (RFC 8446, section 7.5) whose output the key of an expired
+/// certificate signs.
 pub const RENEW_LABEL: &[u8] = b"culvert-renew";
-/// Bytes of the exporter that are signed.
+/// Number of exporter bytes that are signed.
 pub const RENEW_EXPORT_BYTES: usize = 32;
 
-/// What an agent sends to get its first certificate, or another one when the last has ended.
+/// The request by which an agent gets its first certificate, or renews an expired one.
 #[derive(Clone, PartialEq, Eq)]
 pub struct EnrollRequest {
-    /// The join token or ServiceAccount token as given to the agent; empty with a proof.
+    /// The join token or ServiceAccount token of the agent. Empty if `proof` is set.
     pub token: Zeroizing<String>,
-    /// PKCS#10 in DER; its names are ignored.
+    /// The PKCS#10 request in DER. Its names are ignored.
     pub csr: Vec<u8>,
-    /// The node that the agent believes to be.
+    /// The node name that the agent claims.
     pub node_name: NodeName,
-    /// What stands in for the token.
+    /// The proof that replaces the token when an expired certificate is renewed.
     pub proof: Option<RenewalProof>,
 }
 
-/// Shows that whoever asks holds the key of a certificate, on this very connection.
+/// A proof that the requester holds the key of a certificate. The proof is bound to this TLS
+/// connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenewalProof {
-    /// The certificate in DER, leaf first.
+    /// The certificate chain in DER, leaf first.
     pub chain: Vec<Vec<u8>>,
-    /// Its key's signature over [`RENEW_EXPORT_BYTES`] of the exporter with [`RENEW_LABEL`] and no context.
+    /// The signature by the certificate's key over [`RENEW_EXPORT_BYTES`] of the exporter with
+    /// [`RENEW_LABEL`] and no context.
     pub signature: Vec<u8>,
     /// The TLS SignatureScheme of the signature (RFC 8446, section 4.2.3).
     pub scheme: u16,
@@ -58,17 +61,17 @@ impl fmt::Debug for EnrollRequest {
     }
 }
 
-/// The answer.
+/// The reply to an [`EnrollRequest`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EnrollReply {
-    /// Certificates in DER.
+    /// The server issued a certificate. All certificates are DER.
     Issued {
-        /// Leaf first.
+        /// The issued chain, leaf first.
         chain: Vec<Vec<u8>>,
         /// The roots that servers of this installation chain to.
         roots: Vec<Vec<u8>>,
     },
-    /// No certificate, with a line for people.
+    /// The server issued no certificate. The text is a one-line reason for people.
     Refused(EnrollCode, String),
 }
 
@@ -92,7 +95,7 @@ impl EnrollRequest {
         encoded
     }
 
-    /// Decodes one frame's content.
+    /// Decodes the content of one frame.
     ///
     /// # Errors
     /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
@@ -155,7 +158,7 @@ impl EnrollReply {
         }
     }
 
-    /// Decodes one frame's content.
+    /// Decodes the content of one frame.
     ///
     /// # Errors
     /// [`FrameError::Malformed`].
@@ -164,15 +167,19 @@ impl EnrollReply {
     }
 }
 
-/// Whether a token is meant as a ServiceAccount token, a JSON web token: those begin with `{"` in base64url (RFC 7515,
-/// section 3.1), join tokens with an id that has no capital letters.
+/// Returns whether a token is a ServiceAccount token, which is a JSON web token. Such tokens begin
+/// with `{"` in base64url (RFC 7515, section 3.1). Join tokens begin with an id that has no capital
+/// letters.
 #[must_use]
 pub fn is_service_account_token(text: &str) -> bool {
     text.trim_start().starts_with("eyJ")
 }
 
-/// A join token: `ID.SECRET.CAHASH`. The id is public (logs, lists), the secret proves the right to enroll, the hash
-/// pins the server's CA, so that the token is never sent to anyone else. Without it the agent needs the CA itself.
+/// A join token: `ID.SECRET.CAHASH`.
+///
+/// The id is public (logs, lists). The secret proves the right to enroll. The hash pins the
+/// server's CA, so that the token is never sent to another server. An agent with a token without
+/// the hash needs the CA certificate.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     id: String,
@@ -180,10 +187,10 @@ pub struct JoinToken {
     ca_hash: Option<[u8; CA_HASH_BYTES]>,
 }
 
-/// Why a text is not a join token. The text itself is never repeated.
+/// The reason why a text is not a join token. The error never contains the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// Not two or three parts separated by dots.
+    /// The text does not have two or three parts separated by dots.
     #[error(
         "not a join token: expected ID.SECRET.CAHASH, as printed by 'tunnel-server token create'"
     )]
@@ -194,10 +201,10 @@ pub enum TokenError {
 }
 
 impl JoinToken {
-    /// Puts a token together.
+    /// Creates a token from its parts.
     ///
     /// # Errors
-    /// [`TokenError::InvalidPart`] when the id or the secret has another form than ours.
+    /// [`TokenError::InvalidPart`] when the id or the secret has an invalid form.
     pub fn new(
         id: &str,
         secret: &[u8],
@@ -217,28 +224,30 @@ impl JoinToken {
         })
     }
 
-    /// The public part.
+    /// Returns the public id.
     #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// The secret part.
+    /// Returns the bytes of the secret.
     #[must_use]
     pub fn secret(&self) -> &[u8] {
         &self.secret
     }
 
-    /// SHA-256 of the CA's SubjectPublicKeyInfo, unless the token came without; then the CA must be known otherwise.
+    /// Returns the SHA-256 of the CA's SubjectPublicKeyInfo. Returns `None` if the token has no
+    /// hash; the agent then needs the CA certificate.
     #[must_use]
     pub fn ca_hash(&self) -> Option<&[u8; CA_HASH_BYTES]> {
         self.ca_hash.as_ref()
     }
 
-    /// The token as text, with its secret: it is for whoever asks to wipe it.
+    /// Returns the token as text, including its secret. The caller must wipe the text.
     #[must_use]
     pub fn reveal(&self) -> String {
-        // Room for all of it at once: a text that grows leaves copies of itself behind.
+        // Allocate the full length at once, because a string that grows leaves copies of the secret
+        // in memory.
         let room = self.id.len() + 2 * self.secret.len() + 2 * CA_HASH_BYTES + 2;
         let mut text = String::with_capacity(room);
         text.push_str(&self.id);
@@ -284,7 +293,7 @@ impl FromStr for JoinToken {
     }
 }
 
-/// Lower-case hexadecimal.
+/// Encodes bytes as lower-case hexadecimal text.
 #[must_use]
 pub fn hex(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() * 2);
@@ -299,13 +308,13 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
     }
 }
 
-/// Bytes of a hexadecimal text, or `None`.
+/// Decodes hexadecimal text. Returns `None` if the text is not valid.
 #[must_use]
 pub fn decode_hex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
-    // Room for all of it at once, since it may be a secret.
+    // Allocate the full length at once, because the bytes may be a secret.
     let mut bytes = Vec::with_capacity(text.len() / 2);
     for pair in text.as_bytes().chunks_exact(2) {
         let digits = std::str::from_utf8(pair).ok()?;

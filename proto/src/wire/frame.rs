@@ -1,30 +1,33 @@
-//! Length-delimited framing of protobuf messages with a hard cap; pure functions over buffers.
+//! Length-delimited framing of protobuf messages with a hard cap. All functions are pure and work
+//! on buffers.
 //!
-//! A frame is the message's length as a protobuf varint, then the message. The length is checked against the cap
-//! before anything is allocated for it (the lesson of CVE-2026-62370).
+//! A frame is the message's length as a protobuf varint, followed by the message. The decoder
+//! checks the length against the cap before it allocates anything (see CVE-2026-62370).
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
 
-/// Cap of a stream header or reply, bytes. A header is a few dozen bytes; a host name adds at most 253.
+/// Cap of a stream header or reply, in bytes. A header is a few dozen bytes, and a host name adds
+/// at most 253.
 pub const STREAM_MESSAGE_MAX: usize = 4 * 1024;
-/// Cap of a control message, bytes. A Welcome lists replicas, so it is the largest.
+/// Cap of a control message, in bytes. Welcome is the largest, because it lists replicas.
 pub const CONTROL_MESSAGE_MAX: usize = 64 * 1024;
-/// Cap of an enrollment message, bytes (a CSR or a certificate chain with its roots).
+/// Cap of an enrollment message, in bytes (a CSR or a certificate chain with its roots).
 pub const ENROLL_MESSAGE_MAX: usize = 16 * 1024;
 
-/// A length prefix longer than this cannot be below any of our caps (5 x 7 bits hold 32 bits).
+/// Maximum bytes of a length prefix. A longer prefix cannot be below any cap (5 x 7 bits hold 32
+/// bits).
 const PREFIX_MAX: usize = 5;
 
-/// Why bytes are not a frame.
+/// The reason why bytes are not a valid frame.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum FrameError {
     /// The announced length exceeds the cap.
     #[error("message of {announced} bytes exceeds the limit of {limit}")]
     TooLarge {
-        /// What the prefix says.
+        /// The length in the prefix.
         announced: u64,
-        /// The cap in force.
+        /// The applicable cap.
         limit: usize,
     },
     /// The length prefix is not a varint of at most 32 bits.
@@ -33,7 +36,7 @@ pub enum FrameError {
     /// The message does not decode.
     #[error("message is malformed")]
     Malformed(#[from] prost::DecodeError),
-    /// The message decodes but a field breaks a rule.
+    /// The message decodes, but a field is invalid.
     #[error("message is invalid: {0}")]
     Invalid(&'static str),
 }
@@ -41,7 +44,7 @@ pub enum FrameError {
 /// Appends one frame to `out`.
 ///
 /// # Errors
-/// [`FrameError::TooLarge`] when the message exceeds `limit`; nothing is appended then.
+/// [`FrameError::TooLarge`] when the message exceeds `limit`. In this case nothing is appended.
 pub(crate) fn encode<M: Message>(
     message: &M,
     limit: usize,
@@ -62,10 +65,10 @@ pub(crate) fn encode<M: Message>(
     Ok(())
 }
 
-/// Takes the first frame from `buffer`, or `None` when it is not complete yet.
+/// Takes the first frame from `buffer`. Returns `None` if the frame is not complete yet.
 ///
 /// # Errors
-/// As [`FrameError`]; the buffer is then of no further use.
+/// [`FrameError`]. The buffer is not usable after an error.
 pub fn take(buffer: &mut BytesMut, limit: usize) -> Result<Option<Bytes>, FrameError> {
     let Some((length, prefix)) = parse_prefix(buffer, limit)? else {
         return Ok(None);
@@ -77,10 +80,11 @@ pub fn take(buffer: &mut BytesMut, limit: usize) -> Result<Option<Bytes>, FrameE
     Ok(Some(buffer.split_to(length).freeze()))
 }
 
-/// How many bytes to read next at most so as never to read beyond the first frame: 1 while the prefix is incomplete.
+/// Returns how many bytes the caller may read next without reading beyond the first frame. The
+/// result is 1 while the prefix is incomplete.
 ///
 /// # Errors
-/// As [`take`].
+/// As in [`take`].
 pub fn bytes_needed(buffer: &[u8], limit: usize) -> Result<usize, FrameError> {
     match parse_prefix(buffer, limit)? {
         None => Ok(1),
@@ -109,10 +113,10 @@ fn parse_prefix(buffer: &[u8], limit: usize) -> Result<Option<(usize, usize)>, F
     }
 }
 
-/// Puts a bare length prefix, for tests that announce what they do not send.
+/// Appends a length prefix without a message, for tests that announce more than they send.
 #[cfg(any(test, feature = "test-util"))]
 pub fn encode_length_prefix(length: u64, out: &mut BytesMut) {
-    // Writing to a growing buffer cannot fail for lack of room.
+    // Writing to a growing buffer cannot fail.
     let length = usize::try_from(length).unwrap_or(usize::MAX);
     let _infallible = prost::encode_length_delimiter(length, out);
 }

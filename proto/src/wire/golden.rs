@@ -1,4 +1,5 @@
-//! Captures of wire version 1 as its first release sends it. A change that turns these red breaks released peers.
+//! Captures of wire version 1 as its first release sends it. A change that fails these tests breaks
+//! released peers.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -309,7 +310,8 @@ fn names_of_the_protocols_are_as_released() {
 
 #[test]
 fn control_message_of_a_later_version_is_unknown_and_no_error() {
-    // Number 15 with a message in it, alone and behind fields without a number here; and nothing at all.
+    // Field 15 with a message in it, alone and after fields with unknown numbers, and an empty
+    // message.
     for later in ["7a020801", "a0062a7a020801", "a0062a", ""] {
         assert_eq!(
             ControlMessage::decode(&bytes(later)),
@@ -343,7 +345,7 @@ fn versions_are_agreed_on_both_ways_as_the_messages_carry_them() {
         ((0, 1), Some(1)),
         ((9, 1), None),
     ] {
-        // The server's header of the control stream, and the agent's answer to it.
+        // The server's header of the control stream, and the agent's reply.
         let header = StreamHeader::new(StreamKind::Control {
             version_min: range.0,
             version_max: range.1,
@@ -384,16 +386,17 @@ fn hello(versions: (u32, u32)) -> ControlMessage {
     })
 }
 
-/// What the first field of a message is.
+/// The content of the first field of a message.
 #[derive(Clone, Copy)]
 enum Inside {
-    /// A message of its own, below 128 bytes.
+    /// An embedded message below 128 bytes.
     Message,
     Value,
 }
 
-/// Each value is sent as its capture (with its length in front), and the capture is read as the value; so it is with
-/// fields of a later version in the message and in the message inside it.
+/// Checks that each value encodes to its capture (after its length), and that the capture decodes
+/// to the value. Repeats the decoding with fields of a later version in the message and in the
+/// embedded message.
 fn check<T: PartialEq + Debug>(
     captures: &[(&str, T)],
     (limit, inside): (usize, Inside),

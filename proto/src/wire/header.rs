@@ -1,4 +1,4 @@
-//! Typed stream header and reply: what the opener asks for and what the acceptor answers.
+//! Typed stream header and reply: the request of the opener and the answer of the acceptor.
 
 use bytes::BytesMut;
 use prost::Message;
@@ -8,38 +8,39 @@ use super::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use super::name::Port;
 use super::pb;
 
-/// Longest detail of a reply, bytes; longer ones are cut at a character boundary.
+/// Maximum length of a reply's detail, in bytes. Longer ones are truncated at a character boundary.
 const DETAIL_MAX: usize = 512;
-/// Longest `traceparent` that is passed on (W3C Trace Context has 55 characters in version 00).
+/// Maximum length of a `traceparent` that is forwarded, in bytes (W3C Trace Context has 55
+/// characters in version 00).
 pub const TRACE_PARENT_MAX: usize = 64;
-/// Longest host of a target: a DNS name or an IPv6 address with a zone.
+/// Maximum length of a target's host, in bytes: a DNS name or an IPv6 address with a zone.
 const HOST_MAX: usize = 253;
 
-/// First message of a stream, from its opener.
+/// The first message on a stream, sent by its opener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamHeader {
-    /// What the stream is.
+    /// The kind of the stream.
     pub kind: StreamKind,
-    /// W3C `traceparent` for the other end's logs; at most 64 bytes, empty when there is none.
+    /// W3C `traceparent` for the other end's logs. At most 64 bytes; empty if there is none.
     pub trace_parent: String,
 }
 
-/// What a stream is for.
+/// The kind of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamKind {
     /// The session's control stream, with the opener's version range.
     Control {
-        /// Lowest version spoken.
+        /// The lowest supported protocol version.
         version_min: u32,
-        /// Highest version spoken.
+        /// The highest supported protocol version.
         version_max: u32,
     },
-    /// Bytes to a TCP port.
+    /// A byte stream to a TCP port.
     Target(Target),
 }
 
-/// A TCP port as seen from the acceptor of the stream. The server chooses the class, the agent turns it into an
-/// address and applies its own policy to that.
+/// A TCP port as seen from the acceptor of the stream. The server chooses the class. The agent
+/// resolves the class to an address and applies its own dial policy to that address.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Target {
     /// A port of the agent's node address.
@@ -51,7 +52,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// The port.
+    /// Returns the port of the target.
     #[must_use]
     pub fn port(&self) -> Port {
         match self {
@@ -71,7 +72,7 @@ impl std::fmt::Display for Target {
 }
 
 impl StreamHeader {
-    /// A header without trace context.
+    /// Returns a header without trace context.
     #[must_use]
     pub fn new(kind: StreamKind) -> Self {
         Self {
@@ -113,7 +114,7 @@ impl StreamHeader {
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
 
-    /// Decodes one frame's content.
+    /// Decodes the content of one frame.
     ///
     /// # Errors
     /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
@@ -160,30 +161,30 @@ fn decode_target(target: pb::TargetStream) -> Result<Target, FrameError> {
     }
 }
 
-/// First message of the acceptor's half.
+/// The first message from the acceptor of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamReply {
-    /// The target is connected; `dialed` is its address, for logs.
+    /// The target is connected.
     Accepted {
-        /// The address that was dialled, empty when there is none.
+        /// The address that the acceptor dialed, for logs. Empty if there is none.
         dialed: String,
     },
-    /// The stream ends here.
+    /// The stream is refused and ends after this message.
     Refused(Refusal),
 }
 
-/// A refusal with its reason.
+/// A refusal with its code and detail.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("refused ({code}): {detail}")]
 pub struct Refusal {
-    /// Why, for programs.
+    /// The reason for programs.
     pub code: RefusalCode,
-    /// Why, for people: one line.
+    /// A one-line reason for people.
     pub detail: String,
 }
 
 impl StreamReply {
-    /// A refusal; the detail is cut to one line of 512 bytes.
+    /// Returns a refusal. The detail is truncated to one line of 512 bytes.
     #[must_use]
     pub fn refused(code: RefusalCode, detail: &str) -> Self {
         Self::Refused(Refusal {
@@ -212,7 +213,8 @@ impl StreamReply {
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
 
-    /// Decodes one frame's content. Text for people is made printable, since it ends in logs and answers.
+    /// Decodes the content of one frame. Text for people is made printable, because it is written
+    /// to logs and responses.
     ///
     /// # Errors
     /// [`FrameError::Malformed`].
@@ -227,8 +229,8 @@ impl StreamReply {
     }
 }
 
-/// One printable line of at most 512 bytes: control characters become spaces, so that a peer's text cannot forge log
-/// lines or header fields.
+/// Returns one printable line of at most 512 bytes. Control characters become spaces, so that a
+/// peer's text cannot forge log lines or header fields.
 #[must_use]
 pub fn one_line(text: &str) -> String {
     let mut line = String::new();

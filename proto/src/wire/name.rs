@@ -1,38 +1,39 @@
-//! Names that cross the wire or come from people: parsed once, then trusted.
+//! Names from the wire or from users. Each type validates its value once, when the value is parsed.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Longest DNS name in text form (RFC 1035, section 2.3.4, less the root label).
+/// Maximum length of a DNS name in text form (RFC 1035, section 2.3.4, less the root label).
 const NAME_MAX: usize = 253;
-/// Longest DNS label (RFC 1035, section 2.3.4).
+/// Maximum length of a DNS label (RFC 1035, section 2.3.4).
 const LABEL_MAX: usize = 63;
 
-/// Why a text is not a node name.
+/// The reason why a text is not a node name.
 #[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
 pub enum NameError {
-    /// Nothing, or only a dot.
+    /// The text is empty or only a dot.
     #[error("name is empty")]
     Empty,
-    /// More than 253 characters, or a label of more than 63.
+    /// The name has more than 253 characters, or a label of more than 63.
     #[error("name is too long")]
     TooLong,
-    /// A character outside a-z, 0-9, `-` and `.`, an empty label, or a label that begins or ends with `-`.
+    /// The name has a character outside a-z, 0-9, `-` and `.`, an empty label, or a label that
+    /// begins or ends with `-`.
     #[error("name is not a DNS subdomain (letters, digits, '-' and '.')")]
     Syntax,
-    /// It reads as an IP address, which a host name must not (RFC 1123, section 2.1).
+    /// The name reads as an IP address, which a host name must not (RFC 1123, section 2.1).
     #[error("name looks like an IP address")]
     Address,
 }
 
-/// A node's name: a DNS subdomain (RFC 1123), kept in lower case without a trailing dot.
+/// The name of a node: a DNS subdomain (RFC 1123), stored in lower case without a trailing dot.
 ///
-/// Names compare without case, as DNS does, because they are lowered when parsed.
+/// Comparison ignores case, as in DNS, because parsing converts names to lower case.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeName(Box<str>);
 
 impl NodeName {
-    /// The name in lower case without a trailing dot.
+    /// Returns the name in lower case without a trailing dot.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -77,18 +78,19 @@ impl fmt::Display for NodeName {
     }
 }
 
-/// One process of an agent: random, so that two hosts with one identity are told apart.
+/// The id of one agent process. The id is random, so that two hosts with one identity can be
+/// distinguished.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct InstanceId([u8; 16]);
 
 impl InstanceId {
-    /// From 16 random bytes.
+    /// Creates an id from 16 random bytes.
     #[must_use]
     pub fn new(random: [u8; 16]) -> Self {
         Self(random)
     }
 
-    /// The bytes as they travel.
+    /// Returns the bytes of the id as sent on the wire.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8; 16] {
         &self.0
@@ -103,7 +105,7 @@ impl fmt::Debug for InstanceId {
     }
 }
 
-/// A session at one server process, counted from 1.
+/// The id of a session at one server process, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
@@ -118,13 +120,13 @@ impl fmt::Display for SessionId {
 pub struct Port(std::num::NonZeroU16);
 
 impl Port {
-    /// The port, or `None` for 0.
+    /// Returns the port, or `None` for 0.
     #[must_use]
     pub fn new(number: u16) -> Option<Self> {
         std::num::NonZeroU16::new(number).map(Self)
     }
 
-    /// The number.
+    /// Returns the port number.
     #[must_use]
     pub fn get(self) -> u16 {
         self.0.get()
@@ -151,7 +153,7 @@ impl FromStr for Port {
     }
 }
 
-/// A text is not a port.
+/// The error for a text that is not a port.
 #[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
 #[error("port is not a number from 1 to 65535")]
 pub struct PortError;

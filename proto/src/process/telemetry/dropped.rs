@@ -1,4 +1,5 @@
-//! How many log lines were not written: a metric, and a line when the output takes lines again.
+//! Counts of log lines that were not written: a metric, and a log line when the output accepts
+//! lines again.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,13 +10,12 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use tracing::warn;
 
-/// The `target` of the line that says how many lines were lost.
+/// The `target` of the line that reports dropped lines.
 pub(super) const NOTICE: &str = module_path!();
 
 /// A process has one log, so it has one set of counters.
 pub(super) static DROPPED: DropCounters = DropCounters::new();
 
-/// Counters of the lines that were not written.
 #[derive(Debug)]
 pub(super) struct DropCounters {
     access: AtomicU64,
@@ -23,7 +23,7 @@ pub(super) struct DropCounters {
     limited: AtomicU64,
 }
 
-/// Lines that the output did not take.
+/// Counts of lines that the output did not accept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct DroppedCounts {
     pub(super) access: u64,
@@ -47,12 +47,12 @@ impl DropCounters {
         self.other.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a line that a [`LogRateLimit`](super::LogRateLimit) left out.
+    /// Counts a line that a [`LogRateLimit`](super::LogRateLimit) suppressed.
     pub(super) fn add_limited(&self) {
         self.limited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What the output did not take since the start.
+    /// Returns the counts of lines that the output did not accept since the start.
     pub(super) fn snapshot(&self) -> DroppedCounts {
         DroppedCounts {
             access: self.access.load(Ordering::Relaxed),
@@ -62,7 +62,7 @@ impl DropCounters {
 }
 
 impl DroppedCounts {
-    /// What was lost after `earlier` was read.
+    /// Returns the counts of lines that were dropped after `earlier`.
     pub(super) fn since(self, earlier: Self) -> Self {
         Self {
             access: self.access.saturating_sub(earlier.access),
@@ -84,7 +84,7 @@ impl DroppedCounts {
     }
 }
 
-/// Shows the lines that were not written as `log_lines_dropped_total`, by kind.
+/// The collector that exports the counts as `log_lines_dropped_total`, by kind.
 #[derive(Debug)]
 pub struct DroppedLines;
 

@@ -1,6 +1,9 @@
-//! Where log lines leave the process: a bounded queue, and one thread that writes. Logging a line never waits for the output.
-//! Access lines, of which there is one a request, wait a moment for others and leave together; any other line leaves at
-//! once, behind those that wait. When the queue is full, lines are dropped and counted, access lines first.
+//! The log output: a bounded queue, and one thread that writes. Logging a line never waits for the
+//! output.
+//!
+//! Each request logs an access log line. These lines wait for a short time and are written in
+//! batches. Any other line is written at once, after the lines that are queued. When the queue is
+//! full, lines are dropped and counted, access log lines first.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -9,36 +12,38 @@ use std::time::Duration;
 
 use super::dropped::{DropCounters, DroppedCounts};
 
-/// How long an access line waits for others: nobody who reads a log sees it, and 1,000 requests a second are 20 writes.
+/// Time that an access log line waits for others. Readers of a log do not notice the delay, and
+/// 1,000 requests a second are 20 writes.
 const BATCH_DELAY: Duration = Duration::from_millis(20);
-/// Bytes of access lines that wait for no more: the queue must not fill while the output could take them.
+/// Bytes of access log lines that are written without further delay. The queue must not fill while
+/// the output could accept them.
 const BATCH_BYTES: usize = 64 * 1024;
-/// Capacity that a queue retains between two writes; a burst gives its memory back.
+/// Capacity that a queue retains between two writes. The memory of a burst is released.
 const RETAINED_BYTES: usize = 2 * BATCH_BYTES;
-/// How often an output that failed is tried, and windows of repeated lines are looked at.
+/// Time between attempts on a failed output, and between checks of rate limit windows.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause of a non-blocking output that has no room.
+/// Pause before the next attempt on a non-blocking output that is full.
 const WOULD_BLOCK_DELAY: Duration = Duration::from_millis(10);
-/// How long a task that panicked waits for its line to be written: an abort that follows would take the line with it.
+/// Time that a task that panicked waits until its line is written. A subsequent abort would lose
+/// the line.
 const PANIC_WAIT: Duration = Duration::from_millis(100);
-/// How long the end of the process waits for an output that takes nothing.
+/// Time that the end of the process waits for a blocked output.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a line is, and so who goes first when the queue is full.
+/// The kind of a line. The kind decides which lines are dropped first when the queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LineKind {
-    /// An access line.
     Access,
-    /// Any line that is none of the others.
+    /// Any line of no other kind.
     Other,
-    /// A panic.
     Panic,
-    /// How many lines were lost. The thread that writes logs it, and no second one before that is written.
+    /// The notice that reports the number of dropped lines. The writer thread logs it, and never a
+    /// second one before the first is written.
     Notice,
 }
 
 impl LineKind {
-    /// Bytes in the queue beyond which a line is dropped.
+    /// Returns the number of queued bytes above which a line of this kind is dropped.
     fn queue_limit(self) -> usize {
         match self {
             Self::Access => 256 * 1024,
@@ -49,15 +54,15 @@ impl LineKind {
     }
 }
 
-/// Lines on their way to `W`, in their order.
+/// The queue of lines for the output `W`, in order.
 #[derive(Debug)]
 pub(super) struct BatchWriter<W> {
-    /// Held by the thread that writes while it does.
+    /// The writer thread holds this lock while it writes.
     out: Mutex<LineOutput<W>>,
     queue: Mutex<Queue>,
-    /// For the thread that writes.
+    /// Wakes the writer thread.
     changed: Condvar,
-    /// For those who wait for that thread.
+    /// Wakes threads that wait for the writer thread.
     progress: Condvar,
     dropped: &'static DropCounters,
 }
@@ -65,19 +70,21 @@ pub(super) struct BatchWriter<W> {
 #[derive(Debug, Default)]
 struct Queue {
     lines: Batch,
-    /// A line waits that is to leave at once.
+    /// Whether a queued line must be written at once.
     urgent: bool,
-    /// Lines that were ever queued, and those of them that were written or lost.
+    /// `queued` counts all lines that were ever queued. `done` counts those that were written or
+    /// dropped.
     queued: u64,
     done: u64,
-    /// A panic waited in vain: no other one does before the output has taken something.
+    /// Set when a panic waited until its timeout. No other panic waits before the output has
+    /// accepted something.
     stalled: bool,
     closed: bool,
-    /// The thread has ended: a line is written by the thread that logs it.
+    /// Set when the writer thread has ended. The thread that logs a line writes the line itself.
     finished: bool,
 }
 
-/// Whole lines, and where each ends.
+/// Complete lines, and the end offset of each.
 #[derive(Debug, Default)]
 struct Batch {
     bytes: Vec<u8>,
@@ -87,7 +94,7 @@ struct Batch {
 #[derive(Debug)]
 struct LineOutput<W> {
     out: W,
-    /// It failed inside a line: the next one must not continue that.
+    /// Set when the output failed inside a line. The next line must not continue that line.
     is_mid_line: bool,
 }
 
@@ -119,7 +126,8 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         })
     }
 
-    /// Queues a whole line, or drops and counts it. Waits for nothing, except that a panic gives the output a moment.
+    /// Queues a complete line, or drops and counts it. Only a panic waits, for a limited time,
+    /// until its line is written.
     pub(super) fn push(&self, line: &[u8], kind: LineKind) {
         let mut queue = lock(&self.queue);
         if queue.finished {
@@ -148,7 +156,8 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         }
     }
 
-    /// Writes a line after the thread has ended, unless the output still holds that up.
+    /// Writes a line after the writer thread has ended. Drops the line if another thread holds the
+    /// output.
     fn write_unqueued(&self, line: &[u8], kind: LineKind) {
         let mut out = match self.out.try_lock() {
             Ok(out) => out,
@@ -164,12 +173,13 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         match kind {
             LineKind::Access => self.dropped.add_access(),
             LineKind::Other | LineKind::Panic => self.dropped.add_other(),
-            // What it says is said again.
+            // The next notice includes the counts of this one.
             LineKind::Notice => {}
         }
     }
 
-    /// Waits until something is to be written, or for [`RETRY_INTERVAL`] with `is_due`; false when there will be no more.
+    /// Waits until there is something to write, or, with `is_due`, at most [`RETRY_INTERVAL`].
+    /// Returns false when the queue is closed.
     fn wait(&self, is_due: bool) -> bool {
         let queue = lock(&self.queue);
         let is_idle = |queue: &mut Queue| queue.lines.bytes.is_empty() && !queue.closed;
@@ -192,7 +202,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         !waited.unwrap_or_else(PoisonError::into_inner).0.closed
     }
 
-    /// Writes all that waits. `batch` is room for it.
+    /// Writes all queued lines. `batch` is a reusable buffer.
     fn flush(&self, batch: &mut Batch) -> WriteOutcome {
         {
             let mut queue = lock(&self.queue);
@@ -213,19 +223,20 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     }
 }
 
-/// What became of a batch.
+/// The result of writing a batch.
 #[derive(Debug, Clone, Copy, Default)]
 struct WriteOutcome {
-    /// The output took some of it.
+    /// Whether the output accepted a part of the batch.
     some: bool,
-    /// It did not take the last line.
+    /// Whether the output failed at the last line.
     is_failing: bool,
-    /// It did not take the notice.
+    /// Whether the output failed at the notice.
     notice_dropped: bool,
 }
 
 impl<W: Write> LineOutput<W> {
-    /// Writes a batch, and calls `count_dropped` for each line that the output fails at; it is tried again with the next line.
+    /// Writes a batch. Calls `count_dropped` for each line at which the output fails, and continues
+    /// with the next line.
     fn write(&mut self, batch: &Batch, count_dropped: impl Fn(LineKind)) -> WriteOutcome {
         let (mut from, mut result) = (0, WriteOutcome::default());
         while let Some(rest) = batch.bytes.get(from..).filter(|rest| !rest.is_empty()) {
@@ -253,25 +264,27 @@ impl<W: Write> LineOutput<W> {
     }
 }
 
-/// The thread that writes. Dropped, it writes the last lines, and from then on a line is written by the thread that logs it; an output
-/// that takes nothing is left to the end of the process after [`FLUSH_TIMEOUT`].
+/// The writer thread. Dropping the handle writes the last lines. After that, the thread that logs a
+/// line writes the line itself. A blocked output is abandoned after [`FLUSH_TIMEOUT`].
 #[derive(Debug)]
 pub(super) struct Flusher<W: Write + Send + 'static> {
     writer: Arc<BatchWriter<W>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread logs between writes.
+/// Logs events of the logging itself between writes.
 pub(super) trait LogReporter: Send + 'static {
-    /// Logs how many lines were lost, as [`LineKind::Notice`].
+    /// Logs how many lines were dropped, as [`LineKind::Notice`].
     fn dropped(&mut self, dropped: DroppedCounts);
-    /// Logs what is due; with `is_last`, all there is. Says whether something will be due later.
+    /// Logs what is due, or everything with `is_last`. Returns whether something will be due later.
     fn report_due(&mut self, is_last: bool) -> bool;
 }
 
 impl<W: Write + Send + 'static> Flusher<W> {
+    /// Starts the writer thread.
+    ///
     /// # Errors
-    /// There can be no further thread.
+    /// When the thread cannot be started.
     pub(super) fn start(
         writer: Arc<BatchWriter<W>>,
         reporter: impl LogReporter,
@@ -287,7 +300,8 @@ impl<W: Write + Send + 'static> Flusher<W> {
     }
 }
 
-/// Lines are written by the threads that log them from its drop on, also when the thread that writes has panicked.
+/// A guard that marks the writer thread as ended when dropped, also after a panic. From then on,
+/// the threads that log lines write them.
 struct FinishGuard<'a, W>(&'a BatchWriter<W>);
 
 impl<W> Drop for FinishGuard<'_, W> {
@@ -308,7 +322,8 @@ fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl Lo
         is_due = reporter.report_due(!is_open);
         let snapshot = writer.dropped.snapshot();
         let dropped = snapshot.since(reported);
-        // While lines fail, the notice would; without any, it is what tries the output again.
+        // While lines fail, the notice would fail, too. Without other lines, the notice tests the
+        // output again.
         let should_report = !dropped.is_empty() && !is_failing;
         if should_report {
             reporter.dropped(dropped);
@@ -344,7 +359,7 @@ impl<W: Write + Send + 'static> Drop for Flusher<W> {
     }
 }
 
-/// Writes until all is written or the output fails; then how much was written.
+/// Writes all of `data`. If the output fails, returns how many bytes were written.
 fn write_all(out: &mut impl Write, data: &[u8]) -> Result<(), usize> {
     let mut written = 0;
     while let Some(rest) = data.get(written..).filter(|rest| !rest.is_empty()) {
@@ -373,7 +388,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// An output that tells each write, and takes it only when it may.
+    /// An output that reports each write and accepts a write only when the test permits it.
     struct GatedWriter {
         sender: mpsc::Sender<String>,
         permits: mpsc::Receiver<()>,
@@ -438,7 +453,7 @@ mod tests {
         )
     }
 
-    /// Writes the notice as a line of the test.
+    /// A reporter that writes the notice as a line of the test.
     struct TestReporter<W>(Arc<BatchWriter<W>>);
 
     impl<W: Write + Send + 'static> LogReporter for TestReporter<W> {
@@ -464,7 +479,7 @@ mod tests {
         writer.push(b"b\n", LineKind::Access);
         permit.send(()).unwrap();
         let mut all = written.recv().unwrap();
-        // A machine that is that slow may see the first alone.
+        // On a slow machine the first line may arrive alone.
         while all != "a\nb\n" {
             permit.send(()).unwrap();
             all += &written.recv().unwrap();
@@ -497,19 +512,21 @@ mod tests {
         assert_eq!(written.try_iter().collect::<String>(), "b\n");
     }
 
-    /// A reader of the log that stands still stops nobody; access lines go first, and what is missing is counted.
+    /// A blocked reader of the log blocks no task. Access log lines are dropped first, and dropped
+    /// lines are counted.
     #[test]
     fn slow_output_blocks_no_task_and_dropped_lines_are_counted() {
         let (writer, written, permit) = writer();
         let flusher = start(&writer);
         let access = format!("{}\n", "x".repeat(1023));
         let other = format!("{}\n", "y".repeat(1023));
-        // None of it is taken, so all of this would stand still if a line waited for the output.
+        // The output accepts none of these lines. The loop would block if logging a line waited for
+        // the output.
         for _ in 0..10_000 {
             writer.push(access.as_bytes(), LineKind::Access);
         }
         let dropped = writer.dropped.snapshot();
-        // What the thread holds, and what waits in the queue.
+        // The batch that the thread holds, and the lines in the queue.
         let most = 2 * LineKind::Access.queue_limit() / 1024;
         assert!(dropped.access >= 10_000 - most as u64, "{dropped:?}");
         assert_eq!(dropped.other, 0);
@@ -555,7 +572,7 @@ mod tests {
         assert_eq!(written.recv_timeout(LONG).unwrap(), "a\n");
     }
 
-    /// Of many panics under an output that stands still, one waits.
+    /// Many threads panic while the output is blocked. Only one of them waits.
     #[test]
     fn panic_waits_for_its_line_only_once_while_the_output_is_blocked() {
         let (writer, written, permit) = writer();
@@ -569,7 +586,7 @@ mod tests {
         assert_eq!(written.try_iter().collect::<String>(), "a\nb\n");
     }
 
-    /// An output that fails a number of times, in the middle of a line if it is long.
+    /// An output that fails a number of times, in the middle of a line if the line is long.
     struct FailingWriter {
         failures: usize,
         sender: mpsc::Sender<Vec<u8>>,
@@ -626,7 +643,8 @@ mod tests {
         assert_eq!(text(&written), "lo\nb\nlost 1 0\n");
     }
 
-    /// Nothing else may come that shows that the disk has room again.
+    /// The notice is written although no other line follows that would show that the disk has space
+    /// again.
     #[test]
     fn output_that_works_again_gets_the_notice_without_another_line() {
         let (writer, written) = failing(2);

@@ -1,4 +1,5 @@
-//! Lines that others can cause at will: a few a minute are written, the rest is counted and reported in one line.
+//! Rate limits for log lines that others can cause at will: a few lines a minute are written, and
+//! one line reports how many more there were.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,16 +8,18 @@ use tracing::warn;
 
 use super::dropped::DROPPED;
 
-/// Lines of a kind that are written in one [`WINDOW`].
+/// Lines of one kind that are written in one [`WINDOW`].
 const LINES_PER_WINDOW: u32 = 10;
-/// Begins with the first line of a kind.
+/// Length of a window. A window begins with the first line of a kind.
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Limits with an open window that is used up: their rest is reported when it ends. There are as many as statics in the code.
+/// Limits whose window is open and used up. Their counts are reported when the window ends. The
+/// number of entries is bounded by the number of statics in the code.
 static EXHAUSTED: Mutex<Vec<&'static LogRateLimit>> = Mutex::new(Vec::new());
 
-/// Lets ten lines of one kind through in a minute. When the minute is over, one WARN line says how many more there were, if
-/// [`start`](super::start) was called. For lines that a peer can cause without a credential, or as often as it likes.
+/// A limit of ten log lines of one kind per minute. When the minute is over, one WARN line reports
+/// how many more there were, if [`start`](super::start) was called. Use it for lines that a peer
+/// can cause without a credential, or as often as it likes.
 #[derive(Debug)]
 pub struct LogRateLimit {
     kind: &'static str,
@@ -27,13 +30,13 @@ pub struct LogRateLimit {
 struct Window {
     started: Option<Instant>,
     lines: u32,
-    /// Not reported yet.
+    /// Number of suppressed lines that are not reported yet.
     suppressed: u64,
     is_listed: bool,
 }
 
 impl LogRateLimit {
-    /// A limit of its own; `kind` names the lines in the one that says how many more there were.
+    /// Creates a limit. `kind` names the lines in the report of suppressed lines.
     #[must_use]
     pub const fn new(kind: &'static str) -> Self {
         Self {
@@ -47,13 +50,14 @@ impl LogRateLimit {
         }
     }
 
-    /// Whether a line may be written; when not, it is counted.
+    /// Returns whether a line may be written. If not, the line is counted.
     #[must_use]
     pub fn admit(&'static self) -> bool {
         let (is_admitted, is_new) = {
             let mut window = lock(&self.window);
             let is_admitted = window.admit(Instant::now());
-            // Before the line is logged, which wakes the thread that reports.
+            // Register the limit before the line is logged, because the line wakes the thread that
+            // reports.
             let is_new =
                 window.lines == LINES_PER_WINDOW && !std::mem::replace(&mut window.is_listed, true);
             (is_admitted, is_new)
@@ -87,7 +91,7 @@ impl Window {
             .is_none_or(|started| now.saturating_duration_since(started) >= WINDOW)
     }
 
-    /// How many were left out, once the window is over.
+    /// Returns the number of suppressed lines if the window is over.
     fn take(&mut self, now: Instant, is_last: bool) -> Option<u64> {
         if !is_last && !self.is_over(now) {
             return None;
@@ -97,8 +101,8 @@ impl Window {
     }
 }
 
-/// Logs how many lines of each kind were left out in a window that is over; with `is_last`, in every window. Says whether
-/// one is still open.
+/// Logs how many lines of each kind were suppressed in windows that are over; with `is_last`, in
+/// every window. Returns whether a window is still open.
 pub(super) fn report(is_last: bool) -> bool {
     let now = Instant::now();
     let mut ended = Vec::new();

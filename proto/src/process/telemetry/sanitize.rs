@@ -1,4 +1,5 @@
-//! The last step of a log line: whatever text of others came into it, it stays one line of visible characters.
+//! Sanitizes log lines: whatever text from others a line contains, the output is one line of
+//! visible characters.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -13,23 +14,23 @@ use super::dropped::NOTICE;
 use super::log_writer::{BatchWriter, LineKind};
 use crate::process::panics;
 
-/// How a line becomes plain.
+/// The output format for which a line is sanitized.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sanitizer {
-    /// What is replaced is escaped as in JSON strings.
+    /// Whether replaced characters are escaped as in JSON strings.
     pub(super) json: bool,
-    /// The colours are ours. Those of others were escaped before, by the formatter.
+    /// Whether color sequences are preserved. They are ours; the formatter has already escaped
+    /// those of others.
     pub(super) colors: bool,
 }
 
-/// Makes writers of whole lines to standard error.
+/// A factory of writers of complete lines to standard error.
 #[derive(Debug)]
 pub(super) struct MakeLineWriter {
     pub(super) sanitizer: Sanitizer,
     pub(super) log_writer: Arc<BatchWriter<Stderr>>,
 }
 
-/// Writes one line.
 pub(super) struct LineWriter<'a> {
     factory: &'a MakeLineWriter,
     kind: LineKind,
@@ -59,7 +60,8 @@ impl<'a> MakeWriter<'a> for MakeLineWriter {
 }
 
 impl Write for LineWriter<'_> {
-    /// Takes a whole line with its end, as the formatter gives it. Never fails and never waits for the output.
+    /// Queues a complete line with its line end, as the formatter provides it. Never fails and
+    /// never waits for the output.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let escaped = std::str::from_utf8(line).map(|text| self.factory.sanitizer.escaped(text));
         let out = escaped.as_deref().map_or(line, str::as_bytes);
@@ -67,7 +69,7 @@ impl Write for LineWriter<'_> {
         Ok(line.len())
     }
 
-    /// A line leaves when its time has come.
+    /// Does nothing. The writer thread decides when a line is written.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
@@ -79,7 +81,7 @@ impl Sanitizer {
             Some(text) => (text, "\n"),
             None => (line, ""),
         };
-        // Nearly all lines are of such letters alone.
+        // Nearly all lines contain only such characters.
         let is_printable = |byte: u8| (b' '..=b'~').contains(&byte);
         if text.bytes().all(is_printable) || !text.chars().any(|letter| self.is_hidden(letter)) {
             return Cow::Borrowed(line);
@@ -99,7 +101,8 @@ impl Sanitizer {
         Cow::Owned(escaped)
     }
 
-    /// Controls of both sets, ends of lines and paragraphs, and what makes text run backwards (Unicode's Bidi_Control).
+    /// Returns whether a character must be escaped: C0 and C1 controls, line and paragraph
+    /// separators, and characters that reverse the text direction (Unicode's Bidi_Control).
     fn is_hidden(self, letter: char) -> bool {
         match letter {
             '\x1b' => !self.colors,

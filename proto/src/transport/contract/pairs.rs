@@ -1,4 +1,4 @@
-//! Joined sessions of each transport.
+//! Pairs of connected sessions for each transport.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

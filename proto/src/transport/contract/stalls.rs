@@ -1,4 +1,4 @@
-//! Readers that stall, beside others that do not.
+//! Readers that stall, next to others that do not.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
@@ -21,14 +21,15 @@ pub(super) async fn five_hundred_stalled_readers_stop_nobody(pair: Pair) {
     stalled_readers_stop_nobody(pair, 512).await;
 }
 
-/// Streams that nobody reads, filled at the same time; then 100 busy ones that all make progress.
+/// Fills streams that have no reader at the same time. Then checks that 100 busy streams all make
+/// progress.
 async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
     pair.acceptor.set_max_concurrent_streams(2048);
     let mut stalled = Vec::new();
     let mut writers = JoinSet::new();
     for _ in 0..count {
         let (mut opened, mut accepted) = pair.stream().await;
-        // A reader that waited before it stalled, as one behind a full pipe has.
+        // This reader waited before it stalled, like a reader behind a full pipe.
         let waited = timeout(Duration::ZERO, opened.read(&mut [0; 1])).await;
         assert!(waited.is_err(), "nothing was sent");
         stalled.push(opened);
@@ -55,7 +56,7 @@ async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
         writers.try_join_next().is_none(),
         "a stalled stream is not cut"
     );
-    // Nothing was lost for the slow: each one reads what it was sent.
+    // Slow readers lose nothing: each one reads what the peer sent to it.
     for mut opened in stalled {
         let mut first = vec![0; 64 << 10];
         within(opened.read_exact(&mut first)).await.unwrap();
@@ -74,14 +75,14 @@ pub(super) async fn one_byte_frames_wait_for_a_stalled_reader(pair: Pair) {
         }
         within(accepted.shutdown()).await.unwrap();
     }]);
-    // Others go on meanwhile, and the session lives.
+    // Other streams continue in the meantime, and the session stays open.
     for _ in 0..20 {
         let (mut opened, mut accepted) = pair.stream().await;
         accepted.write_all(b"others").await.unwrap();
         within(accepted.shutdown()).await.unwrap();
         assert_eq!(read_all(&mut opened).await.unwrap(), b"others");
     }
-    // The window holds all of it, so the writer is done although nobody has read.
+    // The window holds all of it, so the writer finishes although the reader has not read.
     within(writer.join_all()).await;
     assert!(read_all(&mut stalled).await.unwrap() == pattern(COUNT));
 }

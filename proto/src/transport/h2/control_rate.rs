@@ -1,19 +1,21 @@
-//! Bounds the rate of control frames that a peer sends while it moves no data: each costs this end a poll of h2, and SETTINGS and
-//! PING an answer.
+//! Limits the rate of control frames from a peer that moves no data. Each frame costs this end a
+//! poll of h2, and SETTINGS and PING also cost an answer.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Control frames a second that a peer may send without data. Keep-alive and probes need fewer than one.
+/// Control frames per second that a peer may send without data. Keep-alive and probes need fewer
+/// than one.
 const FRAMES_PER_SECOND: u64 = 10_000;
-/// Each KiB of data, in either direction, allows one frame more: a receiver of bulk sends WINDOW_UPDATE and no DATA.
+/// Each KiB of data, in either direction, allows one more frame. A receiver of bulk data sends
+/// WINDOW_UPDATE and no DATA.
 const BYTES_PER_FRAME: u64 = 1024;
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// The client's connection preface (RFC 9113, section 3.4), which is no frame.
+/// Length of the client's connection preface (RFC 9113, section 3.4), which is not a frame.
 pub(super) const PREFACE_BYTES: usize = 24;
-/// Frame header: length (24 bits), type, flags, stream id (RFC 9113, section 4.1).
+/// Length of a frame header: length (24 bits), type, flags, stream id (RFC 9113, section 4.1).
 const HEADER_BYTES: usize = 9;
 
 const DATA: u8 = 0;
@@ -21,12 +23,13 @@ const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const CONTINUATION: u8 = 9;
 
-/// The peer sent control frames at a rate that serves nothing.
+/// The error for a peer that floods the connection with control frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("peer sends more than {FRAMES_PER_SECOND} control frames a second without data")]
 pub(super) struct ControlFlood;
 
-/// Reads frame headers off the bytes of a connection and counts the frames in windows of one second.
+/// A counter of a connection's frames in windows of one second. The counter parses the frame
+/// headers in the connection's bytes.
 #[derive(Debug)]
 pub(super) struct ControlRate {
     /// Bytes until the next frame header.
@@ -39,7 +42,7 @@ pub(super) struct ControlRate {
 }
 
 impl ControlRate {
-    /// Begins `skip` bytes before the first frame header.
+    /// Creates a counter for a connection on which `skip` bytes precede the first frame header.
     pub(super) fn new(skip: usize) -> Self {
         Self {
             skip,
@@ -51,7 +54,7 @@ impl ControlRate {
         }
     }
 
-    /// Counts what was sent to the peer.
+    /// Counts bytes sent to the peer.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.data_bytes += bytes as u64;
     }
@@ -88,7 +91,7 @@ impl ControlRate {
         Ok(())
     }
 
-    /// Takes a whole frame header.
+    /// Counts a frame after its header is complete.
     fn frame(&mut self) {
         let [high, middle, low, kind, ..] = self.header;
         let length = u32::from_be_bytes([0, high, middle, low]);
@@ -98,7 +101,8 @@ impl ControlRate {
             DATA => self.data_bytes += u64::from(length),
             // A stream that begins may need a WINDOW_UPDATE.
             HEADERS => self.data_bytes += BYTES_PER_FRAME,
-            // h2 bounds CONTINUATION (CVE-2024-27316); RST_STREAM costs it a look-up, and a session has to outlive bursts.
+            // h2 limits CONTINUATION (CVE-2024-27316). RST_STREAM costs h2 only a lookup, and a
+            // session must survive bursts of it.
             RST_STREAM | CONTINUATION => {}
             _control_or_unknown => self.frames += 1,
         }

@@ -1,9 +1,15 @@
-//! The one task that talks to h2: moves streams' bytes, answers and asks PING, and closes without losing what was sent.
+//! The driver is the only task that uses h2. It moves the bytes of streams, sends and answers PING,
+//! and closes a session without losing sent data.
 //!
 //! ```text
-//! running --close()--> flushing --sent halves written, 1 s--> telling --reason written, 1 s--> leaving --FIN seen, 1 s--> over
-//!    +------- reason of the peer, or connection lost --------------------------------------------^
-//!    +------- GOAWAY --> refused --reason of the peer, 1 s---------------------------------------^
+//! Running      --close()-------------------------> Flushing
+//! Flushing     --sent halves written, or 1 s-----> SendingClose
+//! SendingClose --close message written, or 1 s---> ShuttingDown
+//! ShuttingDown --FIN received, or 1 s------------> end
+//! Running      --peer's close message------------> ShuttingDown
+//! Running      --connection lost-----------------> end
+//! Running      --GOAWAY--------------------------> Refused
+//! Refused      --peer's close message, or 1 s----> ShuttingDown
 //! ```
 
 use std::future::Future;
@@ -32,14 +38,14 @@ use crate::transport::{CloseReason, ClosedBy, SessionSettings};
 use crate::wire::close::SessionClose;
 use crate::wire::code::CloseCode;
 
-/// How long each step of a close may take.
+/// Time limit for each step of a close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The same when the peer is taken for dead.
+/// Time limit for each step of a close when the peer is considered dead.
 const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(50);
-/// Rounds of h2 and streams in one poll, before others get their turn.
+/// Rounds of h2 and streams in one poll, before other tasks run.
 const ROUNDS_PER_POLL: usize = 8;
 
-/// Either role of h2: the server's end of a session opens the streams, so it is h2's client.
+/// Either role of h2. The server's end of a session opens the streams, so it is h2's client.
 pub(super) enum Connection<S> {
     Client(h2::client::Connection<ConnIo<S>, Bytes>),
     Server(h2::server::Connection<ConnIo<S>, Bytes>),
@@ -48,7 +54,7 @@ pub(super) enum Connection<S> {
 type Accepted = (http::Request<RecvStream>, h2::server::SendResponse<Bytes>);
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Runs the connection; a request of the peer, or its end.
+    /// Polls the connection. Returns a request of the peer, or the end of the connection.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Accepted>, h2::Error>> {
         match self {
             Self::Client(client) => Pin::new(client).poll(cx).map_ok(|()| None),
@@ -87,10 +93,10 @@ pub(super) struct Driver<S> {
     ping_sent_at: Option<Instant>,
     ticks: Interval,
     keep_alive: bool,
-    /// What was heard, and when that was last more than before.
+    /// The number of bytes received, and the time when it last increased.
     last_received: (u64, Instant),
     idle_timeout: Duration,
-    /// The stream that carries what ends the session.
+    /// The stream that carries the close message.
     close_stream: Option<Arc<StreamShared>>,
     close_message: BytesMut,
     state: DriverState,
@@ -99,7 +105,7 @@ pub(super) struct Driver<S> {
 
 enum DriverState {
     Running,
-    /// The peer takes no more streams, and may still say why.
+    /// The peer accepts no more streams. It may still send a close message.
     Refused(h2::Error, Pin<Box<Sleep>>),
     Flushing(CloseCode, String, Pin<Box<Sleep>>),
     SendingClose(Pin<Box<Sleep>>),
@@ -115,7 +121,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         settings: &SessionSettings,
     ) -> Self {
         let every = match settings.keep_alive {
-            // +- 20 %, so that agents of one start do not beat in step.
+            // +- 20 %, so that agents that start together do not send in step.
             Some(every) => every.mul_f64(rand::random_range(0.8..1.2)),
             None => settings.idle_timeout / 4,
         };
@@ -141,7 +147,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// For the server's end, which opens the stream that carries what ends the session.
+    /// Sets the close stream. For the server's end, which opens that stream.
     pub(super) fn with_close_stream(mut self, close_stream: Option<Arc<StreamShared>>) -> Self {
         self.close_stream = close_stream;
         self
@@ -202,7 +208,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Some((code, reason)) = commands.close
             && matches!(self.state, DriverState::Running | DriverState::Refused(..))
         {
-            // A peer that is not there acknowledges nothing: it is told, and not waited for.
+            // A dead peer acknowledges nothing. The driver sends the close message and does not
+            // wait.
             if code == CloseCode::Dead {
                 self.close_timeout = CLOSE_TIMEOUT_DEAD;
             }
@@ -210,7 +217,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// A stream that the peer opened.
+    /// Accepts a stream that the peer opened.
     fn accept_stream(
         &mut self,
         request: http::Request<RecvStream>,
@@ -282,14 +289,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// Takes everything out of h2 that it has received.
+    /// Takes all received data out of h2.
     fn drain(&mut self, cx: &mut Context<'_>) {
         for pump in self.pumps.iter_mut() {
             pump.drain(cx);
         }
     }
 
-    /// Looks whether the peer said why it leaves.
+    /// Handles the peer's close message, if it has arrived.
     fn read_close_message(&mut self, cx: &mut Context<'_>) {
         let Some(close_stream) = &self.close_stream else {
             return;
@@ -301,13 +308,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 code: close.code,
                 reason: close.reason,
             });
-            // What came before the reason counts; polling the set stops early, so each is asked.
+            // Data that arrived before the close message counts. Polling the set stops early, so
+            // poll each pump.
             self.drain(cx);
             self.finish();
         }
     }
 
-    /// The steps of a close.
+    /// Performs the steps of a close.
     fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             match &mut self.state {
@@ -347,7 +355,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                     }
                     self.finish();
                 }
-                // The connection's own end is what `drive` waits for.
+                // `drive` waits for the end of the connection.
                 DriverState::ShuttingDown(limit) => return limit.as_mut().poll(cx),
             }
         }
@@ -369,7 +377,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         self.state = DriverState::SendingClose(Box::pin(sleep(self.close_timeout)));
     }
 
-    /// GOAWAY, close_notify and FIN; whatever has not ended is cut.
+    /// Sends GOAWAY, close_notify and FIN. Streams that have not ended are cut.
     fn finish(&mut self) {
         if matches!(self.state, DriverState::ShuttingDown(_)) {
             return;
@@ -384,14 +392,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 
     fn handle_end(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
-        // What came in the same breath as the end counts, and may say why.
+        // Data that arrived together with the end counts, and may include the close message.
         self.drain(cx);
         self.read_close_message(cx);
         let verdict = tls::alert_meaning(self.shared.conn_state.alert());
         let reason = match error {
             None => network(CloseCode::Dead, "connection was closed without a reason"),
             Some(error) => match error.get_io() {
-                // A TLS alert, or bytes that are not TLS.
+                // The cause is a TLS alert, or bytes that are not TLS.
                 Some(io) if io.kind() == std::io::ErrorKind::InvalidData => {
                     network(CloseCode::Protocol, &io.to_string())
                 }

@@ -1,4 +1,5 @@
-//! The TLS connection under h2, with what h2 does not tell: how much was heard, and whether all of it was written.
+//! The TLS connection below h2. It records what h2 does not report: how much was received, and
+//! whether everything was written.
 
 use std::io;
 use std::pin::Pin;
@@ -13,14 +14,14 @@ use tokio::time::{Sleep, sleep};
 use super::control_rate::ControlRate;
 use crate::tls;
 
-/// Bytes that h2 reads in one turn of the driver. Many small frames must not pile up inside h2, which ends the
-/// connection then; after a turn they are moved to their streams.
+/// Bytes that h2 reads in one poll of the driver. Many small frames must not accumulate inside h2,
+/// because h2 would close the connection. After each poll the driver moves them to their streams.
 const READ_PER_POLL_MAX: usize = 256 * 1024;
-/// How long the close reads on after its own end: closing with unread data would be a reset that takes the last words
-/// away from the peer.
+/// Time for which a closed connection continues to read. A close with unread data would send a
+/// reset, and the peer would lose the last data.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// What the driver learns from the connection under h2.
+/// The state of the connection below h2, for the driver.
 #[derive(Debug, Default)]
 pub(super) struct ConnState {
     received: AtomicU64,
@@ -28,12 +29,13 @@ pub(super) struct ConnState {
     blocked: AtomicBool,
     ending: AtomicBool,
     is_eof_deferred: AtomicBool,
-    /// The TLS alert that ended the connection; close_notify (0) otherwise. h2 keeps only the text of an error.
+    /// The TLS alert that ended the connection; otherwise close_notify (0). h2 preserves only the
+    /// text of an error.
     alert: AtomicU8,
 }
 
 impl ConnState {
-    /// Bytes received inside TLS.
+    /// Returns the number of bytes received inside TLS.
     pub(super) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
@@ -42,28 +44,29 @@ impl ConnState {
         self.read_this_poll.store(0, Ordering::Relaxed);
     }
 
-    /// Whether everything that h2 had to say has been given to the system. True after h2 was polled and wrote all.
+    /// Returns whether all output of h2 has been written to the socket. True after h2 was polled
+    /// and wrote everything.
     pub(super) fn is_flushed(&self) -> bool {
         !self.blocked.load(Ordering::Relaxed)
     }
 
-    /// The connection has ended and h2 does not know yet: it forgets which halves were whole when it is told, so what it
-    /// holds is taken out first.
+    /// Returns whether the connection has ended and h2 has not been informed yet. h2 forgets which
+    /// halves were complete when it sees the end, so the driver takes out its data first.
     pub(super) fn has_eof(&self) -> bool {
         self.ending.load(Ordering::Relaxed)
     }
 
-    /// The TLS alert by which the peer ended the connection, if it was one.
+    /// Returns the TLS alert by which the peer ended the connection, or 0.
     pub(super) fn alert(&self) -> u8 {
         self.alert.load(Ordering::Relaxed)
     }
 
-    /// From here on h2 is not told of the end before [`ConnState::release_eof`].
+    /// Hides the end of the connection from h2 until [`ConnState::release_eof`].
     pub(super) fn defer_eof(&self) {
         self.is_eof_deferred.store(true, Ordering::Relaxed);
     }
 
-    /// h2 may be told.
+    /// Lets h2 see the end of the connection.
     pub(super) fn release_eof(&self) {
         self.is_eof_deferred.store(false, Ordering::Relaxed);
     }
@@ -73,7 +76,7 @@ impl ConnState {
     }
 }
 
-/// The connection itself.
+/// The connection, wrapped for h2.
 pub(super) struct ConnIo<S> {
     inner: S,
     conn_state: Arc<ConnState>,
@@ -177,7 +180,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
         flushed
     }
 
-    /// close_notify and FIN, then the peer's last bytes until its own end, at most [`LINGER`].
+    /// Sends close_notify and FIN. Then reads the peer's last bytes until the peer closes, for at
+    /// most [`LINGER`].
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         let linger = match &mut this.linger {

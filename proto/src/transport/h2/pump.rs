@@ -1,4 +1,5 @@
-//! Moves one stream's bytes between h2 and its buffers. All pumps run inside the session's driver.
+//! Moves the bytes of one stream between h2 and the stream's buffers. All pumps run inside the
+//! session's driver.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -13,13 +14,13 @@ use super::stream::{Output, StreamShared, StreamState};
 use crate::transport::StreamCut;
 use crate::wire::code::ResetCode;
 
-/// Our reset codes on the wire, clear of HTTP/2's own.
+/// Offset of our reset codes on the wire, so that they do not collide with HTTP/2's own.
 const CODE_OFFSET: u32 = 0x1000;
-/// Most bytes that one stream asks the window for at once: streams share the connection's window, and capacity that one
-/// holds unused is missing elsewhere.
+/// Maximum capacity that one stream reserves at once. Streams share the connection's window, and
+/// capacity that one stream holds unused is not available to the others.
 const RESERVE_MAX_BYTES: usize = 32 * 1024;
 
-/// Streams whose end is in h2's queue.
+/// Streams whose end is in h2's send queue.
 #[derive(Debug, Default)]
 pub(super) struct Queued(Mutex<Vec<Arc<StreamShared>>>);
 
@@ -50,13 +51,14 @@ impl Queued {
     }
 }
 
-/// Where the peer's half comes from.
+/// The source of the peer's half.
 pub(super) enum Input {
     Response(ResponseFuture),
     Body(RecvStream),
 }
 
-/// One stream inside the driver; ready when both halves are done. Dropped earlier, the session is lost for it.
+/// One stream inside the driver. The future completes when both halves have ended. If it is dropped
+/// earlier, the stream reports that the session is lost.
 pub(super) struct Pump {
     shared: Arc<StreamShared>,
     send: SendStream<Bytes>,
@@ -79,7 +81,7 @@ impl Pump {
         }
     }
 
-    /// Takes what h2 holds of the peer's half, before h2 forgets it.
+    /// Takes the received data of the peer's half out of h2, before h2 discards it.
     pub(super) fn drain(&mut self, cx: &mut Context<'_>) {
         let shared = self.shared.clone();
         let mut state = shared.lock();
@@ -130,7 +132,7 @@ impl Pump {
             Output::Queued | Output::Flushed | Output::Cut(_) => return,
         }
         let stopped = match self.send.poll_reset(cx) {
-            // h2 gives the reason of a GOAWAY here, too.
+            // h2 returns the reason of a GOAWAY here, too.
             Poll::Ready(Ok(_)) if state.input_end == Some(Err(StreamCut::SessionLost)) => {
                 Some(StreamCut::SessionLost)
             }
@@ -222,7 +224,8 @@ impl Future for Pump {
         match (&state.input_end, sent) {
             (Some(_), true) => Poll::Ready(()),
             (None, true) if state.is_discarding => {
-                // What is unread is not wanted; NO_ERROR says that our half was whole (RFC 9113, section 8.1).
+                // Unread data is not wanted. NO_ERROR tells the peer that our half was complete
+                // (RFC 9113, section 8.1).
                 this.send.send_reset(Reason::NO_ERROR);
                 this.shared.end_input(&mut state, Ok(()));
                 Poll::Ready(())
@@ -244,7 +247,7 @@ impl Drop for Pump {
     }
 }
 
-/// What an error of h2 means for the stream: a reset by the peer, or the loss of the connection.
+/// Maps an error of h2 to a stream error: a reset by the peer, or the loss of the connection.
 fn stream_cut(error: &h2::Error, by_peer: impl FnOnce(ResetCode) -> StreamCut) -> StreamCut {
     match error.reason() {
         Some(reason) if error.is_reset() => by_peer(reset_code(reason)),
@@ -255,7 +258,7 @@ fn stream_cut(error: &h2::Error, by_peer: impl FnOnce(ResetCode) -> StreamCut) -
 fn reset_code(reason: Reason) -> ResetCode {
     match u32::from(reason).checked_sub(CODE_OFFSET) {
         Some(number) => ResetCode::from_number(number),
-        // HTTP/2's own codes: NO_ERROR after a whole half, or the library's.
+        // HTTP/2's own codes: NO_ERROR after a complete half, or a code from the library.
         None => ResetCode::Dropped,
     }
 }

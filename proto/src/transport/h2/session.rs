@@ -1,4 +1,4 @@
-//! A session over one h2 connection: what its users hold. The driver does the work.
+//! A session over one h2 connection, as its users see it. The driver does the work.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -26,33 +26,33 @@ use crate::transport::{
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
-/// What the session's users and its driver share.
+/// The state that the session's users and its driver share.
 #[derive(Debug)]
 pub(super) struct SessionShared {
     commands: Mutex<Commands>,
     pub(super) conn_state: Arc<ConnState>,
     pub(super) queued: Arc<Queued>,
-    /// Halves that were shut down and are not written yet.
+    /// Number of halves that were shut down and are not written yet.
     pub(super) unflushed_halves: Arc<AtomicUsize>,
     pub(super) acknowledged: AtomicU64,
     pub(super) rtt_micros: AtomicU64,
     pub(super) closed: watch::Sender<Option<CloseReason>>,
-    /// Cancelled when the peer has opened the stream that carries what ends the session.
+    /// Canceled when the peer has opened the close stream.
     pub(super) established: CancellationToken,
-    /// Cancelled when the driver has gone, and the connection with it.
+    /// Canceled when the driver and its connection have ended.
     pub(super) terminated: CancellationToken,
-    /// Opens streams; only the server's end has it, and it goes when the session closes.
+    /// Opens streams. Set only at the server's end, and removed when the session closes.
     pub(super) opener: Mutex<Option<SendRequest<Bytes>>>,
 }
 
-/// What users ask of the driver.
+/// Commands of users to the driver.
 #[derive(Debug, Default)]
 pub(super) struct Commands {
     pub(super) pumps: Vec<Pump>,
     pub(super) probe: bool,
     pub(super) close: Option<(CloseCode, String)>,
     pub(super) window: Option<u64>,
-    /// The driver has gone; nothing is taken any more.
+    /// The driver has ended and accepts no more commands.
     pub(super) terminated: bool,
     driver: Option<Waker>,
 }
@@ -77,7 +77,7 @@ impl SessionShared {
         self.commands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves something for the driver and wakes it.
+    /// Adds a command for the driver and wakes the driver.
     pub(super) fn send_command(&self, write: impl FnOnce(&mut Commands)) {
         let mut commands = self.lock();
         if commands.terminated {
@@ -89,7 +89,7 @@ impl SessionShared {
         }
     }
 
-    /// What was left since the last time; `driver` is woken for the next.
+    /// Takes the commands since the last call. Later commands wake `driver`.
     pub(super) fn take_commands(&self, driver: &Waker) -> Commands {
         let mut commands = self.lock();
         let taken = std::mem::take(&mut *commands);
@@ -98,7 +98,7 @@ impl SessionShared {
         taken
     }
 
-    /// Nothing is taken any more; what was left is lost.
+    /// Rejects further commands and drops the pending ones.
     pub(super) fn terminate(&self) {
         let mut commands = self.lock();
         commands.terminated = true;
@@ -109,7 +109,7 @@ impl SessionShared {
         self.terminated.cancel();
     }
 
-    /// Says how the session ended, unless that is known.
+    /// Sets the reason for the end of the session, unless it is already set.
     pub(super) fn set_closed(&self, reason: CloseReason) {
         self.closed.send_if_modified(|closed| {
             let first = closed.is_none();
@@ -118,7 +118,8 @@ impl SessionShared {
         });
     }
 
-    /// Waits until the server has spoken: only then has it judged the agent's certificate (RFC 8446, section 4.4.2.4).
+    /// Waits until the server has opened the close stream. Only then has the server accepted the
+    /// agent's certificate (RFC 8446, section 4.4.2.4).
     pub(super) async fn established(&self) -> Result<(), CloseReason> {
         let mut closed = self.closed.subscribe();
         tokio::select! {
@@ -130,7 +131,8 @@ impl SessionShared {
         }
     }
 
-    /// Why no more streams can be opened: the peer said so (GOAWAY), or the numbers of streams are used up.
+    /// Returns the error if no more streams can be opened: the peer sent GOAWAY, or the stream ids
+    /// are used up.
     pub(super) fn refused(&self, cx: &mut Context<'_>) -> Option<h2::Error> {
         let mut opener = self.opener.lock().unwrap_or_else(PoisonError::into_inner);
         match opener.as_mut()?.poll_ready(cx) {
@@ -155,7 +157,7 @@ impl SessionShared {
             .clone()
     }
 
-    /// Opens an h2 stream on `path` whose first bytes are `first`.
+    /// Opens an h2 stream on `path` and sends `first` as its first bytes.
     pub(super) async fn request(
         &self,
         path: &'static str,
@@ -205,9 +207,9 @@ impl std::fmt::Debug for H2Session {
     }
 }
 
-/// Path of the requests that are streams.
+/// URI of the requests that carry streams.
 pub(super) const STREAM_URI: &str = "https://culvert/stream";
-/// Path of the one request that carries what ends the session.
+/// URI of the request that carries the close message.
 pub(super) const CLOSE_STREAM_URI: &str = "https://culvert/session";
 
 #[async_trait]
@@ -279,7 +281,7 @@ impl Session for H2Session {
         self.opening.store(false, Ordering::Relaxed);
     }
 
-    /// A connection allows from the start what its settings say.
+    /// Does nothing. The connection's initial settings determine the limit.
     fn set_max_concurrent_streams(&self, _count: u32) {}
 
     fn has_room(&self) -> bool {
@@ -290,7 +292,8 @@ impl Session for H2Session {
         self.stop_opening();
         self.shared
             .send_command(|commands| commands.close = Some((code, reason.to_owned())));
-        // Bounded by the driver: a second each for what was sent, the reason and the last bytes.
+        // The driver bounds the wait: one second each for the sent data, the close message and the
+        // last bytes.
         self.shared.terminated.cancelled().await;
     }
 

@@ -1,7 +1,8 @@
-//! One h2 stream: buffers between the task that uses it and the driver, which alone talks to h2.
+//! One h2 stream: buffers between the task that uses the stream and the driver. Only the driver
+//! uses h2.
 //!
-//! What is written meanwhile goes out as one frame when the driver comes by; what h2 received is taken out of it at once
-//! and its window is given back when it is read here.
+//! Written data is buffered until the driver sends it as one frame. The driver takes received data
+//! out of h2 at once, and releases its window when the user has read it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,33 +18,34 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::transport::{RawStream, ReadMonitor, StreamCut};
 use crate::wire::code::ResetCode;
 
-/// Bytes written that wait for the driver; a writer beyond it waits.
+/// Bytes that may wait for the driver. A writer waits while the buffer is full.
 const WRITE_BUFFER_BYTES: usize = 64 * 1024;
-/// A received piece below this is copied together with its neighbours: it would keep a whole read buffer alive.
+/// A received piece below this size is copied and joined with its neighbors, because it would keep
+/// a whole read buffer in memory.
 const COALESCE_BELOW_BYTES: usize = 4 * 1024;
 
-/// What the user of a stream and the driver share.
+/// The state that the user of a stream and the driver share.
 #[derive(Debug)]
 pub(super) struct StreamShared {
     state: Mutex<StreamState>,
     read_monitor: Arc<ReadMonitor>,
-    /// Halves of the session that were shut down and are not written yet.
+    /// Number of the session's halves that were shut down and are not written yet.
     unflushed_halves: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
 pub(super) struct StreamState {
     read_buffer: ReadBuffer,
-    /// How the peer's half ended.
+    /// The end of the peer's half.
     pub(super) input_end: Option<Result<(), StreamCut>>,
-    /// Nobody reads any more: what comes is dropped.
+    /// Set when the user reads no more. Received data is dropped.
     pub(super) is_discarding: bool,
     reader: Option<Waker>,
-    /// Gives window back for what was read.
+    /// Releases window for data that was read.
     pub(super) flow_control: Option<FlowControl>,
     pub(super) write_buffer: BytesMut,
     pub(super) output: Output,
-    /// Cut both directions with this code.
+    /// A code with which the driver must cut both directions.
     pub(super) reset: Option<ResetCode>,
     writer: Option<Waker>,
     pub(super) pump: Option<Waker>,
@@ -53,16 +55,16 @@ pub(super) struct StreamState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Open,
-    /// To be ended behind what is in the outbox.
+    /// The half ends after the data in the write buffer.
     Finishing,
-    /// Its end is in h2's queue.
+    /// The end of the half is in h2's send queue.
     Queued,
-    /// Its end was given to the system.
+    /// The end of the half was written to the socket.
     Flushed,
     Cut(StreamCut),
 }
 
-/// Received bytes in order; small pieces are joined.
+/// Received bytes in order. Small pieces are joined.
 #[derive(Debug, Default)]
 struct ReadBuffer {
     pieces: VecDeque<Bytes>,
@@ -86,7 +88,7 @@ impl ReadBuffer {
         }
     }
 
-    /// Moves bytes to `out` and says how many.
+    /// Moves bytes to `out` and returns their number.
     fn take(&mut self, out: &mut ReadBuf<'_>) -> usize {
         let before = out.filled().len();
         while out.remaining() > 0 {
@@ -118,7 +120,7 @@ impl ReadBuffer {
 }
 
 impl StreamShared {
-    /// A stream whose `first` bytes are to be sent at once.
+    /// Creates a stream that sends `first` at once.
     pub(super) fn new(
         first: BytesMut,
         read_monitor: Arc<ReadMonitor>,
@@ -151,7 +153,7 @@ impl StreamShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in what h2 received.
+    /// Adds data that h2 received.
     pub(super) fn receive(&self, state: &mut StreamState, piece: Bytes) {
         if state.is_discarding {
             return state.release_capacity(piece.len());
@@ -161,17 +163,18 @@ impl StreamShared {
         wake(&mut state.reader);
     }
 
-    /// The peer's half has ended.
+    /// Records the end of the peer's half.
     pub(super) fn end_input(&self, state: &mut StreamState, end: Result<(), StreamCut>) {
         state.input_end.get_or_insert(end);
-        // What is unread stays charged; the connection's window must not wait for the other half to end.
+        // Unread data stays charged. The connection's window must not wait for the other half to
+        // end.
         let unread = state.read_buffer.unread;
         state.release_capacity(unread);
         state.flow_control = None;
         wake(&mut state.reader);
     }
 
-    /// The sent half has come further.
+    /// Sets the state of the sent half.
     pub(super) fn set_output(&self, state: &mut StreamState, output: Output) {
         let counts = |output| matches!(output, Output::Finishing | Output::Queued);
         match (counts(state.output), counts(output)) {
@@ -187,7 +190,7 @@ impl StreamShared {
         wake(&mut state.writer);
     }
 
-    /// The end of the sent half was given to the system.
+    /// Records that the end of the sent half was written to the socket.
     pub(super) fn flushed(&self) {
         let mut state = self.lock();
         if state.output == Output::Queued {
@@ -196,7 +199,7 @@ impl StreamShared {
         }
     }
 
-    /// The driver has gone: whatever has not ended is cut.
+    /// Cuts both halves where they have not ended, because the driver has ended.
     pub(super) fn mark_lost(&self) {
         let mut state = self.lock();
         self.end_input(&mut state, Err(StreamCut::SessionLost));
@@ -214,22 +217,22 @@ impl StreamState {
         if bytes > 0
             && let Some(flow_control) = &mut self.flow_control
         {
-            // An error means that the stream was reset, and its window with it.
+            // An error means that the stream was reset, which released its window.
             let _gone = flow_control.release_capacity(bytes);
         }
     }
 
-    /// Wakes the driver, which is told nothing else: it looks at everything.
+    /// Wakes the driver, which then checks the whole state.
     pub(super) fn wake_pump(&mut self) {
         wake(&mut self.pump);
     }
 
-    /// The outbox has room again.
+    /// Wakes the writer, because the write buffer has room again.
     pub(super) fn wake_writer(&mut self) {
         wake(&mut self.writer);
     }
 
-    /// Takes all bytes out of the inbox, for the session's own messages.
+    /// Takes all bytes out of the read buffer, for the session's own messages.
     pub(super) fn drain_into(&mut self, out: &mut BytesMut) {
         let mut chunk = [0; 512];
         loop {
@@ -259,7 +262,7 @@ fn register_waker(slot: &mut Option<Waker>, cx: &Context<'_>) {
     }
 }
 
-/// The user's end.
+/// The user's end of a stream.
 #[derive(Debug)]
 pub(super) struct H2Stream(pub(super) Arc<StreamShared>);
 
@@ -276,7 +279,7 @@ impl RawStream for H2Stream {
         state.wake_pump();
     }
 
-    /// h2 has no word for it before the own half has ended: until then what comes is dropped.
+    /// Discards received data. HTTP/2 has no message for this before the sent half has ended.
     fn stop(&mut self, _code: ResetCode) {
         let mut state = self.0.lock();
         state.is_discarding = true;

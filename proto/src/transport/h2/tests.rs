@@ -1,4 +1,5 @@
-//! The transport against peers that do not keep the rules, and what only frames show.
+//! Tests of the transport against peers that violate the rules, and of behavior that only frames
+//! show.
 
 use std::future::Future;
 use std::io;
@@ -37,18 +38,19 @@ use raw::{
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 const WINDOW: u32 = 256 << 10;
-/// What a stream takes behind its first message when nobody reads.
+/// The bytes that a stream accepts after its first message when nobody reads.
 const ALMOST_WINDOW: u64 = WINDOW as u64 - 1024;
 const STREAMS: u32 = 256;
-/// A raw peer with these never makes ours wait.
+/// Windows with which a raw peer never makes our end wait.
 const WIDE: Windows = Windows {
     stream: 1 << 30,
     connection: 1 << 30,
 };
-/// What the process may grow by during an attack. The raw peer lives in it, too.
+/// Maximum growth of the process's memory during an attack. The raw peer runs in the same process.
 const GROWTH_MAX: u64 = 64 << 20;
 
-/// What a raw peer allows ours to send: on each stream, and beyond the first 64 KiB on the connection.
+/// The window that a raw peer grants: on each stream, and beyond the first 64 KiB on the
+/// connection.
 #[derive(Clone, Copy)]
 struct Windows {
     stream: u32,
@@ -81,7 +83,7 @@ fn agent() -> Role {
     Role::Agent("worker-1".parse().unwrap())
 }
 
-/// Our server's end and a raw agent that has said nothing yet.
+/// Returns our server's end and a raw agent that has sent nothing yet.
 async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     let ca = TestCa::new();
     let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
@@ -99,7 +101,7 @@ async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     });
     let theirs = Box::pin(async {
         let socket = TcpSocket::new_v4().unwrap();
-        // What waits here unread stands between the two ends.
+        // The buffer limits the unread data between the two ends.
         socket.set_recv_buffer_size(64 << 10).unwrap();
         let socket = socket.connect(address).await.unwrap();
         socket.set_nodelay(true).unwrap();
@@ -110,7 +112,7 @@ async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     within(async { tokio::join!(ours, theirs) }).await
 }
 
-/// Our server's end and a raw agent that allows this much.
+/// Returns our server's end and a raw agent that grants these windows.
 async fn with_raw_agent(windows: Windows) -> (Arc<dyn Session>, RawPeer) {
     let (session, mut raw) = joined_by_agent().await;
     raw.reader.preface().await;
@@ -120,7 +122,7 @@ async fn with_raw_agent(windows: Windows) -> (Arc<dyn Session>, RawPeer) {
     (session, raw)
 }
 
-/// Our agent's end, dialling, and a raw server that has said nothing yet.
+/// Returns our agent's end, which is still dialing, and a raw server that has sent nothing yet.
 async fn joined_by_server(streams: u32) -> (Dialed, RawPeer) {
     let ca = TestCa::new();
     let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
@@ -143,7 +145,7 @@ async fn joined_by_server(streams: u32) -> (Dialed, RawPeer) {
     (dialed, RawPeer::new(tls.unwrap()))
 }
 
-/// Our agent's end and a raw server that allows this much.
+/// Returns our agent's end and a raw server that grants these windows.
 async fn with_raw_server(streams: u32, windows: Windows) -> (Arc<dyn Session>, RawPeer) {
     let (mut dialed, mut raw) = joined_by_server(streams).await;
     raw.send(PREFACE).await;
@@ -186,7 +188,7 @@ fn accepted_reply(dialed: &str) -> StreamReply {
     }
 }
 
-/// A stream opened by our server's end, accepted by the raw agent; its number.
+/// Returns a stream that our server's end opened and the raw agent accepted, and its id.
 async fn opened(session: &Arc<dyn Session>, raw: &mut RawPeer) -> (Stream, u32) {
     let mut stream = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
     let head = within(raw.reader.next_of_kind(HEADERS)).await;
@@ -199,7 +201,7 @@ async fn opened(session: &Arc<dyn Session>, raw: &mut RawPeer) -> (Stream, u32) 
     (stream, head.stream)
 }
 
-/// What opens a stream, without an account of its bytes.
+/// Returns the frames that open a stream. The raw peer does not account for their bytes.
 fn opening(stream: u32) -> Vec<u8> {
     let head = raw::request(stream, "/stream");
     [head, raw::frame(DATA, 0, stream, &header_bytes())].concat()
@@ -211,7 +213,7 @@ async fn open_raw(raw: &mut RawPeer, stream: u32) {
     raw.send_data(stream, 0, &header_bytes()).await;
 }
 
-/// The next stream at our agent's end that is not cut.
+/// Returns the next stream at our agent's end that is not cut.
 async fn accepted(session: &Arc<dyn Session>) -> Stream {
     loop {
         let incoming = within(session.accept()).await.unwrap();
@@ -227,20 +229,21 @@ async fn read_all(stream: &mut Stream) -> io::Result<Vec<u8>> {
     within(stream.read_to_end(&mut got)).await.map(|_| got)
 }
 
-/// How reading the stream to its end fails.
+/// Reads the stream to its end and returns the error.
 async fn cut(stream: &mut Stream) -> StreamCut {
     let error = read_all(stream).await.unwrap_err();
     *find_cause::<StreamCut>(&error).unwrap()
 }
 
-/// The session still serves: a question and its answer pass between it and the raw agent.
+/// Asserts that the session still works: a question and its answer pass between the session and the
+/// raw agent.
 async fn assert_serves_raw_agent(session: &Arc<dyn Session>, raw: &mut RawPeer) {
     let (mut stream, id) = opened(session, raw).await;
     raw.send(&raw::frame(DATA, END_STREAM, id, b"answer")).await;
     assert_eq!(read_all(&mut stream).await.unwrap(), b"answer");
 }
 
-/// The session still serves: a question of the raw server on `stream` is answered.
+/// Asserts that the session still works: a question of the raw server on `stream` is answered.
 async fn assert_serves_raw_server(session: &Arc<dyn Session>, raw: &mut RawPeer, stream: u32) {
     open_raw(raw, stream).await;
     let mut served = accepted(session).await;
@@ -254,7 +257,8 @@ async fn assert_serves_raw_server(session: &Arc<dyn Session>, raw: &mut RawPeer,
     assert!(!answer.payload.is_empty());
 }
 
-/// The peer broke the protocol and was told so with `code`; nothing panicked on the way.
+/// Asserts that the peer received GOAWAY with `code`, and that the session was closed for a
+/// protocol violation without a panic.
 async fn assert_protocol_close(
     session: &Arc<dyn Session>,
     raw: RawPeer,
@@ -266,7 +270,7 @@ async fn assert_protocol_close(
         (Some(code), true),
         "{outcome:?}"
     );
-    // Our end waits for the peer's, at most 1 s.
+    // Our end waits for the peer's end, at most 1 s.
     drop(raw);
     let reason = within(session.closed()).await;
     assert_eq!(
@@ -276,14 +280,14 @@ async fn assert_protocol_close(
     );
 }
 
-/// Bytes of memory that this process holds; 0 where the system does not tell.
+/// Returns the resident memory of this process in bytes, or 0 where the system does not report it.
 fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text.split(' ').nth(1).and_then(|pages| pages.parse().ok());
     pages.unwrap_or(0) * 4096
 }
 
-/// Fails when the process holds much more than `before`.
+/// Fails when the process uses much more memory than `before`.
 fn assert_bounded(before: u64) {
     let grown = resident().saturating_sub(before);
     assert!(grown < GROWTH_MAX, "grown by {grown} bytes");

@@ -1,13 +1,16 @@
-//! How many datagrams may wait for connections that are slower than their peers.
+//! Limits on the datagrams that wait for connections that are slower than their peers.
 //!
-//! quinn queues the datagrams of a connection for its task without a bound. A peer can make them dear to process (frames of one
-//! byte by the hundred), handshake done or not, and would fill the memory with those that wait.
+//! quinn queues the datagrams of a connection for the connection's task without a limit. A peer can
+//! send datagrams that are expensive to process (hundreds of one-byte frames), before or after the
+//! handshake. The waiting datagrams would exhaust the memory.
 //!
-//! The length of such a queue cannot be read. Counted is what is queued while the task runs, and from then on until a run
-//! empties the queue, less what each run takes. A run is long for such datagrams, so that its first one counts already.
+//! The length of such a queue cannot be read. The backlog counts the datagrams that are queued
+//! while the task runs, and after that until a run empties the queue, minus those that each run
+//! takes. A run with expensive datagrams is long, so the count includes its first run.
 //!
-//! Connections report to the endpoint through a queue without a bound, too: a datagram of RETIRE_CONNECTION_ID frames makes
-//! 575 reports, and the endpoint takes 128 of them in a run. While it has not emptied that queue, each connection runs once.
+//! Connections also report to the endpoint through a queue without a limit. A datagram of
+//! RETIRE_CONNECTION_ID frames makes 575 reports, and the endpoint takes 128 of them in a run.
+//! While the endpoint has not emptied that queue, each connection runs only once.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -15,30 +18,33 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Waker};
 
-/// What a datagram costs, at most: 1472 bytes, which it may be alone to pin, and quinn's event.
+/// Maximum cost of a waiting datagram, in bytes: 1472 bytes, which the datagram alone may keep
+/// allocated, and quinn's event.
 const DATAGRAM_COST: usize = 2048;
-/// Datagrams that may wait for a connection: about what the system keeps for the socket. One stream's window is less.
+/// Datagrams that may wait for a connection: about as many as the system buffers for the socket.
+/// One stream's window is smaller.
 const WAITING_DATAGRAMS_MAX: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
 
-/// When a connection's task last ran, in changes of [`EndpointEvents`].
+/// The time of the last run of a connection's task, counted in changes of [`EndpointEvents`].
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct LastRun {
     at: u64,
-    /// Its waker is with [`EndpointEvents`].
+    /// Whether [`EndpointEvents`] has the task's waker.
     is_waiting: bool,
 }
 
 /// The queue of reports from connections to their endpoint.
 #[derive(Debug, Default)]
 pub(super) struct EndpointEvents {
-    /// Counts the times that the endpoint fell behind or caught up: odd while it is behind.
+    /// Counts how often the endpoint fell behind or caught up. The value is odd while the endpoint
+    /// is behind.
     changes: AtomicU64,
     /// Connections that wait until the endpoint has caught up.
     waiting: Mutex<Vec<Waker>>,
 }
 
 impl EndpointEvents {
-    /// The endpoint has run, and has emptied its queue or not.
+    /// Records that the endpoint has run, and whether the run emptied its queue.
     pub(super) fn endpoint_run_finished(&self, emptied: bool) {
         let was_behind = is_behind(self.changes.load(Ordering::Acquire));
         if was_behind != emptied {
@@ -53,7 +59,8 @@ impl EndpointEvents {
         }
     }
 
-    /// Whether a connection may run. If not, its task is woken when the endpoint has caught up.
+    /// Returns whether a connection may run. If not, its task is woken when the endpoint has caught
+    /// up.
     pub(super) fn try_admit(&self, last: &mut LastRun, cx: &Context<'_>) -> bool {
         let ran = last.at;
         let is_waiting = |changes| is_behind(changes) && changes == ran;
@@ -87,31 +94,33 @@ fn is_behind(changes: u64) -> bool {
 
 /// The connections of an endpoint by their peers' addresses, and which of them are behind.
 ///
-/// What comes from an address of no connection (a new peer's handshake, a peer that has moved) is limited as a whole, and only
-/// while a connection is behind: it may be one's that sends from many addresses.
+/// Datagrams from an address without a connection (a new peer's handshake, or a peer that has
+/// moved) share one limit, which applies only while a connection is behind. They may belong to such
+/// a connection whose peer sends from many addresses.
 #[derive(Debug, Default)]
 pub(super) struct Backlog {
-    /// How many run or are behind. Nothing is counted while none does.
+    /// Number of connections that run or are behind. While it is zero, nothing is counted.
     busy: AtomicUsize,
     peers: Mutex<PeerTable>,
 }
 
-/// The queue of one connection, as far as it is known.
+/// The known state of one connection's queue.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) enum QueueState {
     #[default]
     Idle,
-    /// The task runs, and had emptied the queue before.
+    /// The task runs. The queue was empty before.
     Running,
-    /// The last run has not emptied it. With the round from which on unknown peers wait for it.
+    /// The last run did not empty the queue. The value is the round of unknown peers that waits for
+    /// this connection.
     Behind(u64),
 }
 
-/// What a run of a connection's task has done.
+/// The result of a run of a connection's task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RunOutcome {
     Emptied,
-    /// The queue is not empty yet.
+    /// The run took this many datagrams and did not empty the queue.
     Processed(usize),
 }
 
@@ -129,12 +138,14 @@ struct PeerUsage {
     waiting: usize,
 }
 
-/// Peers whose address belongs to no connection, in rounds: one is over when all connections have caught up that were behind as it began. What was queued
-/// before it is gone then; others that have come to be behind since are the next round's.
+/// Peers whose address belongs to no connection, in rounds. A round is over when all connections
+/// that were behind at its start have caught up. By then, the datagrams queued before the round are
+/// processed. Connections that have fallen behind since the start belong to the next round.
 #[derive(Debug, Default)]
 struct UnknownPeers {
     waiting: usize,
-    /// Some were dropped in this round. Connections that are behind get nothing until they have caught up, so that it ends.
+    /// Set when datagrams were dropped in this round. Connections that are behind then receive
+    /// nothing until they have caught up, so that the round ends.
     full: bool,
     round: u64,
     behind: usize,
@@ -142,7 +153,8 @@ struct UnknownPeers {
 }
 
 impl Backlog {
-    /// Whether so many datagrams from there may be queued; else they are to be dropped, as a full socket does.
+    /// Returns whether `datagrams` datagrams from this address may be queued. If not, the caller
+    /// drops them, as a full socket does.
     pub(super) fn try_admit(&self, from: SocketAddr, datagrams: usize) -> bool {
         if self.busy.load(Ordering::Relaxed) == 0 {
             return true;
@@ -161,7 +173,8 @@ impl Backlog {
         }
     }
 
-    /// A connection's peer is now at `to`; `None` before it is known, and after the connection has ended.
+    /// Records a new peer address of a connection. `from` is `None` before the first address is
+    /// known, and `to` is `None` after the connection has ended.
     pub(super) fn migrate(
         &self,
         from: Option<SocketAddr>,
@@ -190,12 +203,13 @@ impl Backlog {
             usage.connections += 1;
             usage.busy += busy;
             usage.behind += behind;
-            // What waits goes with it: moving to and fro is no way around.
+            // The waiting datagrams move with the connection, so moving back and forth does not
+            // evade the limit.
             usage.waiting += waiting;
         }
     }
 
-    /// The task of the connection of this peer begins to run.
+    /// Records that the task of this peer's connection begins a run.
     pub(super) fn runs(&self, peer: Option<SocketAddr>, queue: QueueState) -> QueueState {
         if queue != QueueState::Idle {
             return queue;
@@ -207,7 +221,7 @@ impl Backlog {
         QueueState::Running
     }
 
-    /// It has run, and has emptied its queue, or has taken so many datagrams.
+    /// Records the end of a run and its outcome.
     pub(super) fn ran(
         &self,
         peer: Option<SocketAddr>,
@@ -309,7 +323,7 @@ mod tests {
         ([192, 0, 2, 1], port).into()
     }
 
-    /// How many datagrams are admitted, of more than may wait.
+    /// Offers more datagrams than may wait, and returns how many are admitted.
     fn admitted(backlog: &Backlog, port: impl Fn(u16) -> u16) -> usize {
         let datagrams = (0..10_000).filter(|&number| backlog.try_admit(address(port(number)), 1));
         datagrams.count()
@@ -412,7 +426,8 @@ mod tests {
         assert_eq!(admitted(&backlog, |_| 1), ALL, "caught up");
     }
 
-    /// Datagrams that are dear to process make a run long: more would come during the first one than may wait.
+    /// Datagrams that are expensive to process make a run long. More than the limit could arrive
+    /// during the first run.
     #[test]
     fn what_comes_during_the_first_run_counts() {
         let backlog = Backlog::default();
@@ -423,7 +438,8 @@ mod tests {
         assert_eq!(admitted(&backlog, |_| 1), 0);
     }
 
-    /// Bulk that is taken as fast as it comes is never dropped, however long the task does not quite empty its queue.
+    /// Bulk data that is processed as fast as it arrives is never dropped, even if the task never
+    /// quite empties its queue.
     #[test]
     fn what_a_run_has_taken_waits_no_more() {
         let backlog = Backlog::default();
@@ -437,7 +453,7 @@ mod tests {
         assert_eq!(admitted(&backlog, |_| 1), TAKEN);
     }
 
-    /// One receive of the system's has as many as 64.
+    /// One receive call of the system returns up to 64 datagrams.
     #[test]
     fn each_datagram_of_a_batch_counts() {
         let backlog = Backlog::default();
@@ -459,7 +475,8 @@ mod tests {
         assert_eq!(admitted(&backlog, |number| 200 + number), 0);
     }
 
-    /// Others that catch up say nothing of the one that is behind, and those that fall behind later do not keep new peers away.
+    /// Connections that catch up do not affect the one that is behind. Connections that fall behind
+    /// later do not block new peers.
     #[test]
     fn unknown_peers_wait_for_the_connections_that_were_behind_before_them() {
         let backlog = Backlog::default();
@@ -479,7 +496,7 @@ mod tests {
         assert_eq!(unknown(), ALL, "none is behind");
     }
 
-    /// Before it has sent anything, a connection's peer is an unknown one.
+    /// Before a connection has sent anything, its peer is unknown.
     #[test]
     fn a_connection_that_has_not_sent_yet_is_limited_too() {
         let backlog = Backlog::default();
@@ -511,7 +528,7 @@ mod tests {
         assert_eq!(admitted(&backlog, |_| 1), 0);
     }
 
-    /// Two connections of one address share what may wait there.
+    /// Two connections of one address share its limit.
     #[test]
     fn a_second_connection_of_the_address_is_no_way_around() {
         let backlog = Backlog::default();

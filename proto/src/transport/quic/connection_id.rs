@@ -1,18 +1,19 @@
-//! Connection ids that a restarted server knows as its own, and gives to nobody else.
+//! Connection ids that a restarted server recognizes as its own and does not assign again.
 
 use quinn_proto::{ConnectionId, ConnectionIdGenerator, HashedConnectionIdGenerator, InvalidCid};
 
-/// Random bytes in front of quinn's own connection id. That has 24 random bits, of which the rest is a hash: with the same
-/// key, one of a thousand agents is likely to find its old id given to another agent after the server's restart, and its
-/// packets are dropped there instead of being answered by a stateless reset.
+/// Random bytes in front of quinn's own connection id. That id has 24 random bits, and the rest is
+/// a hash. With one key, one of a thousand agents would be likely to find its old id assigned to
+/// another agent after the server's restart. The server would drop the agent's packets there
+/// instead of answering with a stateless reset.
 const PREFIX_BYTES: usize = 4;
 
-/// Makes 12-byte connection ids with quinn's keyed check in them (RFC 9000, section 5.1), so that what is no packet of ours
-/// is answered with nothing.
+/// A generator of 12-byte connection ids that contain quinn's keyed check (RFC 9000, section 5.1).
+/// The server does not answer packets with other ids.
 pub(super) struct PrefixedCidGenerator(HashedConnectionIdGenerator);
 
 impl PrefixedCidGenerator {
-    /// Ids that every server with this key takes for its own.
+    /// Creates a generator. Every server with this key recognizes its ids.
     pub(super) fn from_key(key: u64) -> Self {
         Self(HashedConnectionIdGenerator::from_key(key))
     }
@@ -49,7 +50,7 @@ mod tests {
     use super::*;
 
     const KEY: u64 = 7;
-    /// Of some thousand agents, each with several.
+    /// The ids of some thousand agents, each with several.
     const COUNT: usize = 50_000;
 
     #[test]

@@ -1,35 +1,37 @@
-//! Whether a peer floods: many small frames that move nothing, or connection ids that it retires without an end.
+//! Detection of floods: many small frames without stream data, or an endless sequence of retired
+//! connection ids.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Frames in a second, from where on they have to be of use. A stream at a gigabit has two for each of some 100,000 packets,
-/// and moves a kilobyte by each.
+/// Frames per second above which the frames must carry data. A stream at a gigabit has two frames
+/// for each of some 100,000 packets, and moves a kilobyte with each.
 const FRAMES_PER_SECOND_MAX: u64 = 50_000;
-/// Bytes of packets for each frame: below it the frames are small.
+/// Packet bytes per frame. Below this value the frames are small.
 const BYTES_PER_FRAME_MIN: u64 = 32;
-/// Bytes of streams for each frame, either way: below it the frames are of no use.
+/// Stream bytes per frame, in both directions. Below this value the frames have no use.
 const STREAM_BYTES_PER_FRAME_MIN: u64 = 8;
-/// Connection ids that a peer may retire in a second. It has no reason but a new path of ours.
+/// Connection ids that a peer may retire per second. The only reason to retire one is a new path of
+/// this end.
 const RETIRED_IDS_PER_SECOND_MAX: u64 = 100;
-/// What is judged is at least as long.
+/// Minimum length of a measured interval.
 const CHECK_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
-/// What has come from the peer since the session began.
+/// Counts of data from the peer since the session began.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct FrameCounts {
-    /// Frames, padding apart.
+    /// Number of frames without padding.
     pub(super) frames: u64,
-    /// Connection ids of ours that it has retired.
+    /// Number of this end's connection ids that the peer has retired.
     pub(super) retired: u64,
-    /// Bytes of packets.
+    /// Bytes of received packets.
     pub(super) received: u64,
-    /// Bytes of streams that were moved, either way.
+    /// Bytes of stream data, in both directions.
     pub(super) stream_bytes: u64,
 }
 
-/// Looks at the counts now and then.
+/// A detector that checks the counts at intervals.
 #[derive(Debug)]
 pub(super) struct FloodDetector {
     since: Instant,
@@ -44,7 +46,8 @@ impl FloodDetector {
         }
     }
 
-    /// Whether the peer has flooded since the last look, unless that was just now.
+    /// Returns whether the peer has flooded the session since the last check. Returns `false` if
+    /// the interval is too short.
     pub(super) fn check(&mut self, counts: FrameCounts, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(self.since);
         if elapsed < CHECK_INTERVAL_MIN {
@@ -72,7 +75,7 @@ impl FloodDetector {
 mod tests {
     use super::*;
 
-    /// What is found two seconds after the beginning.
+    /// Checks the counts two seconds after the start.
     fn is_flood(frames: u64, retired: u64, received: u64, stream_bytes: u64) -> bool {
         let began = Instant::now();
         let counts = FrameCounts {

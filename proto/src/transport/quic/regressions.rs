@@ -1,5 +1,5 @@
-//! Traps of QUIC that cost much and show little: offload that is off, credit for streams that nobody opens, a second of
-//! silence after a lost first packet, silent peers that keep others waiting.
+//! Regression tests for costly QUIC settings: disabled offload, credit for streams that are never
+//! opened, a second of silence after a lost first packet, and silent peers that block others.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::wire::name::Port;
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 const BULK: usize = 8 << 20;
 
-/// The two ends, and where the server is.
+/// Returns the two ends and the server's address.
 fn dial_pair() -> (QuicAcceptor, QuicDialer, ServerAddr) {
     let settings = SessionSettings {
         stream_window: 2 << 20,
@@ -55,7 +55,7 @@ fn at(address: SocketAddr) -> ServerAddr {
     }
 }
 
-/// The server's bare connection and the agent's session.
+/// Returns the server's connection without a session, the agent's session, and the acceptor.
 async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
     let (acceptor, dialer, remote) = dial_pair();
     let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
@@ -77,7 +77,7 @@ async fn bulk_leaves_in_batches_of_segments() {
     let socket = udp_socket((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
     let socket = quinn::TokioRuntime.wrap_udp_socket(socket).unwrap();
     if socket.max_transmit_segments() == 1 {
-        // This kernel has no UDP segmentation.
+        // This kernel has no UDP segmentation offload.
         return;
     }
     let (connection, session, _acceptor) = joined().await;
@@ -102,7 +102,8 @@ async fn bulk_leaves_in_batches_of_segments() {
         }
     );
     assert_eq!(received, BULK);
-    // 1 without segmentation. Here every second datagram is acknowledged, and each acknowledgement lets out about three.
+    // Without segmentation the value is 1. Here every second datagram is acknowledged, and each
+    // acknowledgement releases about three.
     assert!(
         sent.datagrams > 2 * sent.ios,
         "{} datagrams in {} system calls",
@@ -111,7 +112,7 @@ async fn bulk_leaves_in_batches_of_segments() {
     );
 }
 
-/// quinn keeps some 80 bytes for each stream that the peer may open.
+/// quinn uses some 80 bytes for each stream that the peer may open.
 #[tokio::test]
 async fn peer_may_open_few_streams_until_more_are_in_use() {
     let (connection, session, _acceptor) = joined().await;
@@ -132,7 +133,7 @@ async fn peer_may_open_few_streams_until_more_are_in_use() {
     more.unwrap().unwrap();
 }
 
-/// How long after its first packet a dial sends another one when nobody listens.
+/// Returns the time from the first packet of a dial to its next packet when nothing answers.
 async fn sends_again_after(dialer: &QuicDialer) -> Duration {
     let nobody = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let remote = at(nobody.local_addr().unwrap());
@@ -140,7 +141,7 @@ async fn sends_again_after(dialer: &QuicDialer) -> Duration {
         let mut packet = [0; 2048];
         nobody.recv(&mut packet).await.unwrap();
         let first = Instant::now();
-        // The ClientHello takes two packets, which leave together.
+        // The ClientHello takes two packets, which are sent together.
         while first.elapsed() < Duration::from_millis(10) {
             nobody.recv(&mut packet).await.unwrap();
         }
@@ -152,7 +153,8 @@ async fn sends_again_after(dialer: &QuicDialer) -> Duration {
     }
 }
 
-/// A server that was restarted misses what agents send while it is away. By default their next packets are a second later.
+/// A restarted server misses the packets that agents send while it is down. By default their next
+/// packets follow a second later.
 #[tokio::test]
 async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     let (acceptor, dialer, remote) = dial_pair();
@@ -166,11 +168,13 @@ async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     session.unwrap().closed().await;
     tokio::time::pause();
     let known = sends_again_after(&dialer).await;
-    // Three round trips, at least 150 ms: on a busy machine one over loopback may take some time.
+    // The expected time is three round trips, at least 150 ms. On a busy machine a round trip over
+    // loopback may take longer.
     assert!(known < unknown / 2, "{known:?} and not {unknown:?}");
 }
 
-/// Peers that begin a handshake and fall silent hold others up for a moment, and not until they are given up.
+/// Peers that begin a handshake and then stay silent delay others only briefly, and not until their
+/// handshake times out.
 #[tokio::test]
 async fn silent_peers_do_not_block_other_handshakes() {
     let (acceptor, dialer, remote) = dial_pair();
@@ -208,7 +212,7 @@ async fn silent_peers_do_not_block_other_handshakes() {
     assert!(stalled.try_join_next().is_none());
 }
 
-/// Waits until the last turn is taken.
+/// Waits until the last permit is in use.
 async fn permits_exhausted(acceptor: &QuicAcceptor) {
     while acceptor.handshake_permits.available_permits() > 0 {
         tokio::task::yield_now().await;

@@ -1,25 +1,25 @@
-//! What a dialer knows of the path from its last session: how long a round trip takes.
+//! The round-trip time that a dialer remembers from its last session.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The round trip time of the last session that has ended, with which the next handshake's retransmissions begin
-/// (RFC 9002, section 6.2.2): a lost first packet is sent again after three round trips, 0.15 s at least, and not after 1 s.
-/// Of the last server alone.
+/// The round-trip time of the last session that has ended, for its server only. The next
+/// handshake's retransmissions start from this value (RFC 9002, section 6.2.2): a lost first packet
+/// is sent again after three round trips, but at least 0.15 s, instead of 1 s.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RttCache {
     last: Arc<Mutex<Option<(IpAddr, Duration)>>>,
 }
 
 impl RttCache {
-    /// A session with `server` has ended, and this was its smoothed round trip time.
+    /// Records the smoothed round-trip time of a session with `server` that has ended.
     pub(super) fn insert(&self, server: SocketAddr, rtt: Duration) {
         *self.lock() = Some((server.ip(), rtt));
     }
 
-    /// What to take for the round trip time until there is a measurement; the first packet is sent again after three
-    /// times as long, and then after twice as long each time.
+    /// Returns the round-trip time to assume until there is a measurement. The first packet is sent
+    /// again after three times this value, and then after twice as long each time.
     pub(super) fn initial_rtt(&self, server: SocketAddr) -> Duration {
         match *self.lock() {
             Some((cached_ip, rtt)) if cached_ip == server.ip() => {
@@ -34,9 +34,10 @@ impl RttCache {
     }
 }
 
-/// Of a path that is not known (RFC 9002, section 6.2.2).
+/// The default for an unknown path (RFC 9002, section 6.2.2).
 const DEFAULT_INITIAL_RTT: Duration = Duration::from_millis(333);
-/// A server that a thousand agents ask at once answers late, and is not to be asked many times over by each.
+/// Minimum value. A server that a thousand agents dial at once answers late, and each agent should
+/// not retransmit many times.
 const INITIAL_RTT_MIN: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

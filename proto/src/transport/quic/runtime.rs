@@ -1,8 +1,10 @@
-//! tokio for quinn, with a send buffer that grows only for connections that have much to send, a bound for what waits for a
-//! connection (`backlog.rs`), and runs of a connection's task that are short.
+//! A tokio runtime for quinn. Its send buffers grow only for connections that send much. It limits
+//! the datagrams that wait for a connection (`backlog.rs`), and it limits the run time of a
+//! connection's task.
 //!
-//! quinn makes room for a whole batch of datagrams (13 KiB) when a connection first sends two at once, as every handshake
-//! does, and keeps it as long as the connection. An idle session never fills it again.
+//! quinn allocates room for a whole batch of datagrams (13 KiB) when a connection first sends two
+//! at once, which every handshake does. quinn keeps the buffer as long as the connection lives, and
+//! an idle session never fills it again.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -19,39 +21,41 @@ use tokio::task::coop;
 
 use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
 
-/// Datagrams that a connection gives to the system one by one before it may send batches. A handshake's bursts are among
-/// them; bulk pays for a few system calls more.
+/// Datagrams that a connection sends one by one before it may send batches. They include the bursts
+/// of a handshake. Bulk transfers need a few more system calls.
 const UNBATCHED_DATAGRAMS: u32 = 16;
 
-/// tokio's budget of a run. A connection takes a part of it for each datagram.
+/// tokio's budget for a run. A connection uses one unit for each datagram.
 const DATAGRAMS_PER_RUN: usize = 128;
-/// A run should be no longer: it keeps other tasks from a thread of the runtime. Datagrams that are dear to process take up to
-/// some milliseconds each.
+/// Target for the duration of a run, because a run blocks other tasks on its runtime thread.
+/// Datagrams that are expensive to process take up to some milliseconds each.
 const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
 
 tokio::task_local! {
-    /// The task of quinn's that runs.
+    /// The quinn task that currently runs.
     static DRIVER: Driver;
 }
 
-/// [`TokioRuntime`] for one endpoint, except for the size of a young connection's batches and what waits for a slow one.
+/// [`TokioRuntime`] for one endpoint. It limits the batches of a young connection and the datagrams
+/// that wait for a slow one.
 #[derive(Debug, Default)]
 pub(super) struct EndpointRuntime {
     backlog: Arc<Backlog>,
     endpoint_events: Arc<EndpointEvents>,
 }
 
-/// A task of quinn's: one for each connection, and one for the endpoint, which alone receives.
+/// A task of quinn: one for each connection, and one for the endpoint. Only the endpoint's task
+/// receives.
 #[derive(Debug)]
 struct Driver {
-    /// How many single datagrams the connection has left.
+    /// Number of datagrams that the connection must still send one by one.
     left: Cell<u32>,
     receives: Cell<bool>,
     peer: Cell<Option<SocketAddr>>,
     queue: Cell<QueueState>,
     backlog: Arc<Backlog>,
     last_run: Cell<LastRun>,
-    /// Datagrams that the next run may take.
+    /// Number of datagrams that the next run may process.
     datagrams: Cell<usize>,
     endpoint_events: Arc<EndpointEvents>,
 }
@@ -70,7 +74,7 @@ impl Driver {
         }
     }
 
-    /// Whether it may run; it is woken later if not.
+    /// Returns whether the task may run. If not, the task is woken later.
     fn is_admitted(&self, cx: &Context<'_>) -> bool {
         if self.receives.get() {
             return true;
@@ -90,7 +94,7 @@ impl Driver {
         self.backlog.migrate(from, Some(to), self.queue.get());
     }
 
-    /// It is the endpoint's, and no connection is behind because of it.
+    /// Marks the task as the endpoint's, which does not count as a connection that is behind.
     fn receives(&self) {
         if !self.receives.get() {
             self.ran(true, Duration::ZERO);
@@ -98,7 +102,7 @@ impl Driver {
         }
     }
 
-    /// A run begins. Says how many datagrams it may take.
+    /// Begins a run. Returns how many datagrams the run may process.
     fn runs(&self) -> usize {
         if self.receives.get() {
             return DATAGRAMS_PER_RUN;
@@ -108,7 +112,8 @@ impl Driver {
         self.datagrams.get()
     }
 
-    /// Ran as far as it could. One that has used up tokio's budget has not emptied its queue: each datagram takes a part.
+    /// Ends a run. A run that used all of tokio's budget has not emptied its queue, because each
+    /// datagram uses one unit.
     fn ran(&self, emptied: bool, elapsed: Duration) {
         if self.receives.get() {
             self.endpoint_events.endpoint_run_finished(emptied);
@@ -126,7 +131,7 @@ impl Driver {
     }
 }
 
-/// How many datagrams a run may take after one of `datagrams` that was as long as `elapsed`.
+/// Returns how many datagrams a run may process after a run of `datagrams` that took `elapsed`.
 fn next_run_size(datagrams: usize, elapsed: Duration) -> usize {
     if elapsed > RUN_TIME_TARGET {
         (datagrams / 2).max(1)
@@ -152,7 +157,7 @@ impl Runtime for EndpointRuntime {
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
         let driven = poll_fn(move |cx| {
-            // Outside of the scope there is no driver, and a run is like any task's.
+            // Outside of the scope there is no driver, and the task runs without limits.
             if DRIVER.try_with(|driver| driver.is_admitted(cx)) == Ok(false) {
                 return Poll::Pending;
             }
@@ -165,7 +170,8 @@ impl Runtime for EndpointRuntime {
             let emptied = coop::has_budget_remaining();
             let _inside_the_scope = DRIVER.try_with(|driver| driver.ran(emptied, began.elapsed()));
             if !emptied {
-                // It may have used up the last of its budget and have emptied its queue all the same: the next run shows which.
+                // The run may have used its last unit of budget and emptied its queue as well. The
+                // next run shows which.
                 cx.waker().wake_by_ref();
             }
             polled
@@ -198,7 +204,7 @@ impl AsyncUdpSocket for Socket {
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        // Fails outside of quinn's tasks, where nothing is counted.
+        // Access fails outside of quinn's tasks, where nothing is counted.
         let _counted = DRIVER.try_with(|driver| driver.sends(transmit.destination));
         self.system.try_send(transmit)
     }
@@ -215,7 +221,7 @@ impl AsyncUdpSocket for Socket {
             for datagrams in meta.iter_mut().take(count) {
                 let count = datagrams.len.div_ceil(datagrams.stride.max(1));
                 if !self.backlog.try_admit(datagrams.addr, count) {
-                    // quinn takes it for an empty one, which is nothing to it.
+                    // quinn ignores empty datagrams.
                     datagrams.len = 0;
                 }
             }
@@ -227,7 +233,8 @@ impl AsyncUdpSocket for Socket {
         self.system.local_addr()
     }
 
-    /// quinn asks before each round of sending, which has 20 datagrams at most.
+    /// Returns 1 while the connection must send one by one. quinn calls this function before each
+    /// round of sending, which has at most 20 datagrams.
     fn max_transmit_segments(&self) -> usize {
         if DRIVER
             .try_with(|driver| driver.left.get() > 0)
@@ -258,7 +265,7 @@ mod tests {
 
     const WAITING: usize = 100_000;
 
-    /// Each connection counts for itself, and gets the system's batches in the end.
+    /// Each connection has its own count, and sends the system's batches in the end.
     #[tokio::test]
     async fn only_the_first_datagrams_of_a_connection_go_singly() {
         let bound = || {
@@ -304,7 +311,7 @@ mod tests {
         assert_eq!(run(DATAGRAMS_PER_RUN, 0), DATAGRAMS_PER_RUN);
     }
 
-    /// As quinn's tasks of connections do: each datagram comes through a channel of tokio's.
+    /// Simulates quinn's connection tasks: each datagram arrives through a tokio channel.
     #[tokio::test]
     async fn peers_of_a_task_that_does_not_empty_its_queue_are_limited() {
         let runtime = EndpointRuntime::default();

@@ -25,7 +25,7 @@ use crate::transport::{
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
-/// Reads the peer's identity from a certificate that the handshake has verified.
+/// A function that reads the peer's identity from a certificate that the handshake has verified.
 pub(super) type Identify = fn(&CertificateDer<'_>) -> Result<PeerIdentity, IdentityError>;
 
 pub(super) struct QuicSession {
@@ -33,15 +33,15 @@ pub(super) struct QuicSession {
     peer: PeerIdentity,
     traffic: Arc<Traffic>,
     flow: Arc<SessionFlow>,
-    /// Halves that were shut down by streams that are gone, until the peer has acknowledged them.
+    /// Tasks that wait until the peer has acknowledged halves that dropped streams had shut down.
     flushing: TaskTracker,
     opening: AtomicBool,
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
     flood_detector: Mutex<FloodDetector>,
-    /// Closed for a flood.
+    /// Whether the session was closed because of a flood.
     is_flooded: AtomicBool,
-    /// Where the end leaves the round trip time.
+    /// Receives the round-trip time when the session ends.
     rtt_cache: Option<RttCache>,
 }
 
@@ -54,7 +54,7 @@ impl std::fmt::Debug for QuicSession {
     }
 }
 
-/// Reason of the close.
+/// The close reason for a flood.
 const FLOOD_REASON: &str = "flood of frames without stream data";
 
 fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
@@ -75,8 +75,9 @@ impl QuicSession {
         let connection_handle = connection.clone();
         let free = connection_window(settings.stream_window, 0);
         let flow = settings.pool.session(settings.stream_window, move |bytes| {
-            // quinn announces new credit only when an eighth of the window has been read. What stalled streams hold is
-            // never read, so without a seventh of it on top the others would wait for an announcement that cannot come.
+            // quinn announces new credit only after an eighth of the window has been read. The data
+            // of stalled streams is never read. Without an additional seventh of that data, the
+            // other streams would wait for an announcement that cannot come.
             let charged = bytes.saturating_sub(free);
             connection_handle.set_receive_window(window(bytes + charged / 7));
         });
@@ -99,7 +100,8 @@ impl QuicSession {
         Box::new(QuicStream::new(send, recv, self.flushing.clone()))
     }
 
-    /// Closes a session whose peer's frames are a burden and nothing else; looked at as often as its health.
+    /// Closes a session whose peer floods it with frames. The check runs whenever the session's
+    /// health is read.
     fn close_on_flood(&self, stats: &ConnectionStats, received: u64, stream_bytes: u64) {
         let rx = &stats.frame_rx;
         let silent = rx.data_blocked + rx.streams_blocked_uni + rx.max_streams_uni;
@@ -131,7 +133,7 @@ impl QuicSession {
         close_reason(error)
     }
 
-    /// Raises the number of streams that the peer may open once half of it is in use.
+    /// Raises the number of streams that the peer may open when half of it is in use.
     fn raise_stream_limit(&self) {
         let (_, _, open) = self.traffic.read();
         let (stream_limit, most) = (
@@ -162,7 +164,7 @@ impl Session for QuicSession {
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
-        // From here on the stream's reset on drop makes the call cancel-safe.
+        // From this point on, the call is cancel-safe, because dropping the stream resets it.
         let mut stream = Stream::opened(
             self.stream(send, recv),
             self.traffic.clone(),
@@ -171,7 +173,8 @@ impl Session for QuicSession {
         );
         match stream.write_header(&buffer).await {
             Ok(()) => Ok(stream),
-            // A peer that stops a stream in its first bytes has replied or reset: reading tells which.
+            // A peer that stops a stream in its first bytes has replied or reset it. Reading shows
+            // which.
             Err(_stopped) if self.connection.close_reason().is_none() => Ok(stream),
             Err(_lost) => Err(self.closed().await.into()),
         }
@@ -190,7 +193,8 @@ impl Session for QuicSession {
     }
 
     fn probe(&self) {
-        // A full or closed datagram buffer means that probes are already on their way or no use.
+        // If the datagram buffer is full, probes are already queued. If it is closed, a probe has
+        // no use.
         let _best_effort = self.connection.send_datagram(Bytes::from_static(&[0]));
     }
 
@@ -243,7 +247,7 @@ impl Session for QuicSession {
     async fn close(&self, code: CloseCode, reason: &str) {
         self.stop_opening();
         self.flushing.close();
-        // A peer that is not there acknowledges nothing.
+        // A dead peer acknowledges nothing.
         if code != CloseCode::Dead {
             let _elapsed = tokio::time::timeout(FLUSH_LIMIT, self.flushing.wait()).await;
         }

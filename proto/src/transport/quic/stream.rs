@@ -1,4 +1,5 @@
-//! One QUIC stream: quinn's two halves as one, with the peer's acknowledgement as the end of the sent half.
+//! One QUIC stream: combines quinn's two halves. The sent half ends with the peer's
+//! acknowledgement.
 
 use std::io;
 use std::pin::Pin;
@@ -17,7 +18,7 @@ type Acknowledged =
 pub(super) struct QuicStream {
     send: quinn::SendStream,
     recv: quinn::RecvStream,
-    /// Set when the sent half was finished: resolves when the peer has it.
+    /// Set when the sent half was finished. Resolves when the peer has received everything.
     acknowledged: Option<Acknowledged>,
     flushing: TaskTracker,
 }
@@ -93,12 +94,13 @@ impl AsyncWrite for QuicStream {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         let acknowledged = this.acknowledged.get_or_insert_with(|| {
-            // An error means stopped or reset before; the future below tells.
+            // An error means that the half was already stopped or reset. The future below returns
+            // the reason.
             let _already_ended = this.send.finish();
             Box::pin(this.send.stopped())
         });
         let outcome = ready!(acknowledged.as_mut().poll(cx));
-        // The future must not be polled again; a finished half stays finished.
+        // The future must not be polled again, and a finished half stays finished.
         this.acknowledged = Some(Box::pin(std::future::ready(outcome.clone())));
         Poll::Ready(match outcome {
             Ok(None) => Ok(()),

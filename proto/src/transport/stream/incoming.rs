@@ -18,7 +18,7 @@ use crate::wire::header::StreamHeader;
 pub struct IncomingStream(Stream);
 
 impl IncomingStream {
-    /// A stream accepted by a transport.
+    /// Creates an incoming stream that a transport has accepted.
     #[must_use]
     pub fn new(
         raw: Box<dyn RawStream>,
@@ -28,10 +28,11 @@ impl IncomingStream {
         Self(Stream::new(raw, ReplyState::Local, traffic, read_monitor))
     }
 
-    /// Reads the header. Not cancel-safe: dropped early, the stream is reset.
+    /// Reads the header. Not cancel-safe: if the future is dropped, the stream is reset.
     ///
     /// # Errors
-    /// When the header is malformed, too large, cut or not complete by `deadline`; the stream is then reset.
+    /// When the header is malformed, too large, cut or not complete by `deadline`. The stream is
+    /// then reset.
     pub async fn header(mut self, deadline: Instant) -> io::Result<(StreamHeader, Stream)> {
         let read =
             tokio::time::timeout_at(deadline, read_frame(&mut self.0.raw, STREAM_MESSAGE_MAX))
@@ -54,10 +55,11 @@ impl IncomingStream {
     }
 }
 
-/// Reads exactly one frame, never a byte beyond it. Not cancel-safe.
+/// Reads exactly one frame, and no byte beyond it. Not cancel-safe.
 ///
 /// # Errors
-/// As the reader, or `InvalidData` around [`frame::FrameError`], or `UnexpectedEof` when the input ends first.
+/// The reader's error, or `InvalidData` around [`frame::FrameError`], or `UnexpectedEof` when the
+/// input ends first.
 pub async fn read_frame<R: AsyncRead + Unpin + ?Sized>(
     reader: &mut R,
     limit: usize,

@@ -147,7 +147,7 @@ async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
     );
 }
 
-/// A stream of the peer whose first bytes are these; nothing more comes.
+/// Returns a stream of the peer that begins with the bytes `first` and then stays silent.
 async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
     let (mut far, near) = duplex(64 * 1024);
     far.write_all(first).await.unwrap();
@@ -194,7 +194,8 @@ async fn oversize_damaged_or_cut_header_is_refused_at_once() {
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
 }
 
-/// Gives what a peer sent and then stays silent; remembers the largest piece that was asked for.
+/// A reader with the bytes that a peer sent. After these bytes every read is pending. The reader
+/// records the largest read that was requested.
 struct AnnouncedLength {
     sent: Vec<u8>,
     largest: usize,
@@ -218,7 +219,8 @@ impl AsyncRead for AnnouncedLength {
     }
 }
 
-/// S02: a length is judged before anything is reserved for it, and what is reserved grows with what has come.
+/// S02: a length is checked before memory is reserved for it, and the reserved memory grows with
+/// the received bytes.
 #[tokio::test(start_paused = true)]
 async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
     use crate::wire::frame::{CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, encode_length_prefix};
@@ -254,7 +256,7 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
     }
 }
 
-/// A stream that nothing can be written to for now: others' bytes go first.
+/// A stream that accepts no writes at the moment, because other streams send first.
 struct Full;
 
 impl RawStream for Full {
@@ -284,7 +286,8 @@ impl AsyncWrite for Full {
     }
 }
 
-/// Behind 500 busy streams a reply waits for longer than a reader may stand still, and there is nothing to read yet.
+/// With 500 busy streams ahead, a reply waits for longer than a reader may stall, and there is
+/// nothing to read yet.
 #[tokio::test(start_paused = true)]
 async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
     let pool = BufferPool::new(1 << 20);

@@ -1,4 +1,4 @@
-//! How sessions with odd peers end: GOAWAY, no farewell, no beginning.
+//! Ends of sessions with unusual peers: GOAWAY, no close message, no beginning.
 
 use tokio::io::AsyncWriteExt;
 
@@ -80,7 +80,8 @@ async fn malformed_or_endless_close_message_closes_the_session() {
             raw.send(&raw::frame(DATA, 0, 1, piece)).await;
         }
         if !complete {
-            // Announced and never said: the connection's end is the end.
+            // The peer announced a close message and never sent it. The end of the connection ends
+            // the session.
             drop(raw);
             let reason = within(session.closed()).await;
             assert_eq!(reason.by, ClosedBy::Network, "{reason}");
@@ -123,12 +124,13 @@ async fn dial_to_a_server_that_opens_nothing_is_given_up_without_a_trace() {
     raw.send(&raw::request(1, "/stream")).await;
     assert_eq!(within(raw.reader.next_of_kind(HEADERS)).await.stream, 1);
     assert!(dialed.try_join_next().is_none());
-    // As a timeout of the caller does.
+    // A timeout of the caller has this effect.
     dialed.abort_all();
     assert!(within(raw.reader.watch()).await.closed);
 }
 
-/// What an agent that stops sends may come in one piece: the end of each half, the reason, GOAWAY and FIN.
+/// An agent that stops may send everything in one piece: the end of each half, the close message,
+/// GOAWAY and FIN.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
     const HALVES: usize = 20;
@@ -149,12 +151,13 @@ async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
     }
     final_frames.extend(raw::frame(DATA, END_STREAM, 1, &close_message));
     final_frames.extend(raw::go_away((1 << 31) - 1, NO_ERROR));
-    // Busy streams, which end the set's round early.
+    // Busy streams end the round over the set early.
     for (stream, _) in &mut streams {
         stream.write_all(&[0; 16 << 10]).await.unwrap();
     }
     raw.send(&final_frames).await;
-    // FIN right behind it; reads on, as an agent does: closing with unread data would be a reset.
+    // FIN follows directly. The peer continues to read, as an agent does, because a close with
+    // unread data would send a reset.
     raw.writer.end().await;
     let _reads_on = JoinSet::from_iter([async move { raw.reader.watch().await }]);
     for (mut stream, _) in streams {

@@ -9,7 +9,7 @@ const PRIORITY: u8 = 2;
 /// A frame type that no specification defines.
 const UNKNOWN: u8 = 0xaa;
 
-/// h2's own PINGs: the one it asks the user's question with, and the one of its graceful shutdown.
+/// PINGs that h2 sends itself: the one for the user's ping, and the one of its graceful shutdown.
 const KNOWN_PINGS: [[u8; 8]; 2] = [
     [0x3b, 0x7c, 0xdb, 0x7a, 0x0b, 0x87, 0x16, 0xb4],
     [0x0b, 0x7b, 0xa2, 0xf0, 0x8b, 0x9b, 0xfe, 0x54],
@@ -51,7 +51,7 @@ async fn s33_hundred_thousand_unread_frames_of_one_byte_wait_for_their_reader() 
         .collect();
     let outcome = within(raw.flood(&frames, 1)).await;
     assert!(!outcome.closed, "{outcome:?}");
-    // Nobody has read, and others go on.
+    // This stream has no reader, and other streams continue.
     assert_serves_raw_agent(&session, &mut raw).await;
     assert_bounded(before);
     raw.send(&raw::frame(DATA, END_STREAM, id, b"")).await;
@@ -64,14 +64,14 @@ async fn s33_frames_of_one_byte_beyond_the_window_cut_their_stream() {
     let (mut unread, id) = opened(&session, &mut raw).await;
     let before = resident();
     let frames = raw::frame(DATA, 0, id, b"x").repeat(10_000);
-    // What is beyond goes nowhere.
+    // Data beyond the window is rejected.
     let outcome = within(raw.flood(&frames, WINDOW as usize / 10_000 + 3)).await;
     assert!(!outcome.closed, "{outcome:?}");
     assert_eq!(outcome.counts[usize::from(RST_STREAM)], 1);
     assert!(cut(&mut unread).await != StreamCut::SessionLost);
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
-    // h2 has a limit for that, too.
+    // h2 limits these frames, too.
     let outcome = within(raw.flood(&frames, 1000)).await;
     assert_protocol_close(&session, raw, &outcome, ENHANCE_YOUR_CALM).await;
 }
@@ -79,7 +79,7 @@ async fn s33_frames_of_one_byte_beyond_the_window_cut_their_stream() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn flood_of_streams_beyond_the_limit_is_refused_stream_by_stream() {
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
-    // The stream of the farewell counts, too.
+    // The close stream counts, too.
     let allowed = usize::try_from(STREAMS).unwrap() - 1;
     let flood: Vec<u8> = (0..STREAMS * 4)
         .flat_map(|index| raw::request(3 + 2 * index, "/stream"))
@@ -102,7 +102,7 @@ async fn settings_flood_is_answered_frame_by_frame() {
     const COUNT: usize = 5_000;
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let (_stream, _) = opened(&session, &mut raw).await;
-    // What was answered before is not counted.
+    // Frames that were answered before do not count.
     within(raw.flood(&[], 1)).await;
     let change = [
         raw::settings(&[(INITIAL_WINDOW_SIZE, 0), (1, 0)]),
@@ -115,7 +115,7 @@ async fn settings_flood_is_answered_frame_by_frame() {
     assert_eq!(outcome.counts[usize::from(SETTINGS)], COUNT);
     assert_bounded(before);
     assert_serves_raw_agent(&session, &mut raw).await;
-    // An answer to what was never said.
+    // An acknowledgement of settings that were never sent.
     let outcome = within(raw.flood(&raw::frame(SETTINGS, ACK, 0, &[]), 1)).await;
     assert_protocol_close(&session, raw, &outcome, PROTOCOL_ERROR).await;
 }

@@ -1,4 +1,5 @@
-//! Heads without end (S32), heads that are too large (S34), and bytes that are no HTTP/2.
+//! Endless header blocks (S32), header blocks that are too large (S34), and bytes that are not
+//! HTTP/2.
 
 use super::raw::{CONTINUATION, ENHANCE_YOUR_CALM, FRAME_PAYLOAD_MAX, HEADERS, RST_STREAM};
 use super::*;
@@ -41,12 +42,12 @@ async fn s34_head_above_64_kib_costs_its_stream_alone() {
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     let large = |count| [raw::request_block("/stream"), raw::fields(count)].concat();
     raw.send(&raw::head(3, &large(65))).await;
-    // 431 and the end of the stream.
+    // Status 431 and the end of the stream.
     let answer = within(raw.reader.next_of_kind(HEADERS)).await;
     assert!(answer.stream == 3 && answer.ends());
     assert_eq!(within(raw.reader.next_of_kind(RST_STREAM)).await.stream, 3);
     assert_serves_raw_server(&session, &mut raw, 5).await;
-    // Right below the limit it is a stream as any other.
+    // A header block slightly below the limit opens a normal stream.
     raw.send(&raw::head(7, &large(63))).await;
     raw.send(&raw::frame(DATA, 0, 7, &header_bytes())).await;
     accepted(&session).await;

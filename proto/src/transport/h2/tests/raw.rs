@@ -1,4 +1,5 @@
-//! A peer that writes and reads frames of HTTP/2 by hand (RFC 9113, section 4.1), so it need not keep the rules.
+//! A peer that writes and reads HTTP/2 frames by hand (RFC 9113, section 4.1), so it can violate
+//! the rules.
 
 use std::collections::HashMap;
 use std::future::pending;
@@ -32,12 +33,12 @@ pub(super) const CANCEL: u32 = 8;
 pub(super) const ENHANCE_YOUR_CALM: u32 = 11;
 
 pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// The largest payload that a peer takes unless it says otherwise.
+/// The largest payload that a peer accepts by default.
 pub(super) const FRAME_PAYLOAD_MAX: usize = 16 << 10;
 /// The payload of the PING that marks the end of a flood.
 const MARK: [u8; 8] = *b"the mark";
 
-/// The bytes of one frame.
+/// Returns the bytes of one frame.
 pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(9 + payload.len());
     bytes.put_uint(payload.len() as u64, 3);
@@ -70,12 +71,13 @@ pub(super) fn go_away(last: u32, code: u32) -> Vec<u8> {
     frame(GOAWAY, 0, 0, &payload)
 }
 
-/// A request head as ours are.
+/// Returns a request head in the form that our end sends.
 pub(super) fn request(stream: u32, path: &str) -> Vec<u8> {
     frame(HEADERS, END_HEADERS, stream, &request_block(path))
 }
 
-/// HPACK (RFC 7541): `:method POST` and `:scheme https` by index, the rest as literals without indexing.
+/// Encodes a request with HPACK (RFC 7541): `:method POST` and `:scheme https` by index, the rest
+/// as literals without indexing.
 pub(super) fn request_block(path: &str) -> Vec<u8> {
     let mut block = vec![0x83, 0x87];
     for (index, value) in [(4, path), (1, "culvert")] {
@@ -85,14 +87,15 @@ pub(super) fn request_block(path: &str) -> Vec<u8> {
     block
 }
 
-/// `:status 200`
+/// The header block `:status 200`.
 pub(super) const OK: [u8; 1] = [0x88];
 
 pub(super) fn response(stream: u32) -> Vec<u8> {
     frame(HEADERS, END_HEADERS, stream, &OK)
 }
 
-/// `count` fields of 1 KiB each, as the list is measured (32 bytes for each field, RFC 9113, section 6.5.2).
+/// Returns `count` fields of 1 KiB each, as the size of a header list is measured (32 bytes of
+/// overhead for each field, RFC 9113, section 6.5.2).
 pub(super) fn fields(count: usize) -> Vec<u8> {
     let mut block = Vec::new();
     for _ in 0..count {
@@ -103,7 +106,7 @@ pub(super) fn fields(count: usize) -> Vec<u8> {
     block
 }
 
-/// A header block in as many frames as it takes.
+/// Returns a header block in as many frames as necessary.
 pub(super) fn head(stream: u32, block: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let last = block.chunks(FRAME_PAYLOAD_MAX).count() - 1;
@@ -141,7 +144,7 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    /// The number that a frame begins with or, in GOAWAY, has in the second place.
+    /// Returns the error code: the first number of the payload, or the second one in GOAWAY.
     pub(super) fn code(&self) -> u32 {
         let mut payload = self.payload.clone();
         if self.kind == GOAWAY {
@@ -166,15 +169,15 @@ pub(super) struct RawWriter(WriteHalf<TlsStream<TcpStream>>);
 pub(super) struct RawReader {
     half: ReadHalf<TlsStream<TcpStream>>,
     buffer: BytesMut,
-    /// What may be sent on the connection.
+    /// Remaining window of the connection.
     window: u64,
-    /// What may be sent on a stream at first.
+    /// Initial window of a stream.
     first_window: u64,
-    /// What may be sent on each stream, once that has changed.
+    /// Remaining window of each stream whose window has changed.
     windows: HashMap<u32, u64>,
 }
 
-/// What came back until the end, or until the mark was answered.
+/// The frames that arrived until the end of the connection, or until the mark was answered.
 #[derive(Debug, Default)]
 pub(super) struct FloodOutcome {
     pub(super) closed: bool,
@@ -202,7 +205,7 @@ impl RawPeer {
         assert!(self.writer.send(bytes).await, "connection has gone");
     }
 
-    /// Sends DATA as one frame, whatever the windows allow.
+    /// Sends DATA as one frame and ignores the windows.
     pub(super) async fn send_data(&mut self, stream: u32, flags: u8, payload: &[u8]) {
         let count = payload.len() as u64;
         let room = self.reader.room(stream);
@@ -211,7 +214,7 @@ impl RawPeer {
         self.send(&frame(DATA, flags, stream, payload)).await;
     }
 
-    /// Sends DATA of zeros as the windows allow.
+    /// Sends DATA of zeros within the windows.
     pub(super) async fn fill(&mut self, stream: u32, mut bytes: u64, flags: u8) {
         while bytes > 0 {
             let room = self.reader.window.min(*self.reader.room(stream));
@@ -227,8 +230,8 @@ impl RawPeer {
         }
     }
 
-    /// Sends `chunk` so many times while reading what comes back, until a mark behind it is answered or the other end
-    /// closes.
+    /// Sends `chunk` `times` times and reads the replies. Stops when a mark after the flood is
+    /// answered, or the other end closes.
     pub(super) async fn flood(&mut self, chunk: &[u8], times: usize) -> FloodOutcome {
         let Self { reader, writer } = self;
         let write = async {
@@ -248,12 +251,12 @@ impl RawPeer {
 }
 
 impl RawWriter {
-    /// Whether the connection still took it.
+    /// Sends bytes. Returns whether the connection accepted them.
     pub(super) async fn send(&mut self, bytes: &[u8]) -> bool {
         self.0.write_all(bytes).await.is_ok() && self.0.flush().await.is_ok()
     }
 
-    /// close_notify and FIN.
+    /// Sends close_notify and FIN.
     pub(super) async fn end(&mut self) {
         let _gone_before = self.0.shutdown().await;
     }
@@ -267,7 +270,7 @@ impl RawReader {
         assert_eq!(self.buffer.split_to(PREFACE.len()), PREFACE);
     }
 
-    /// The next frame, or `None` when the connection has gone.
+    /// Returns the next frame, or `None` when the connection has ended.
     pub(super) async fn next(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = take_frame(&mut self.buffer) {
@@ -281,7 +284,7 @@ impl RawReader {
         }
     }
 
-    /// The next frame of that kind.
+    /// Returns the next frame of this kind.
     pub(super) async fn next_of_kind(&mut self, kind: u8) -> Frame {
         loop {
             let frame = self.next().await.expect("connection has gone");
@@ -292,7 +295,7 @@ impl RawReader {
         }
     }
 
-    /// Counts what comes until the end or the answer to the mark.
+    /// Counts the received frames until the end of the connection or the answer to the mark.
     pub(super) async fn watch(&mut self) -> FloodOutcome {
         let mut outcome = FloodOutcome::default();
         while let Some(frame) = self.next().await {

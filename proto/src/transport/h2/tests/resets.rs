@@ -1,4 +1,5 @@
-//! Resets as a weapon: rapid reset (S30, CVE-2023-44487) and making us reset (S31, CVE-2025-8671).
+//! Attacks with resets: rapid reset (S30, CVE-2023-44487), and peers that make our end reset
+//! streams (S31, CVE-2025-8671).
 
 use std::collections::HashSet;
 
@@ -30,7 +31,7 @@ async fn s30_flood_of_resets_ends_the_session_or_costs_it_nothing() {
     const COUNT: u32 = 100_000;
     let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
     let before = resident();
-    // Nobody accepts.
+    // These streams are never accepted.
     let flood: Vec<u8> = (0..COUNT)
         .flat_map(|index| {
             let stream = 3 + 2 * index;
@@ -56,7 +57,7 @@ async fn s30_streams_that_are_reset_before_anyone_accepts_them_queue_up_to_a_bou
         for id in ids.clone() {
             raw.send(&raw::request(id, "/stream")).await;
         }
-        // Each has been let in, or dropped when the queue is full, before it is reset.
+        // Each stream was queued, or dropped when the queue was full, before it is reset.
         let full = (round * IN_ONE) as usize >= max_pending_resets(STREAMS);
         let mut waiting: HashSet<u32> = ids.clone().collect();
         while !waiting.is_empty() {
@@ -165,7 +166,7 @@ async fn s31_peer_that_makes_us_reset_its_streams_is_thrown_out_in_the_end() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn s31_peer_that_makes_us_reset_and_reads_nothing_is_read_no_more() {
-    // By h2, and by whoever accepts streams here.
+    // Either h2 or the code that accepts streams resets them.
     for by_overflow in [true, false] {
         let (session, mut raw) = with_raw_server(STREAMS, WIDE).await;
         let before = resident();
@@ -221,7 +222,7 @@ async fn s31_frames_on_streams_that_were_reset_here_are_dropped() {
     let (stream, id) = opened(&session, &mut raw).await;
     drop(stream);
     assert_eq!(within(raw.reader.next_of_kind(RST_STREAM)).await.stream, id);
-    // They were on their way, for all that the peer knows; their window is given back.
+    // From the peer's view these bytes were in flight. Their window is released.
     raw.fill(id, ALMOST_WINDOW, 0).await;
     for _ in 0..20 {
         let (stream, id) = opened(&session, &mut raw).await;

@@ -1,4 +1,4 @@
-//! What the contract asks of h2 and only its frames show.
+//! Rules of the contract that only h2's frames show.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,7 +9,7 @@ use super::*;
 use crate::wire::code::RefusalCode;
 use crate::wire::header::Refusal;
 
-/// A writer that never has enough; what it wrote.
+/// Starts a writer without end. Returns the number of bytes that it wrote.
 fn bulk(mut stream: Stream) -> (Arc<AtomicU64>, JoinSet<()>) {
     let written = Arc::<AtomicU64>::default();
     let count = written.clone();
@@ -43,7 +43,7 @@ async fn finished_half_has_ended_only_when_it_is_written() {
         streams.push(opened(&session, &mut raw).await.0);
     }
     let (written, _task) = bulk(filler);
-    // Whether the line is full shows in no other way than by a shutdown that waits.
+    // Only a shutdown that waits shows whether the connection is full.
     let mut waits = None;
     for mut stream in streams {
         stalled(&written).await;
@@ -62,7 +62,7 @@ async fn finished_half_has_ended_only_when_it_is_written() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
-    // The own half cannot end: it has no window for its reply.
+    // The sent half cannot end, because there is no window for its reply.
     let windows = Windows {
         stream: 0,
         connection: 0,
@@ -82,7 +82,7 @@ async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
         reply,
         reply_bytes(&StreamReply::refused(RefusalCode::Policy, "no"))
     );
-    // Its own half being whole, it can say that it reads no more.
+    // The sent half is complete, so our end can report that it reads no more.
     let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
     assert_eq!((reset.stream, reset.code()), (3, NO_ERROR));
     within(refusal.join_all()).await;
@@ -92,8 +92,8 @@ async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
 async fn unread_bytes_of_ended_streams_hold_no_window_of_the_connection() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let mut unread = Vec::new();
-    // The connection's window is that of eight streams. These are not counted as stalled, which would widen it: nobody
-    // has begun to read.
+    // The connection's window is that of eight streams. These streams do not count as stalled,
+    // which would widen the window, because no reader has begun to read.
     for _ in 0..32 {
         unread.push(within(session.open(&header(), TEST_TIMEOUT)).await.unwrap());
         let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;
@@ -222,7 +222,7 @@ async fn small_writes_leave_together() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn small_answer_does_not_wait_behind_bulk() {
-    // The line is what is short, or the connection's window.
+    // Either the connection itself is the bottleneck, or its window.
     for connection in [1 << 30, 0] {
         let stream = 1 << 30;
         let (session, mut raw) = with_raw_agent(Windows { stream, connection }).await;
@@ -230,7 +230,7 @@ async fn small_answer_does_not_wait_behind_bulk() {
         let (second, _) = opened(&session, &mut raw).await;
         let (mut small, id) = opened(&session, &mut raw).await;
         let tasks = [bulk(first), bulk(second)];
-        // Nothing is read until both are full.
+        // No data is read until both are full.
         for (written, _) in &tasks {
             stalled(written).await;
         }
